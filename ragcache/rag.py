@@ -65,6 +65,13 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import aresults, results, start_aside
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
+from ragcache.pipeline.confidence import (
+    Calibration,
+    calibration_key,
+    read_calibrations,
+    reader_calibration,
+    write_calibrations,
+)
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
@@ -390,6 +397,48 @@ class RagCache:
         return self._shared.instruction if own is None else own
 
     @checks_arguments
+    def set_calibration(
+        self, collection: str, calibration: Calibration | None, *, extractive: bool | None = None
+    ) -> None:
+        """Gives a collection a calibration of this model's answers, in place of any that it had:
+        how confident they are, and below which confidence they are refused, for any process.
+        `ragcache.calibration.fit_calibration` makes one of known questions.
+
+        Args:
+            collection: The collection.
+            calibration: The calibration; None takes it away again.
+            extractive: Whether it is that of quotations or of free answers; None is what the model
+                does with questions.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+
+        Example:
+            >>> rag.set_calibration("handbook", None)
+        """
+        model = self._shared.model
+        quotes = model.extractive if extractive is None else extractive
+        key = calibration_key(model, extractive=quotes)
+
+        def change(before: str | None) -> str | None:
+            kept = {name: each for name, each in read_calibrations(before).items() if name != key}
+            return write_calibrations(kept if calibration is None else {**kept, key: calibration})
+
+        self.internals.catalog.change_calibrations(collection, change)
+
+    @checks_arguments
+    def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
+        """The calibration of this model's answers from a collection: its own, or else that of the
+        embedded reader's quotations; None where there is none. extractive: as in
+        `set_calibration`. Raises `UnknownCollection`."""
+        model = self._shared.model
+        quotes = model.extractive if extractive is None else extractive
+        kept = read_calibrations(self.internals.catalog.stamp(collection).calibrations)
+        found = kept.get(calibration_key(model, extractive=quotes))
+        shipped = quotes and model.extractive
+        return reader_calibration() if found is None and shipped else found
+
+    @checks_arguments
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
         return self.internals.ingestor.delete_collection(collection)
@@ -576,6 +625,11 @@ class RagCache:
         if generation.extractive and options.get("tools"):
             raise InvalidRequest(
                 "an extractive answer is a quotation and calls no tools; leave out either"
+            )
+        if generation.min_confidence and options.get("tools"):
+            raise InvalidRequest(
+                "a call of a tool is no answer whose confidence is known; leave out either "
+                "min_confidence or tools"
             )
         call = ChatCall(
             mode, options.get("recognize", True), options.get("tools"),

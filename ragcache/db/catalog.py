@@ -7,7 +7,7 @@ in one transaction.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,12 +68,14 @@ _STAMPS = (
 
 class Stamp(NamedTuple):
     """What tells whether a collection has changed: its id, its revision, and the id of its newest
-    scaffold, 0 without one; and the instruction of its prompts, None for that of the folder."""
+    scaffold, 0 without one; the instruction of its prompts, None for that of the folder; and the
+    calibrations of its answers, as `ragcache.pipeline.confidence` writes them."""
 
     collection: int
     revision: int
     scaffold: int = 0
     instruction: str | None = None
+    calibrations: str | None = None
 
     def covers(self, other: Stamp) -> bool:
         """Whether the documents of this stamp are those of another one, or later ones of the same
@@ -333,7 +335,7 @@ class Catalog:
         newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
         columns = (
             CollectionTable.id, CollectionTable.revision, newest.scalar_subquery(),
-            CollectionTable.instruction,
+            CollectionTable.instruction, CollectionTable.calibrations,
         )  # fmt: skip
         found = session.execute(self._within(select(*columns), collection)).one_or_none()
         if found is None:
@@ -399,6 +401,17 @@ class Catalog:
             owner = collection_id(session, collection, self.namespace)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
             session.execute(changed.values(instruction=instruction))
+
+    def change_calibrations(
+        self, collection: str, change: Callable[[str | None], str | None]
+    ) -> None:
+        """Replaces the calibrations of a collection's answers, given those that it has. Raises
+        `UnknownCollection`."""
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            own = CollectionTable.id == owner
+            before = session.scalar(select(CollectionTable.calibrations).where(own))
+            session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
     def instruction(self, collection: str) -> str | None:
         """The instruction of a collection's prompts; None for that of the folder, and where there

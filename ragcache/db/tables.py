@@ -56,7 +56,7 @@ class NamespaceTable(Base):
 
 class CollectionTable(Base):
     """A named set of documents. `revision` counts its changes. instruction: before its documents
-    in prompts; None is that of the folder."""
+    in prompts; None is that of the folder. calibrations: JSON, by model; None without any."""
 
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -65,6 +65,7 @@ class CollectionTable(Base):
     name: Mapped[str]
     revision: Mapped[int] = mapped_column(default=0)
     instruction: Mapped[str | None]
+    calibrations: Mapped[str | None]
 
 
 class DocumentTable(Base):

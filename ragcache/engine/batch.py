@@ -50,6 +50,7 @@ class ScheduledChunk:
     """One request's share of a step: its next tokens, which follow its private states.
     position_ids ascend; a token sees the segments that start at or before it.
 
+    scored: rows begin:end, counted from the chunk's first, whose logits are wanted besides.
     follows: None, or the row of the tokens sampled by the step before that is this chunk's only
     token; the host does not know it yet, and the one in `token_ids` means nothing.
     """
@@ -60,6 +61,13 @@ class ScheduledChunk:
     position_ids: Sequence[int]
     wants_logits: bool = True
     follows: int | None = None
+    scored: Rows = (0, 0)
+
+    def logit_rows(self, end: int) -> list[int]:
+        """The rows whose logits are wanted, ascending. end: the row after the chunk's last."""
+        begin = end - len(self.position_ids)
+        rows = [begin + row for row in range(*self.scored)]
+        return [*rows, end - 1] if self.wants_logits else rows
 
 
 @dataclass(slots=True)
@@ -229,8 +237,7 @@ class BatchBuilder:
         self._frame: _Frame | None = None
 
     def build_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
-        """Flattens the chunks to rows 0..T-1. Logits are wanted of the last row of each chunk with
-        `wants_logits`."""
+        """Flattens the chunks to rows 0..T-1. Logits are wanted of each chunk's `logit_rows`."""
         signature = tuple(_signature(chunk) for chunk in chunks)
         if self._frame is None or None in signature or signature != self._signature:
             self._frame = _Frame.of(self.model, chunks)
@@ -250,7 +257,13 @@ def _signature(chunk: ScheduledChunk) -> object:
     if len(chunk.token_ids) != 1 or not isinstance(private, BlockTable):
         return None
     seen = sum(segment.start <= chunk.position_ids[0] for segment in chunk.segments)
-    return (private, chunk.wants_logits, private.length // private.pool.block_size, seen)
+    return (
+        private,
+        chunk.wants_logits,
+        chunk.scored,
+        private.length // private.pool.block_size,
+        seen,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,7 +295,9 @@ class _Frame:
             softcap=model.softcap,
         )
         ends = [end for _, end in layout.rows]
-        wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+        wanted = [
+            row for chunk, end in zip(chunks, ends, strict=True) for row in chunk.logit_rows(end)
+        ]
         return cls(model, layout, metadata, starts, _device(model, _ints(wanted)))
 
     def batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:

@@ -42,7 +42,14 @@ from ragcache.engine.scheduler import (
     schedule,
 )
 from ragcache.engine.sequence import Sequence, SequenceGroup
-from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Share
+from ragcache.engine.step import (
+    IDLE,
+    BatchSnapshot,
+    LaunchedStep,
+    Lineup,
+    Share,
+    take_scores,
+)
 from ragcache.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -229,9 +236,11 @@ class EngineCore:
         while logits is None:
             try:
                 logits, marks = self._compute(shares, last)
+                logits, scores = take_scores(shares, logits)
             except torch.OutOfMemoryError as error:
                 if last is not None:  # once its tokens are known, some may be preempted
                     return None
+                logits = None
                 shares = self._fewer(shares, error)
                 if not shares:
                     return None
@@ -244,7 +253,7 @@ class EngineCore:
                 if share.chunk.wants_logits:
                     sequences.append(share.owner)
         states = [self._begin_answer(sequence) for sequence in sequences]
-        self._launched = LaunchedStep(shares, logits, sequences, states, marks=marks)
+        self._launched = LaunchedStep(shares, logits, sequences, states, marks=marks, scores=scores)
         alike = len(sequences) == len(shares) == len(self._running)
         if self._ahead is not None and alike and all(share.decodes for share in shares):
             self._launched.lineup = Lineup(shares, sequences)
@@ -409,6 +418,8 @@ class EngineCore:
         self._share_blocks(step)  # while the device computes: what reads them is launched later
         self.stats.sampling += self._lap()
         tokens = step.tokens.wait()
+        for each in step.scores:
+            each.record()
         waited, now = self._lap(), self._lap_at
         if self._launched is step:
             self._launched = None

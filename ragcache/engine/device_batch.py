@@ -432,7 +432,7 @@ def _put_rows(step: StepArrays, placed: Sequence[_PlacedChunk]) -> int:
     step.position_ids[:rows] = np.fromiter(positions, np.int64, rows)
     tokens = chain.from_iterable(chunk.token_ids for chunk in chunks)
     step.token_ids[:rows] = np.fromiter(tokens, np.int64, rows)
-    wanted = [each.end_row - 1 for each in placed if each.chunk.wants_logits]
+    wanted = [row for each in placed for row in each.chunk.logit_rows(each.end_row)]
     step.logit_rows[: len(wanted)] = wanted
     return len(wanted)
 

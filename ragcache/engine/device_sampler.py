@@ -89,7 +89,9 @@ class DeviceSampler:
             tokens = rows.draw(adjusted, tokens)
         inputs = tokens.clamp(min=0)
         rows.count(tokens)
-        logprobs = rows.logprobs(logits, inputs)
+        logprobs = [*rows.logprobs(logits, inputs)]
+        if logprobs and masked and masks is not None:
+            logprobs.append(self._allowed(logits, rows, masks))
         host, event = self._fetched(tokens, *_all_logprobs(logits, firsts), *logprobs)
         return _PendingTokens(states, host, event, inputs, rows.reporting, firsts)
 
@@ -138,6 +140,18 @@ class DeviceSampler:
         if places:
             logits.view(-1).index_fill_(0, upload(places, torch.int64, self.device), -torch.inf)
 
+    def _allowed(self, logits: Tensor, rows: _Rows, masks: Sequence[Tensor | None]) -> Tensor:
+        """See `SampledToken.allowed`, of the rows that report."""
+        assert rows.reported is not None
+        found = []
+        for begin in range(0, len(rows.reporting), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            own = logits.index_select(0, rows.reported[here]).float()
+            whole = own.logsumexp(dim=-1)
+            self._mask(own, [masks[row] for row in rows.reporting[here]])
+            found.append(own.logsumexp(dim=-1) - whole)
+        return torch.cat(found)
+
     def _mask(self, logits: Tensor, masks: Sequence[Tensor | None]) -> None:
         """Sets what the masks do not allow to minus infinity; see `Constraint.mask`."""
         width = -(-logits.shape[-1] // 32)
@@ -182,7 +196,8 @@ class _PendingTokens:
         if self.reporting:
             tokens = [found[row] for row in self.reporting]
             counts = [self.states[row].sampling.logprobs or 0 for row in self.reporting]
-            reported = report_logprobs(tokens, counts, *self.host[-3:])
+            first = 2 if self.firsts else 1
+            reported = report_logprobs(tokens, counts, *self.host[first:])
             for row, each in zip(self.reporting, reported, strict=True):
                 if each.token >= 0:
                     results[row] = each

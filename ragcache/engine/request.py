@@ -108,6 +108,8 @@ class Request:
         tenant: Requests of equal tenants may share private states; None shares with no other.
         priority: Each level counts as `AGEING` seconds of waiting; higher comes sooner.
         timeout: Seconds from submission until the request fails with `DeadlineExceeded`.
+        prompt_logprobs: The log-probabilities of so many of the prompt's last own tokens are
+            reported, computed with the prompt in one pass. Its private states are then its own.
         constraint: Makes the constraint of one answer. A finished constraint ends its answer with
             `stop`, also before `min_new_tokens`.
 
@@ -128,6 +130,7 @@ class Request:
     priority: int = 0
     timeout: float | None = None
     constraint: MakeConstraint | None = None
+    prompt_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.context.token_ids:
@@ -136,6 +139,11 @@ class Request:
             _check_known_tokens(self.context)
         if self.stop and self.text is None:
             raise InvalidRequest("stop strings need `text`, which turns tokens into text")
+        if not 0 <= self.prompt_logprobs < len(self.context.token_ids):
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.prompt_logprobs}; the prompt has "
+                f"{len(self.context.token_ids)} own tokens, and the first follows none of them"
+            )
         check_options(
             self.max_new_tokens, self.min_new_tokens, self.n, self.timeout, stop=self.stop
         )
@@ -143,9 +151,9 @@ class Request:
     @property
     def root(self) -> Hashable:
         """The root of its private states in the radix cache: the tenant, and the segments with
-        their places. None where the states cannot be shared."""
+        their places. None where the states are not shared."""
         names = tuple((segment.name, segment.start) for segment in self.context.segments)
-        if self.tenant is None or any(name is None for name, _ in names):
+        if self.tenant is None or self.prompt_logprobs or any(name is None for name, _ in names):
             return None
         return (self.tenant, names)
 
@@ -200,7 +208,8 @@ class Choice:
     token id or string that ended it; None where a limit or its constraint did. chosen: the tokens
     with log-probabilities, where `SamplingParams.logprobs` is set. first_logprobs: the model's own
     log-probabilities of all tokens at the first place, a stop token's too, float32 [V] on the CPU,
-    where `SamplingParams.first_logprobs` is set.
+    where `SamplingParams.first_logprobs` is set. ending: the stop token, where one ended it and
+    `logprobs` is set.
     """
 
     token_ids: tuple[int, ...]
@@ -209,6 +218,7 @@ class Choice:
     stopped_by: int | str | None = None
     chosen: tuple[SampledToken, ...] = ()
     first_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
+    ending: SampledToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +227,7 @@ class RequestOutput:
 
     shared_tokens: private tokens of the prompt whose states were found in the radix cache. Times
     are `time.perf_counter` readings, in seconds; admitted_at is when the request left the queue.
+    prompt_logprobs: see `Request`.
     """
 
     choices: tuple[Choice, ...]
@@ -225,6 +236,7 @@ class RequestOutput:
     admitted_at: float
     first_token_at: float
     finished_at: float
+    prompt_logprobs: tuple[float, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ class ModelRunner(Protocol):
         """Samples tokens from the logits of the steps."""
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        """Plans a step; the result computes it and returns the logits of the last row of each chunk
-        that wants them, [R, vocabulary]."""
+        """Plans a step; the result computes it and returns the logits of the rows that chunks want,
+        [R, vocabulary]; see `ScheduledChunk.logit_rows`."""
 
     def release_states(self, private: RequestKV) -> None:
         """A request has released its states."""

@@ -77,12 +77,15 @@ class SampledToken:
 
     They are natural logarithms of the model's own distribution: the softmax of the logits before
     penalties, temperature and filters, as OpenAI and vLLM report them. alternatives: the likeliest
-    tokens with theirs, likeliest first, whether or not the chosen one is among them.
+    tokens with theirs, likeliest first, whether or not the chosen one is among them. allowed: the
+    log-probability of all tokens that the constraint allowed; 0 without one. Among these the chosen
+    one has `logprob - allowed`.
     """
 
     token: int
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
+    allowed: float = 0.0
 
 
 class PendingTokens(Protocol):
@@ -167,14 +170,17 @@ def sample_tokens(
     A row whose largest allowed logit is not finite, or which holds NaN, gives an UnusableLogits
     that was not raised, and its state stays as it was; the other rows are not affected.
     """
-    tokens = _tokens(logits, states, forbidden, masks or [None] * len(states))
+    masks = masks or [None] * len(states)
+    tokens = _tokens(logits, states, forbidden, masks)
     reporting = [
         i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0
     ]
     reported: dict[int, SampledToken] = {}
     for rows in _portions(reporting, logits):
         counts = [states[i].sampling.logprobs or 0 for i in rows]
-        chosen = _with_logprobs(logits[rows], [tokens[i] for i in rows], counts)
+        chosen = _with_logprobs(
+            logits[rows], [tokens[i] for i in rows], counts, [masks[i] for i in rows]
+        )
         reported.update(zip(rows, chosen, strict=True))
     results: list[SampledToken | UnusableLogits] = []
     for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
@@ -270,10 +276,15 @@ def _drawn(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
 
 
 def _with_logprobs(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], masks: Sequence[Tensor | None]
 ) -> list[SampledToken]:
     """logits: [R, V]. counts: how many alternatives each row reports."""
-    found = logprobs_of(logits, torch.tensor(tokens, device=logits.device))
+    found = [*logprobs_of(logits, torch.tensor(tokens, device=logits.device))]
+    if any(mask is not None for mask in masks):
+        wide = logits.float()  # a copy: `logits` are rows that were picked
+        whole = wide.logsumexp(dim=-1)
+        forbid(wide, masks)
+        found.append(wide.logsumexp(dim=-1) - whole)
     return report_logprobs(tokens, counts, *found)
 
 
@@ -288,15 +299,18 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def report_logprobs(
-    tokens: Sequence[int], counts: Sequence[int], own: Tensor, ids: Tensor, values: Tensor
-) -> list[SampledToken]:
-    """The tokens with what `logprobs_of` found. counts: how many alternatives each row reports."""
+    tokens: Sequence[int], counts: Sequence[int], own: Tensor, ids: Tensor, values: Tensor,
+    allowed: Tensor | None = None,
+) -> list[SampledToken]:  # fmt: skip
+    """The tokens with what `logprobs_of` found. counts: how many alternatives each row reports.
+    allowed: see `SampledToken`, [R]; None where no row has a constraint."""
     chosen = []
-    columns = (tokens, counts, own.tolist(), ids.tolist(), values.tolist())
-    for token, count, logprob, likeliest, theirs in zip(*columns, strict=True):
+    shares = [0.0] * len(tokens) if allowed is None else allowed.tolist()
+    columns = (tokens, counts, own.tolist(), ids.tolist(), values.tolist(), shares)
+    for token, count, logprob, likeliest, theirs, share in zip(*columns, strict=True):
         pairs = [pair for pair in zip(likeliest, theirs, strict=True) if pair[1] > -torch.inf]
         pairs.sort(key=lambda pair: (-pair[1], pair[0]))
-        chosen.append(SampledToken(token, logprob, tuple(pairs[:count])))
+        chosen.append(SampledToken(token, logprob, tuple(pairs[:count]), min(share, 0.0)))
     return chosen
 
 

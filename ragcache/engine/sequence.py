@@ -28,6 +28,7 @@ class SequenceGroup:
     ) -> None:  # fmt: skip
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
+        self.prompt_logprobs: dict[int, float] = {}  # by the own tokens' places
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
         self.expires_at = math.inf if request.timeout is None else submitted_at + request.timeout
@@ -46,7 +47,8 @@ class SequenceGroup:
         if len(self.choices) == self.request.n:
             choices = tuple(self.choices[i] for i in range(self.request.n))
             times = self.submitted_at, self.admitted_at, self.first_token_at, now
-            self.channel.finish(RequestOutput(choices, self.shared_tokens, *times))
+            scores = tuple(score for _, score in sorted(self.prompt_logprobs.items()))
+            self.channel.finish(RequestOutput(choices, self.shared_tokens, *times, scores))
 
 
 class Sequence:
@@ -73,6 +75,7 @@ class Sequence:
         self.shown: list[str] = []
         self.chosen: list[SampledToken] = []
         self.finished = False
+        self._ending: SampledToken | None = None  # the stop token, where it is reported
         self._accepted: SampledToken | None = None  # not yet shown
         self._end: tuple[str, int | str | None] | None = None  # why, and what ended it
 
@@ -133,7 +136,17 @@ class Sequence:
             self.tokens[begin:end],
             self.positions[begin:end],
             wants_logits=end == len(self.tokens),
+            scored=self._scored_rows(begin, end),
         )
+
+    def _scored_rows(self, begin: int, end: int) -> tuple[int, int]:
+        """The rows of a chunk of tokens begin:end after which those tokens of the prompt follow
+        whose log-probabilities are reported."""
+        wanted = self.request.prompt_logprobs
+        last = self.prompt_length - 1
+        if not wanted or begin >= last:
+            return (0, 0)
+        return max(0, last - wanted - begin), max(0, min(end, last) - begin)
 
     def forbidden(self) -> Collection[int]:
         """The tokens that may not come next."""
@@ -158,6 +171,7 @@ class Sequence:
         request = self.request
         if chosen.token in request.stop_ids and not request.ignore_eos:
             self._end, self.finished = ("stop", chosen.token), True
+            self._ending = None if chosen.logprob is None else chosen
             return
         complete = self.constraint is not None and self.constraint.accept(chosen.token)
         if self.failure is not None:
@@ -195,5 +209,5 @@ class Sequence:
         answer = tuple(self.tokens[self.prompt_length :])
         text, chosen = "".join(self.shown), tuple(self.chosen)
         first = None if self.sampler is None else self.sampler.first_logprobs
-        choice = Choice(answer, text, reason, stopped_by, chosen, first)
+        choice = Choice(answer, text, reason, stopped_by, chosen, first, self._ending)
         self.group.close_choice(self.index, choice, now)

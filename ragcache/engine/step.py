@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
@@ -36,6 +37,41 @@ class Share:
         if isinstance(self.owner, Encoding) or self.count > 1:
             return False
         return self.chunk.follows is not None or self.owner.generated > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """Log-probabilities [N] of tokens of a sequence's prompt, from the own token `begin` on."""
+
+    sequence: Sequence
+    begin: int
+    logprobs: Tensor
+
+    def record(self) -> None:
+        """Notes them; waits for the device."""
+        self.sequence.group.prompt_logprobs.update(enumerate(self.logprobs.tolist(), self.begin))
+
+
+def take_scores(shares: Iterable[Share], logits: Tensor) -> tuple[Tensor, list[PromptScores]]:
+    """The logits that next tokens are sampled from, and the scores that the others give. logits: of
+    the rows that the shares' chunks want, in order."""
+    shares = list(shares)
+    if not any(share.chunk.scored[0] < share.chunk.scored[1] for share in shares):
+        return logits, []
+    scores, sampled, at = [], list[int](), 0
+    for share in shares:
+        begin, end = share.chunk.scored
+        if begin < end and isinstance(share.owner, Sequence):
+            first = share.end - share.count + begin + 1
+            tokens = torch.tensor(share.owner.tokens[first : first + end - begin])
+            rows = logits[at : at + end - begin].float().log_softmax(dim=-1)
+            found = rows.gather(-1, tokens.to(rows.device)[:, None])[:, 0]
+            scores.append(PromptScores(share.owner, first, found))
+            at += end - begin
+        if share.chunk.wants_logits:
+            sampled.append(at)
+            at += 1
+    return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)], scores
 
 
 class Lineup:
@@ -82,7 +118,8 @@ class LaunchedStep:
 
     sequences: whose next tokens are sampled, in the order of the rows of the logits. lineup: of
     these, where nothing else is computed. tokens: None until they are sampled. marks: before the
-    model, behind it, and behind the sampling (`TokenSampler.mark`).
+    model, behind it, and behind the sampling (`TokenSampler.mark`). scores: log-probabilities of
+    tokens of prompts (`Request.prompt_logprobs`).
     """
 
     shares: list[Share]
@@ -93,6 +130,7 @@ class LaunchedStep:
     continued: bool = False
     tokens: PendingTokens | None = None
     marks: list[Mark] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
 
     def rows(self) -> dict[int, int]:
         """The row of each sequence, by its number."""

@@ -264,7 +264,9 @@ def ask_questions(
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
-    generation = Generation.of(extractive=extractive, share=False, first_logprobs=True)
+    generation = Generation.of(
+        extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
+    )  # nothing is refused: what the model says is marked
     search = {"collection": collection, "k": k, "relative_threshold": relative_threshold}
     asking = _Asking(rag, search, mode, through, generation)
     asking.ask(questions[0])  # what a process makes once, such as the index, is in no time

@@ -21,6 +21,7 @@ from typing import Any
 from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
+from ragcache.pipeline.confidence import AnswerCheck, CheckedOutput
 from ragcache.pipeline.quotations import AnswerSpan, QuotationSources, headings_of, page_of
 from ragcache.store import Lease
 
@@ -115,13 +116,17 @@ class Answer:
         text: Of the first choice, without outer whitespace.
         sources: The modules that it was read from.
         mode: The mode of the call, or `recognized:MODE`.
-        finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing.
+        finish_reason: `stop`, `length`, `no_documents` where retrieval found nothing, or
+            `no_answer` where the answer was refused: the confidence in it was too low, and the text
+            says so (`Generation.min_confidence`, `refusal`).
         reuse: Tokens of the prompt that were read and computed.
         timings: In seconds.
         choices: All `n` answers as they were generated, with tokens and log-probabilities where
             `logprobs` was set.
         spans: Of extractive answers, where they stand in the documents, the best source first:
-            places of the first choice, then of the others. Else none.
+            places of the first choice, then of the others. Else none, as of refused ones.
+        confidence: The probability, 0 to 1, that the first choice is right, also of one that was
+            refused; None where it was not asked for and nothing is calibrated.
     """
 
     question: str
@@ -133,6 +138,7 @@ class Answer:
     timings: Timings
     choices: tuple[Choice, ...] = ()
     spans: tuple[AnswerSpan, ...] = ()
+    confidence: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; without `Choice.first_logprobs`."""
@@ -157,7 +163,8 @@ class Timestamps:
 class PreparedAnswer:
     """Everything in an answer but what is generated; known when its request is submitted. kind:
     `question`, `prompt` or `chat`; collection: or the schema; tokens: of the prompt, by the tier
-    that their states came from, or `encoded`; quoted: what an extractive answer quotes."""
+    that their states came from, or `encoded`; quoted: what an extractive answer quotes; check: of
+    the confidence in it."""
 
     question: str
     sources: tuple[Citation, ...]
@@ -171,10 +178,11 @@ class PreparedAnswer:
     collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
     quoted: QuotationSources | None = None
+    check: AnswerCheck | None = None
 
-    def answer(self, completion: RequestOutput) -> Answer:
+    def answer(self, checked: CheckedOutput) -> Answer:
         """The whole answer."""
-        times = self.timestamps
+        completion, times = checked.output, self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
         reuse = Reuse(
             self.prompt_tokens, self.cached_tokens, self.prompt_tokens - kept,
@@ -192,6 +200,7 @@ class PreparedAnswer:
             self.question, completion.choices[0].text.strip(), self.sources, self.mode,
             completion.finish_reason, reuse, timings, completion.choices,
             () if self.quoted is None else self.quoted.spans(completion.choices),
+            next(iter(checked.confidences), None),
         )  # fmt: skip
 
 
@@ -222,27 +231,65 @@ class PendingAnswer:
         lease: Lease | None, deferred: DeferredReleases,
     ) -> None:  # fmt: skip
         self.prepared, self.handle = prepared, handle
+        self._checked: CheckedOutput | None = None
         self._lease_end = weakref.finalize(self, _put, deferred, lease)
         self._lease_end.atexit = False
 
     def result(self) -> Answer:
         """Waits for the end. Raises what made the request fail."""
-        try:
-            completion = self.handle.result()
-        finally:
-            self.handle.cancel()  # where the wait was interrupted; else it has ended
-            self.release()
-        return self.prepared.answer(completion)
+        return self.prepared.answer(self.checked())
+
+    def checked(self) -> CheckedOutput:
+        """Waits for the end, and checks the answers. Raises as `result`."""
+        if self._checked is None:
+            try:
+                output = self.handle.result()
+            finally:
+                self.handle.cancel()  # where the wait was interrupted; else it has ended
+                self.release()
+            check = self.prepared.check
+            if check is None:
+                self._checked = CheckedOutput(output)
+            else:
+                passes = check.begin(output)
+                found = [None if each is None else each.result() for each in passes]
+                self._checked = check.finish(output, found)
+        return self._checked
 
     async def aresult(self) -> Answer:
         """`result` for asyncio. Canceling the task gives the request up."""
-        try:
-            completion = await self.handle
-        except BaseException:
-            self.give_up()
-            raise
-        await asyncio.to_thread(self.release)
-        return self.prepared.answer(completion)
+        return self.prepared.answer(await self.achecked())
+
+    async def achecked(self) -> CheckedOutput:
+        """`checked` for asyncio."""
+        if self._checked is None:
+            try:
+                output = await self.handle
+            except BaseException:
+                self.give_up()
+                raise
+            await asyncio.to_thread(self.release)
+            check = self.prepared.check
+            if check is None:
+                self._checked = CheckedOutput(output)
+            else:
+                passes = check.begin(output)
+                found = [None if each is None else await each for each in passes]
+                self._checked = check.finish(output, found)
+        return self._checked
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` need not wait."""
+        check = self.prepared.check
+        waits = check is not None and check.score is not None and self._checked is None
+        return self.handle.done and not waits
+
+    @property
+    def held(self) -> AnswerCheck | None:
+        """The check before which a stream shows no text; None where text is shown as it comes."""
+        check = self.prepared.check
+        return check if check is not None and check.holds else None
 
     def give_up(self) -> None:
         """Cancels the request, unless it has ended. Waits for nothing."""
@@ -343,7 +390,7 @@ class _Stream:
     def answer(self) -> Answer:
         """The whole answer, once it has ended. Raises `InvalidRequest` before, and what made the
         request fail."""
-        if not self._pending.handle.done:
+        if not self._pending.done:
             raise InvalidRequest("the answer is still under way; read its pieces first")
         return self._pending.result()
 
@@ -365,13 +412,20 @@ class AnswerStream(_Stream):
                 yield piece.text
 
     def pieces(self) -> Iterator[TokenDelta]:
-        """The engine's news of all choices: tokens with log-probabilities, and their text."""
+        """The engine's news of all choices: tokens with log-probabilities, and their text. Where
+        answers may be refused, all of it comes at the end."""
+        pending = self._pending
         try:
-            yield from self._pending.handle
+            if (check := pending.held) is not None:
+                checked = pending.checked()
+                yield from checked.deltas(list(pending.handle), check)
+            else:
+                yield from pending.handle
+                pending.checked()
         except BaseException:  # also where the garbage collector ends the iteration
-            self._pending.give_up()
+            pending.give_up()
             raise
-        self._pending.release()
+        pending.release()
 
     def result(self) -> Answer:
         """Waits for the end."""
@@ -395,12 +449,21 @@ class AsyncAnswerStream(_Stream):
                     yield piece.text
 
     async def pieces(self) -> AsyncGenerator[TokenDelta, None]:
-        """The engine's news of all choices: tokens with log-probabilities, and their text."""
+        """The engine's news of all choices: tokens with log-probabilities, and their text. Where
+        answers may be refused, all of it comes at the end."""
+        pending = self._pending
         try:
-            async for piece in self._pending.handle:
-                yield piece
+            if (check := pending.held) is not None:
+                checked = await pending.achecked()
+                for piece in checked.deltas([each async for each in pending.handle], check):
+                    yield piece
+            else:
+                async for piece in pending.handle:
+                    yield piece
+                if not pending.done:
+                    await pending.achecked()
         finally:
-            self._pending.give_up()
+            pending.give_up()
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self._pending.aresult().__await__()

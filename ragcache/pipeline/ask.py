@@ -14,6 +14,7 @@ from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
+from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
 from ragcache.retrieval import Retriever, SearchParams, Selection
@@ -83,6 +84,9 @@ class AskPipeline:
             shares=not exact,
             answerable=bool(selection.hits),
             modules=tuple(hit.module for hit in selection.hits),
+            evidence=Evidence.of_selection(selection),
+            calibrations=selection.stamp.calibrations,
+            bare=lambda: (*encoder.preamble_ids, *question),
         )
 
     def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -104,7 +104,16 @@ class ChatPipeline:
             kind="chat",
             shares=not exact,
             modules=tuple(found),
+            bare=lambda: tuple(self._bare(chat)),
         )
+
+    def _bare(self, chat: RenderedChat) -> Iterator[int]:
+        """The tokens of a conversation without the modules in it."""
+        done = 0
+        yield from chat.lead
+        for begin, end in (*((each.begin, each.end) for each in chat.found), (None, None)):
+            yield from self.tokenizer.encode(chat.text[done:begin], first=done == 0)
+            done = end or 0
 
     def _render(self, conversation: Conversation, options: ChatCall) -> RenderedChat:
         """Raises `InvalidRequest` or `UnsupportedModel`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
@@ -129,7 +130,9 @@ class BuiltPrompt:
     mode, kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
     it is read from, None where it is computed. shares: whether the states of its own tokens may be
     shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
-    modules: those that an extractive answer may quote, the best first.
+    modules: those that an extractive answer may quote, the best first. evidence: of retrieval;
+    calibrations: of the collection (`read_calibrations`). bare: makes the prompt's tokens without
+    its modules, for the answer to be scored behind them; None where that is not offered.
     """
 
     question: str
@@ -145,6 +148,9 @@ class BuiltPrompt:
     shares: bool = True
     answerable: bool = True
     modules: tuple[ModuleRow, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
+    calibrations: str | None = None
+    bare: Callable[[], Sequence[int]] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)
 
     @property

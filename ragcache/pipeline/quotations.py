@@ -179,6 +179,8 @@ class QuotationSources:
 
     def _spans(self, choices: Sequence[Choice]) -> Iterator[AnswerSpan]:
         for number, choice in enumerate(choices):
+            if choice.finish_reason == "no_answer":  # its text is a refusal
+                continue
             known = set()
             for found in quote(self.index, choice.token_ids, len(choice.text)):
                 span = self.quotable[found.text].span(self.modules[found.text], found, number)

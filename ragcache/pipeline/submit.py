@@ -28,6 +28,16 @@ from ragcache.engine.request import MakeText, check_options
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
+from ragcache.pipeline.confidence import (
+    LIKELIHOOD,
+    REFUSAL,
+    AnswerCheck,
+    Calibration,
+    calibration_key,
+    no_answer_id,
+    read_calibrations,
+    reader_calibration,
+)
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
@@ -62,6 +72,14 @@ class Generation:
             others do not.
         skip_special_tokens: Whether control tokens are left out of the text; False where they mark
             tool calls (`ToolStyle.special`).
+        confidence: Whether to find out how confident the answer is (`Answer.confidence`). None does
+            so for questions where that costs nothing: where a calibration is at hand, as it is for
+            the quotations of the embedded reader (`RagCache.calibration`). With True others are
+            scored once more behind the question without the documents.
+        min_confidence: 0 to 1. An answer of less confidence is refused: its text is `refusal`, its
+            `finish_reason` is `no_answer`, and a stream shows nothing before that is known. None is
+            that of the calibration; 0 refuses nothing.
+        refusal: The text of a refused answer.
         unbounded: Whether `max_new_tokens` None is as many as the model's window and the engine's
             pool leave.
     """
@@ -79,6 +97,26 @@ class Generation:
     extractive: bool | None = None
     skip_special_tokens: bool = True
     unbounded: bool = False
+    confidence: bool | None = None
+    min_confidence: float | None = None
+    refusal: str = REFUSAL
+
+    def __post_init__(self) -> None:
+        least = self.min_confidence
+        if least is not None and not 0 <= least <= 1:
+            raise InvalidRequest(f"min_confidence is {least}; it lies between 0 and 1")
+        if least and self.confidence is False:
+            raise InvalidRequest(
+                f"min_confidence is {least}, which takes the confidence that confidence=False "
+                "leaves out; leave out either"
+            )
+        if least and self.grammar is not None:
+            raise InvalidRequest(
+                "a refused answer keeps to no grammar; leave out either min_confidence, or "
+                "response format and grammar"
+            )
+        if not self.refusal.strip():
+            raise InvalidRequest("the refusal is blank; give the text of answers that are refused")
 
     @classmethod
     def of(cls, **options: Any) -> Generation:
@@ -110,10 +148,11 @@ class Generation:
 
     def request_maker(
         self, model: LoadedModel, default_tokens: int, tenant: Hashable,
-        quoted: QuotationSources | None = None,
+        quoted: QuotationSources | None = None, logprobs: int | None = None,
     ) -> MakeRequest:  # fmt: skip
         """Makes the engine's request once its context is known. All options are checked here.
-        Raises `InvalidRequest`, or `MissingExtra` for a grammar. quoted: what the answer quotes."""
+        Raises `InvalidRequest`, or `MissingExtra` for a grammar. quoted: what the answer quotes.
+        logprobs: in place of the sampling's, where the engine has to report others."""
         constraint = None if self.grammar is None else compile_constraint(self.grammar, model)
         text: MakeText = partial(_plain_text, model, self.skip_special_tokens)
         if quoted is not None:
@@ -121,11 +160,12 @@ class Generation:
             text = partial(QuotationText, quoted.index)
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
+        sampling = self.sampling if logprobs is None else replace(self.sampling, logprobs=logprobs)
         return partial(
             Request,
             max_new_tokens=most, min_new_tokens=self.min_new_tokens,
             stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
-            sampling=self.sampling, n=self.n, ignore_eos=self.ignore_eos,
+            sampling=sampling, n=self.n, ignore_eos=self.ignore_eos,
             text=text, constraint=constraint,
             tenant=tenant if self.share else None, priority=self.priority, timeout=self.timeout,
         )  # fmt: skip
@@ -144,6 +184,14 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
 
 GREEDY = Generation()
 """One greedy answer: the default of every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an answer may quote, and how it is checked; None where it is not."""
+
+    quoted: QuotationSources | None = None
+    check: AnswerCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +219,10 @@ class Submitter:
         up.
         """
         self.deferred.release()
-        quoted = [self._quoted(prompt, generation) for prompt in prompts]
+        plans = [self._planned(prompt, generation) for prompt in prompts]
         requests = [
-            self._check(prompt, generation, sources)
-            for prompt, sources in zip(prompts, quoted, strict=True)
+            self._check(prompt, generation, plan)
+            for prompt, plan in zip(prompts, plans, strict=True)
         ]
         self._check_modes(prompts)
         for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
@@ -182,8 +230,8 @@ class Submitter:
                 prompt.states.prefetch()
         pending: list[PendingAnswer] = []
         try:
-            for prompt, request, sources in zip(prompts, requests, quoted, strict=True):
-                pending.append(self._lease_and_submit(prompt, request, sources))
+            for prompt, request, plan in zip(prompts, requests, plans, strict=True):
+                pending.append(self._lease_and_submit(prompt, request, plan))
         except BaseException:
             give_up(pending)
             raise
@@ -194,6 +242,58 @@ class Submitter:
         most = self.config.max_new_tokens
         checker, end = self.engine.core.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
+
+    def _planned(self, prompt: BuiltPrompt, generation: Generation) -> _Plan:
+        """Raises `InvalidRequest`."""
+        quoted = self._quoted(prompt, generation)
+        return _Plan(quoted, self._checked(prompt, generation, extractive=quoted is not None))
+
+    def _checked(
+        self, prompt: BuiltPrompt, generation: Generation, *, extractive: bool
+    ) -> AnswerCheck | None:
+        """How the confidence in the answers is found; None where it is not. Raises
+        `InvalidRequest`."""
+        wanted = bool(generation.confidence or generation.min_confidence)
+        if wanted and prompt.kind == "prompt":
+            raise InvalidRequest(
+                "the confidence in an answer is that in what documents say, and a PML prompt reads "
+                "a schema; ask a collection instead, or leave out confidence and min_confidence"
+            )
+        if generation.confidence is False or not prompt.modules or prompt.bare is None:
+            return None
+        calibration = self._calibration(prompt, extractive=extractive)
+        if not wanted and (calibration is None or generation.grammar is not None):
+            return None
+        calibration = calibration or LIKELIHOOD
+        least = generation.min_confidence
+        if least is None:
+            least = 0.0 if generation.grammar is not None else calibration.min_confidence
+        score = partial(self._score, prompt.bare) if "lift" in calibration.weights else None
+        return AnswerCheck(
+            calibration, prompt.evidence, least, generation.refusal, no_answer_id(self.model),
+            score, generation.sampling.logprobs,
+        )  # fmt: skip
+
+    def _calibration(self, prompt: BuiltPrompt, *, extractive: bool) -> Calibration | None:
+        """That of the collection, or else that of the embedded reader's quotations. Chats have
+        none: nothing was retrieved for them."""
+        if prompt.kind != "question":
+            return None
+        if prompt.calibrations is not None:
+            kept = read_calibrations(prompt.calibrations)
+            found = kept.get(calibration_key(self.model, extractive=extractive))
+            if found is not None:
+                return found
+        return reader_calibration() if extractive and self.model.extractive else None
+
+    def _score(
+        self, bare: Callable[[], Sequence[int]], answer: Sequence[int]
+    ) -> RequestHandle[TokenDelta, RequestOutput]:
+        """Submits a pass that scores an answer behind a prompt without modules."""
+        tokens = (*bare(), *answer)
+        context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
+        request = Request(context, max_new_tokens=1, prompt_logprobs=len(answer))
+        return self.engine.submit_request(request)
 
     def _quoted(self, prompt: BuiltPrompt, generation: Generation) -> QuotationSources | None:
         """What the answer may quote; None where it need not quote. Raises `InvalidRequest`."""
@@ -226,9 +326,7 @@ class Submitter:
             for mode in {p.mode for p in prompts if p.answerable and p.states is not None}:
                 self.gate.check_mode(mode.removeprefix("recognized:"))
 
-    def _check(
-        self, prompt: BuiltPrompt, generation: Generation, quoted: QuotationSources | None
-    ) -> MakeRequest:
+    def _check(self, prompt: BuiltPrompt, generation: Generation, plan: _Plan) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         checker = self.engine.core.checker
         computed, recomputed = len(prompt.own), prompt.recomputed
@@ -236,7 +334,8 @@ class Submitter:
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
-        request = generation.request_maker(self.model, default, tenant, quoted)
+        logprobs = None if plan.check is None else plan.check.wanted_logprobs
+        request = generation.request_maker(self.model, default, tenant, plan.quoted, logprobs)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + recomputed,
             recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
@@ -244,29 +343,28 @@ class Submitter:
         return request
 
     def _lease_and_submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, quoted: QuotationSources | None
+        self, prompt: BuiltPrompt, request: MakeRequest, plan: _Plan
     ) -> PendingAnswer:
         """Steps 2 and 3."""
         if not prompt.answerable:
             return self._answer_at_once(prompt)
         if prompt.states is None:
-            return self._submit(prompt, request, None, quoted)
+            return self._submit(prompt, request, None, plan)
         lease = prompt.states.lease()
         try:
             _record_owners(prompt.states, lease)
-            return self._submit(prompt, request, lease, quoted)
+            return self._submit(prompt, request, lease, plan)
         except BaseException:
             lease.release()
             raise
 
     def _submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None,
-        quoted: QuotationSources | None,
-    ) -> PendingAnswer:  # fmt: skip
+        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None, plan: _Plan
+    ) -> PendingAnswer:
         """Queues the request. The lease remains the caller's until this returns."""
         found = ((), ()) if lease is None else (lease.keys, lease.states)
         context = build_context(prompt, *found)
-        prepared = prepare_answer(prompt, lease, time.perf_counter(), quoted)
+        prepared = prepare_answer(prompt, lease, time.perf_counter(), plan)
         handle = self.engine.submit_request(request(context))
         pending = PendingAnswer(prepared, handle, lease, self.deferred)
         self.monitor.begin(self.namespace, prepared, handle.channel)
@@ -285,10 +383,11 @@ class Submitter:
 
 def prepare_answer(
     prompt: BuiltPrompt, lease: Lease | None, assembled: float,
-    quoted: QuotationSources | None = None,
+    plan: _Plan | None = None,
 ) -> PreparedAnswer:  # fmt: skip
     """What the answer says besides what is generated, now that it is known which tier each of the
-    states came from. quoted: what it quotes."""
+    states came from."""
+    plan = plan or _Plan()
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
@@ -304,7 +403,8 @@ def prepare_answer(
         cached_tokens=tokens.total() - tokens["encoded"],
         created_tokens=tokens["encoded"], tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
-        timestamps=replace(prompt.timestamps, assembled=assembled), quoted=quoted,
+        timestamps=replace(prompt.timestamps, assembled=assembled),
+        quoted=plan.quoted, check=plan.check,
     )  # fmt: skip
 
 

@@ -73,7 +73,8 @@ class SearchParams:
     """What a search returns; the values are described at `ragcache.options.SearchOptions`.
 
     A `hybrid` search is sparse where there is no embedder. Filters apply before anything is
-    counted. Each ranking passes at least `k` candidates. Raises `ConfigurationError` for `k`, and
+    counted, and so do ids of documents that are `left_out`. Each ranking passes at least `k`
+    candidates. Raises `ConfigurationError` for `k`, and
     `InvalidRequest` where another value cannot be used.
     """
 
@@ -85,6 +86,7 @@ class SearchParams:
     candidates: int = CANDIDATES
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
     rerank: int = DEFAULT_RERANK
+    left_out: frozenset[str] = frozenset()
     wanted: Test | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,12 +136,14 @@ class Hit:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
-    collection when it was asked for. rerank_seconds: what the reranker took."""
+    collection when it was asked for. rerank_seconds: what the reranker took. most_bm25: what any
+    module could score at most for the words of the query."""
 
     query: str
     hits: tuple[Hit, ...]
     stamp: Stamp
     rerank_seconds: float = field(default=0.0, compare=False)
+    most_bm25: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +292,8 @@ class Retriever:
             Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
             for n, score in ranking[: params.k]
         )
-        return Selection(query, tuple(hits), stamp, took)
+        most = indexed.index.most_bm25(query) if bm25 else 0.0
+        return Selection(query, tuple(hits), stamp, took, most)
 
     def _rescored(
         self, query: str, ranking: Ranking, indexed: _Indexed, params: SearchParams
@@ -532,7 +537,7 @@ def _rank(
     """The candidates, and what they score by words and by vectors. Filters apply before the cut to
     `depth`, so they cost no hits."""
     index, depth = indexed.index, params.depth
-    allowed = None if params.wanted is None else _allowed(indexed, params.wanted)
+    allowed = _allowed(indexed, params)
     dense = [] if vector is None else index.search_dense(vector, depth, allowed)
     sparse = [] if params.search == "dense" else index.search_sparse(query, depth, allowed)
     scores = dict(sparse), dict(dense)
@@ -553,10 +558,15 @@ def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Rankin
     return [(number, score) for number, score in ranking if number in kept]
 
 
-def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
-    """[N] bool, in the order of the index."""
-    rows = indexed.modules.values()
-    return np.fromiter((wanted(row.metadata) for row in rows), dtype=bool, count=len(rows))
+def _allowed(indexed: _Indexed, params: SearchParams) -> np.ndarray | None:
+    """[N] bool, in the order of the index; None where all may be found."""
+    wanted, left_out, rows = params.wanted, params.left_out, indexed.modules.values()
+    if wanted is None and not left_out:
+        return None
+    passes = (
+        row.document not in left_out and (wanted is None or wanted(row.metadata)) for row in rows
+    )
+    return np.fromiter(passes, dtype=bool, count=len(rows))
 
 
 def _diverse(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> list[int]:

@@ -110,6 +110,10 @@ class CollectionIndex:
         best = np.argsort(-scores, kind="stable")[:limit]
         return [(int(self.ids[i]), float(scores[i])) for i in best if scores[i] > 0]
 
+    def most_bm25(self, query: str) -> float:
+        """The most that any module could score for a query by its words."""
+        return self._words.most(query)
+
     def search_dense(
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
     ) -> Ranking:

@@ -70,6 +70,13 @@ class WordIndex:
         """Scores [N] float32 of all texts; 0 where no word is shared with the query."""
         return _sum_of_scores(self.build(), query)
 
+    def most(self, query: str) -> float:
+        """The most that any text could score: the sum of the words' inverse document
+        frequencies."""
+        return sum(
+            bm25.weight(words) for bm25, words in zip(self.build(), _spelled(query), strict=True)
+        )
+
     def update(self, ids: np.ndarray, texts: Sequence[str]) -> WordIndex | UpdatedWords:
         """An index over other modules; built anew only where that is quick or there is none yet."""
         if np.array_equal(ids, self.ids):
@@ -111,6 +118,10 @@ class UpdatedWords:
                 scores[self._came] += [bm25.score(each, words) for each in counts]
         return scores
 
+    def most(self, query: str) -> float:
+        """As `WordIndex.most`."""
+        return self._built.most(query)
+
     def update(self, ids: np.ndarray, texts: Sequence[str]) -> WordIndex | UpdatedWords:
         """As `WordIndex.update`."""
         return self._built.update(ids, texts)
@@ -132,6 +143,10 @@ class _Bm25:
         saturation = index.k1 * (1 - index.b + index.b * relative)
         shares = ((word, counts[word] / (saturation + counts[word])) for word in words)
         return float(sum(self._idf(word) * share for word, share in shares if share))
+
+    def weight(self, words: Sequence[str]) -> float:
+        """The sum of the words' inverse document frequencies, also of those that no text has."""
+        return sum(map(self._idf, words))
 
     def _idf(self, word: str) -> float:
         frequency = 0

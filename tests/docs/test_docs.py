@@ -223,6 +223,19 @@ def test_extractive_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         names["rag"].close()
 
 
+def test_confidence_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs/confidence.md").read_text(encoding="utf-8")
+    shutil.copytree(REPOSITORY / "examples" / "handbook", tmp_path / "handbook")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    try:
+        for kind, text in BLOCK.findall(page):
+            if kind == "python":
+                exec(compile(text, "confidence.md", "exec"), names)
+    finally:
+        names["rag"].close()
+
+
 def test_structured_styles_are_described() -> None:
     from ragcache.structured import ToolStyle
 

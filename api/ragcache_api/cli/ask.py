@@ -32,6 +32,9 @@ def ask(
     seed: ui.SeedOption = None,
     stop: ui.StopOption = None,
     extractive: ui.ExtractiveOption = None,
+    confidence: ui.ConfidenceOption = None,
+    min_confidence: ui.MinConfidenceOption = None,
+    refusal: ui.RefusalOption = None,
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
@@ -63,7 +66,8 @@ def ask(
             "question": question, "collection": collection, "k": k, "mode": mode,
             "filters": wanted, "relative_threshold": relative_threshold,
             "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop,
-            "extractive": extractive,
+            "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
+            "refusal": refusal,
         })  # fmt: skip
         if as_json:
             served.result()
@@ -85,7 +89,8 @@ def ask(
 
         generation = Generation.of(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop,
-            extractive=extractive,
+            extractive=extractive, confidence=confidence, min_confidence=min_confidence,
+            refusal=refusal,
         )  # fmt: skip
         answer = rag.stream(
             question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted,
@@ -140,6 +145,7 @@ QUESTIONS = (
     "By what time on the day before do I have to order a packed lunch?",
     "What are fires in the boat hall fought with?",
 )
+UNANSWERABLE = "Who painted the ceiling of the chapel?"
 RUNS = 5  # of each mode, in turn; the medians are shown
 
 
@@ -171,7 +177,8 @@ def demo(
     dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
-    """Ingest the example handbook and answer five questions, cached and ordinary side by side."""
+    """Ingest the example handbook and answer five questions, cached and ordinary side by side, and
+    refuse one that it does not answer."""
     handbook = example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
         raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
@@ -191,14 +198,16 @@ def demo(
         begin = time.perf_counter()
         rag.ask_batch(QUESTIONS, collection="handbook")
         batch_seconds = time.perf_counter() - begin
+        refused = rag.ask(UNANSWERABLE, collection="handbook")
     if as_json:
-        ui.print_json([each.to_dict() for each in answers])
+        ui.print_json([*(each.to_dict() for each in answers), refused.to_dict()])
         return
     ui.console.print(
         f"{done.added} documents, {done.modules} modules, {done.tokens:,} tokens encoded once\n"
     )
     for each in answers:
         _print_demo_answer(each)
+    _print_refusal(refused)
     single_seconds = sum(each.answer.timings.total for each in answers)
     ui.console.print(
         f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
@@ -239,6 +248,7 @@ def _print_demo_answer(measured: DemoAnswer) -> None:
     times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
     rows = (
         ("answer", f"[bold]{escape(answer.text)}[/]"),
+        *_confidence_row(answer),
         *(("quoted from", ui.format_span(each, answer.text).strip()) for each in answer.spans[:1]),
         ("sources", ", ".join(escape(source.module) for source in answer.sources)),
         ("mode", answer.mode),
@@ -247,3 +257,19 @@ def _print_demo_answer(measured: DemoAnswer) -> None:
     )
     ui.console.print(ui.plain_table(rows=rows))
     ui.console.print()
+
+
+def _print_refusal(answer: Answer) -> None:
+    ui.console.print(answer.question, style="cyan", markup=False)
+    rows = (
+        ("answer", f"[bold]{escape(answer.text)}[/]"),
+        ("finish reason", answer.finish_reason),
+        *_confidence_row(answer),
+        ("sources", ", ".join(escape(source.module) for source in answer.sources)),
+    )
+    ui.console.print(ui.plain_table(rows=rows))
+    ui.console.print()
+
+
+def _confidence_row(answer: Answer) -> list[tuple[str, str]]:
+    return [] if answer.confidence is None else [("confidence", f"{answer.confidence:.2f}")]

@@ -30,6 +30,9 @@ def chat(
     max_new_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
+    confidence: ui.ConfidenceOption = None,
+    min_confidence: ui.MinConfidenceOption = None,
+    refusal: ui.RefusalOption = None,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
@@ -55,8 +58,9 @@ def chat(
         from ragcache import Generation
 
         generation = Generation.of(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-        )
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+            confidence=confidence, min_confidence=min_confidence, refusal=refusal,
+        )  # fmt: skip
         search = {"k": k, "filters": wanted, "relative_threshold": relative_threshold}
         talk = Talk(rag, collection, search, mode, generation)
         for text in _typed():

@@ -200,6 +200,23 @@ ExtractiveOption = Annotated[
              "quotes.",
     ),
 ]  # fmt: skip
+MinConfidenceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-confidence", min=0, max=1, show_default=False,
+        help="Refuse answers of less confidence; 0 refuses none. Without it, as calibrated.",
+    ),
+]  # fmt: skip
+ConfidenceOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--confidence/--no-confidence", show_default=False,
+        help="Find out how confident the answer is; without either, where that is calibrated.",
+    ),
+]  # fmt: skip
+RefusalOption = Annotated[
+    str | None, typer.Option("--refusal", help="The text of an answer that is refused.")
+]
 StreamOption = Annotated[
     bool | None,
     typer.Option(
@@ -402,8 +419,10 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
         table.add_row(escape(source.module) + place, score, source.tier, style="dim")
     console.print(table)
     timings = answer.timings
+    confidence = getattr(answer, "confidence", None)  # an older service has none
+    sure = "" if confidence is None else f"confidence {confidence:.2f} · "
     console.print(
-        f"mode {answer.mode} · prompt {format_reuse(answer)} · first token "
+        f"{sure}mode {answer.mode} · prompt {format_reuse(answer)} · first token "
         f"{format_milliseconds(timings.first_token)} · total {format_milliseconds(timings.total)}"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import ConfigurationError, NoState
@@ -17,7 +18,7 @@ from ragcache_api.cli.measure import PlotFile
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.evaluation import Comparison, Dataset, Evaluation, EvaluationReport
+    from ragcache.evaluation import Comparison, Dataset, Evaluation, EvaluationReport, Question
 
 TEMPORARY = "-"
 """The collection of documents that are forgotten afterwards."""
@@ -69,6 +70,9 @@ def evaluate_command(
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
     extractive: ui.ExtractiveOption = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit on the questions which answers are refused.")
+    ] = False,
     wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
     report: ReportFile = None,
     plot: PlotFile = None,
@@ -79,6 +83,10 @@ def evaluate_command(
     QUESTIONS are about the documents of COLLECTION, or the file brings its own. These are ingested
     into COLLECTION, which must hold no others, and stay there: a second run encodes nothing. With
     `-` they go to a temporary folder.
+
+    With --calibrate each question is asked with and without its document, in the first of the
+    modes. How confident this model's answers are, and below which confidence they are refused, is
+    kept with the collection, and --plot draws risk over coverage.
     """
     _check_choice("--through", through, ("ask", "chat"))
     _check_choice("--over", over, ("auto", "all", "own"))
@@ -95,6 +103,10 @@ def evaluate_command(
         "dtype": dtype, "instruction": instruction, "reranker": reranker, "force_modes": True,
     }  # fmt: skip
     with _opened(state, model, embedding, collection, (dataset, drawn), opening) as (rag, name):
+        if calibrate:
+            search = {"k": k, "relative_threshold": relative_threshold, "extractive": extractive}
+            _calibrate(rag, name, drawn.questions, plot, as_json, mode=named[0], **search)
+            return
         from ragcache.evaluation import evaluate_modes
 
         setting = _setting(rag, questions, dataset, drawn, seed if sample else None) | {
@@ -120,6 +132,46 @@ def evaluate_command(
     print_evaluation(evaluation)
     if wrong:
         _print_wrong(evaluation.reports[0])
+
+
+def _calibrate(
+    rag: RagCache, collection: str, questions: Sequence[Question], plot: Path | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Fits a calibration, keeps it with the collection, and prints what it does."""
+    from ragcache.calibration import (
+        collect_examples,
+        cross_validate,
+        fit_calibration,
+        plot_refusals,
+    )
+
+    with ui.progress_bar("asking, with and without the documents") as progress:
+        examples = collect_examples(rag, collection, questions, progress=progress, **options)
+    fitted, report = fit_calibration(examples), cross_validate(examples)
+    rag.set_calibration(collection, fitted, extractive=options["extractive"])
+    if plot is not None:
+        plot_refusals({collection: report}, plot)
+    if as_json:
+        ui.print_json({"calibration": fitted.to_dict(), **report.to_dict()})
+        return
+    rows = (
+        ("without an answer", report.unanswerable, report.refused_unanswerable),
+        ("answered rightly", report.right, report.refused_right),
+        ("answered wrongly", report.answerable - report.right, report.refused_wrong),
+    )
+    table = ui.plain_table("questions", "", "refused", rows=[
+        (name, str(count), f"{100 * share:.1f}%") for name, count, share in rows
+    ])  # fmt: skip
+    ui.console.print(table)
+    coverage, risk = report.risk_coverage()
+    for share in (0.25, 0.5, 0.75, 1.0):
+        at = min(len(risk) - 1, int(share * len(risk)))
+        ui.console.print(f"of the {100 * coverage[at]:.0f}% most confident, "
+                         f"{100 * (1 - risk[at]):.0f}% are right")  # fmt: skip
+    ui.console.print(
+        f"kept with {escape(collection)}: answers below {fitted.min_confidence:.3f} are refused"
+    )
 
 
 def _check_choice(option: str, given: str, known: Sequence[str]) -> None:

@@ -374,7 +374,9 @@ class FlushResponse(ResponseModel):
 
 class AnswerOptions(RequestModel):
     """How an answer is generated: greedily by default. extractive: as a quotation from the
-    documents; null is the model's own way."""
+    documents; null is the model's own way. confidence: whether to find out how confident it is;
+    null does where that is calibrated. min_confidence: answers below are refused; null is that of
+    the calibration, 0 refuses nothing. refusal: the text of a refused one."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -382,6 +384,9 @@ class AnswerOptions(RequestModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     extractive: bool | None = None
+    confidence: bool | None = None
+    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
     stream: bool = False
 
     def generation(self, deadline: float) -> Generation:
@@ -389,6 +394,7 @@ class AnswerOptions(RequestModel):
         return Generation.of(
             max_new_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
             seed=self.seed, stop=self.stop, extractive=self.extractive, timeout=deadline,
+            confidence=self.confidence, min_confidence=self.min_confidence, refusal=self.refusal,
         )  # fmt: skip
 
 
@@ -432,13 +438,15 @@ class PromptRequest(AnswerOptions):
 
 
 class AnswerResponse(ResponseModel):
-    """finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing. spans:
-    where an extractive answer stands in the documents, the best source first."""
+    """finish_reason: `stop`, `length`, `no_documents` where retrieval found nothing, or `no_answer`
+    where the answer was refused. confidence: the probability that the answer is right, or null.
+    spans: where an extractive answer stands in the documents, the best source first."""
 
     id: str
     question: str
     text: str
     finish_reason: str
+    confidence: float | None
     mode: str
     sources: list[Citation]
     spans: list[AnswerSpan]

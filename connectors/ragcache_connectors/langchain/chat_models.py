@@ -38,7 +38,7 @@ EMBEDDED_READER = "ragcache-reader"
 _OPTIONS = (
     "mode recognize chat_template_kwargs temperature top_p top_k min_p repetition_penalty "
     "frequency_penalty presence_penalty seed max_tokens min_tokens stop n timeout logprobs "
-    "top_logprobs priority extractive"
+    "top_logprobs priority extractive confidence min_confidence refusal"
 ).split()
 # What programs give to any chat model, without meaning for one in this process.
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
@@ -71,6 +71,10 @@ class ChatRagCache(BatchingChatModel):
         logprobs, top_logprobs: as OpenAI has them.
         extractive: whether answers are quotations from the modules that are recognized in the
             prompt; their places are `response_metadata["ragcache"]["spans"]`.
+        confidence: whether `response_metadata["ragcache"]["confidence"]` says how much the modules
+            that are recognized bear the answer out, by a pass without them.
+        min_confidence: answers below are refused: their content is `refusal`, their
+            `finish_reason` is `no_answer`.
         Other fields: see `Generation`.
 
     Example:
@@ -103,6 +107,9 @@ class ChatRagCache(BatchingChatModel):
     top_logprobs: int | None = None
     priority: int | None = None
     extractive: bool | None = None
+    confidence: bool | None = None
+    min_confidence: float | None = None
+    refusal: str | None = None
     streaming: bool | None = None
 
     @model_validator(mode="before")

@@ -166,6 +166,7 @@ def _response_metadata(
         "spans": [asdict(span) for span in answer.spans],
         "reuse": asdict(answer.reuse),
         "timings": asdict(answer.timings),
+        "confidence": answer.confidence,
     }
     return {"finish_reason": reason, "model_name": info.name, "ragcache": details}
 

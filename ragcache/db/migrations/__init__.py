@@ -14,7 +14,7 @@ from sqlalchemy import Connection, inspect, text
 
 from ragcache.errors import LedgerTooNew
 
-HEAD = "0007"
+HEAD = "0008"
 SERVES_FROM = "0001"
 """The earliest revision whose code works over the tables of `HEAD`. It stands in the ledger, too:
 such code, older than the ledger, reads there whether it may go on."""

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 
 ANSWER_KEYS = {
     "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices",
-    "spans",
+    "spans", "confidence",
 }  # fmt: skip
 
 
@@ -66,6 +66,20 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     assert "--force-modes" in refused
     assert json_of(run(*asked, "--force-modes", "--json"))["mode"] == "rooted"
     assert json_of(run(*asked, "--mode", "exact", "--json"))["mode"] == "exact"
+
+
+def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
+    answer = json_of(run(*asked, "--min-confidence", 0, "--json"))
+    assert 0 < answer["confidence"] < 1
+    out = run(*asked, "--min-confidence", 1, "--refusal", "Unknown.", "--stream")[1]
+    assert out.startswith("Unknown.\n")
+    assert "»" not in out
+    assert "keys.md" in out
+    assert f"confidence {answer['confidence']:.2f} · mode rooted" in out
+    plain = run(*asked, "--min-confidence", 1)[1]
+    assert plain.startswith("The documents do not answer this question.")
+    assert "confidence" not in run(*asked, "--no-confidence")[1]
 
 
 def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
@@ -182,7 +196,9 @@ def test_demo_compares_both_modes_for_every_question(
     monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:2])
     for path in notes.iterdir() if texts else ():
         path.write_text(texts or "", encoding="utf-8")
-    compared = json_of(run("demo", "--handbook", notes, "--json"))
+    *compared, last = json_of(run("demo", "--handbook", notes, "--json"))
+    assert (last["question"], set(last)) == (ask.UNANSWERABLE, ANSWER_KEYS)
+    assert last["finish_reason"] in ("no_answer", "no_documents")
     assert [each["question"] for each in compared] == list(ask.QUESTIONS)
     figures = {"first_token_cached", "first_token_exact", "ratio"}
     for each in compared:
@@ -200,4 +216,4 @@ def test_demo_prints_questions_and_ratios(
     status, out, _ = run("demo", "--handbook", notes)
     assert status == 0
     assert "3 documents, 3 modules" in out
-    assert all(question in out for question in ask.QUESTIONS)
+    assert all(question in out for question in (*ask.QUESTIONS, ask.UNANSWERABLE))

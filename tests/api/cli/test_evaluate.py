@@ -51,6 +51,36 @@ def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> Non
     assert setting["documents"] == "of the collection"
 
 
+def test_eval_calibrates_on_the_questions(
+    run: Run, ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache import calibration
+
+    file, plot = tmp_path / "known.jsonl", tmp_path / "curves.svg"
+    texts = {
+        "boats.md": ("north quay", "Where is the boat with the spare key and the days of leave?"),
+        "leave.md": ("Ines Marlow", "Who has leave, and the spare key of the boat?"),
+    }
+    rows = [
+        {"question": question, "answers": [answer], "document": document}
+        for document, (answer, question) in texts.items()
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = ("eval", "notes", file, "--calibrate", "--plot", plot)
+    few = error_of(run(*command), "ConfigurationError")
+    assert "a calibration takes 20 right and 20 others" in few
+    monkeypatch.setattr(calibration, "f1", lambda *_: 1.0)
+    monkeypatch.setattr(calibration, "FEWEST", 1)
+    monkeypatch.setattr(calibration, "FOLDS", 1)
+    monkeypatch.setattr(calibration, "cross_validate", lambda known: calibration.judge(known, 0.5))
+    status, out, _ = run(*command)
+    assert status == 0
+    assert "kept with notes: answers below" in out
+    assert plot.stat().st_size > 1000
+    answer = json_of(run("ask", rows[0]["question"], "-c", "notes", "--json"))
+    assert answer["confidence"] is not None
+
+
 def test_eval_through_a_chat_shows_how_many_agree(
     run: Run, ingested: Path, questions: Path
 ) -> None:

@@ -78,6 +78,24 @@ def test_an_extractive_answer_tells_where_it_stands(client: TestClient, rag: Rag
     assert free["spans"] == []
 
 
+def test_an_answer_of_little_confidence_is_refused(client: TestClient) -> None:
+    body = {"question": LEAVE, "collection": "notes", "max_tokens": 6}
+    told = client.post("/v1/answers", json={**body, "min_confidence": 0}).json()
+    assert 0 < told["confidence"] < 1
+    assert told["finish_reason"] != "no_answer"
+    strict = {**body, "min_confidence": 1, "refusal": "Nobody wrote that down."}
+    refused = client.post("/v1/answers", json=strict).json()
+    assert (refused["text"], refused["finish_reason"]) == (strict["refusal"], "no_answer")
+    assert (refused["spans"], refused["confidence"]) == ([], told["confidence"])
+    assert refused["sources"]
+    streamed = events(client.post("/v1/answers", json={**strict, "stream": True}).text)
+    pieces = [value["text"] for name, value in streamed if name == "token"]
+    assert pieces == [strict["refusal"]], "nothing of the answer is shown before it is refused"
+    assert streamed[-1][1]["finish_reason"] == "no_answer"
+    off = client.post("/v1/answers", json={**body, "confidence": False}).json()
+    assert off["confidence"] is None
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -86,6 +104,8 @@ def test_an_extractive_answer_tells_where_it_stands(client: TestClient, rag: Rag
         ({"question": LEAVE, "collection": "notes", "mode": "odd"}, 400, "configuration-error"),
         ({"question": LEAVE, "collection": "notes", "surprise": 1}, 422, "invalid-request"),
         ({"question": LEAVE, "collection": "notes", "k": 0}, 422, "invalid-request"),
+        ({"question": LEAVE, "collection": "notes", "min_confidence": 2}, 422, "invalid-request"),
+        ({"question": LEAVE, "collection": "notes", "refusal": " "}, 400, "invalid-request"),
         ({"question": LEAVE, "collection": "notes", "rerank": -1}, 422, "invalid-request"),
         (
             {"question": LEAVE, "collection": "notes", "relative_threshold": 2},

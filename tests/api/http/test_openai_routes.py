@@ -120,6 +120,21 @@ def test_extractive_answers_tell_their_spans(client: TestClient, rag: RagCache) 
     assert "quotation" in refused.json()["error"]["message"]
 
 
+def test_a_refused_answer_stops_and_says_so(client: TestClient) -> None:
+    body = {"collection": "notes", "max_tokens": 6, "n": 2, "logprobs": True}
+    told = ask(client, **body, min_confidence=1, refusal="Unknown.").json()
+    assert [each["message"]["content"] for each in told["choices"]] == ["Unknown."] * 2
+    assert [each["finish_reason"] for each in told["choices"]] == ["stop"] * 2
+    assert told["choices"][0]["logprobs"]["content"] == []
+    assert told["ragcache"]["finish_reason"] == "no_answer"
+    assert 0 < told["ragcache"]["confidence"] < 1
+    assert told["usage"]["completion_tokens"] > 0
+    streamed = chunks(ask(client, **body, min_confidence=1, refusal="Unknown.", stream=True).text)
+    text = [c["delta"].get("content") for part in streamed for c in part["choices"]]
+    assert [each for each in text if each] == ["Unknown."] * 2
+    assert streamed[-1]["ragcache"]["finish_reason"] == "no_answer"
+
+
 def test_documents_in_a_message_are_recognized(client: TestClient) -> None:
     text = (
         "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks "

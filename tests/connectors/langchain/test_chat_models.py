@@ -79,6 +79,21 @@ def test_an_extractive_answer_quotes_what_was_recognized(rag: RagCache) -> None:
         model.invoke("Where is the boat?")
 
 
+def test_an_answer_that_the_documents_do_not_bear_out_is_refused(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, confidence=True, max_tokens=4)
+    said = model.invoke(QUESTION)
+    confidence = said.response_metadata["ragcache"]["confidence"]
+    assert 0 <= confidence <= 1
+    strict = model.bind(min_confidence=1.0, refusal="Unknown.")
+    refused = strict.invoke(QUESTION)
+    assert (refused.content, refused.response_metadata["finish_reason"]) == (
+        "Unknown.",
+        "no_answer",
+    )
+    assert total(list(strict.stream(QUESTION))).content == "Unknown."
+    assert ChatRagCache(rag=rag, max_tokens=4).invoke(QUESTION).content == said.content
+
+
 def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
     off = ChatRagCache(rag=rag, max_tokens=2, recognize=False).invoke(QUESTION)
     assert off.response_metadata["ragcache"]["sources"] == []

@@ -201,7 +201,7 @@ class LateRunner(RaggedModelRunner):
             for end, chunk in zip(ends, chunks, strict=True)
             if chunk.follows is not None
         ]
-        wanted = sum(chunk.wants_logits for chunk in chunks)
+        wanted = sum(len(chunk.logit_rows(0)) for chunk in chunks)
         logits = torch.full((wanted, self.model.model.config.vocab_size), torch.nan)
 
         def compute() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ragcache.engine import Request, RequestOutput, SamplingParams, TextStream
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
-from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
+from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.late_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
@@ -186,6 +186,25 @@ def test_the_first_place_has_the_log_probabilities_of_all_tokens(
     expected = logits_after(list(PROMPT))[-1].log_softmax(-1)
     torch.testing.assert_close(choice.first_logprobs, expected, rtol=0, atol=1e-4)
     assert one(core).choices[0].first_logprobs is None
+
+
+@pytest.mark.parametrize("prefill", [3, 64])
+def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill: int) -> None:
+    core = core_of(causal, config_of(causal, step_tokens=prefill, prefill_tokens=prefill))
+    other = submit_request(core, Request(plain_context(PROMPT[:4]), 2))
+    scored = Request(plain_context(PROMPT), 1, prompt_logprobs=5, tenant="shared")
+    handles = [submit_request(core, scored) for _ in range(2)]
+    drain(core)
+    expected = logits_after([*PROMPT]).log_softmax(-1)
+    wanted = [float(expected[at - 1, PROMPT[at]]) for at in range(len(PROMPT) - 5, len(PROMPT))]
+    for handle in handles:
+        output = handle.result(0)
+        assert output.prompt_logprobs == pytest.approx(wanted, abs=1e-4)
+        assert output.shared_tokens == 0, "every token is computed"
+        assert output.token_ids == (int(expected[-1].argmax()),)
+    assert other.result(0).prompt_logprobs == ()
+    with pytest.raises(InvalidRequest, match="prompt_logprobs is 9"):
+        Request(plain_context(PROMPT), 1, prompt_logprobs=9)
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(-1.5, 0.0), (2.0, 0.0), (0.5, 2.0)])

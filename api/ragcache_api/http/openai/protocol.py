@@ -123,6 +123,11 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
     ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
     extractive: bool | None = Field(None, description="Answer with a quotation from documents.")
+    confidence: bool | None = Field(None, description="Find out how confident the answer is.")
+    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Refuse answers below, with the text `refusal`."
+    )
+    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
 
     def options(self, deadline: float) -> dict[str, Any]:
         """Arguments of `Generation.of`."""
@@ -132,7 +137,8 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
             "n": self.n, "stop": self.stop or None, "seed": self.seed,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
             "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
-            "extractive": self.extractive, "timeout": deadline,
+            "extractive": self.extractive, "confidence": self.confidence,
+            "min_confidence": self.min_confidence, "refusal": self.refusal, "timeout": deadline,
         }  # fmt: skip
 
     @property
@@ -302,8 +308,8 @@ class CompletionHead:
         return compact(self._fields(kind))[:-1] + b","
 
     def reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Fields that OpenAI lacks: sources and spans of all prompts, reuse and times of the
-        first."""
+        """Fields that OpenAI lacks: sources and spans of all prompts; reuse, times, confidence of
+        the first."""
         first, spans, choices = answers[0], list[AnswerSpan](), 0
         for answer in answers:
             spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
@@ -311,6 +317,7 @@ class CompletionHead:
         fields: dict[str, Any] = {
             "ragcache": {
                 "mode": first.mode, "reuse": first.reuse, "timings": first.timings, "spans": spans,
+                "confidence": first.confidence, "finish_reason": first.finish_reason,
             }
         }  # fmt: skip
         if self.sources:
@@ -336,5 +343,6 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def finish_reason_of(choice: Choice) -> str:
-    """OpenAI has no reason for an answer without documents: it is `stop`, without sources."""
+    """OpenAI has no reason for an answer without documents, which has no sources, nor for one that
+    was refused: both are `stop`; `ragcache.finish_reason` tells them apart."""
     return "length" if choice.finish_reason == "length" else "stop"

@@ -43,6 +43,7 @@ export function account(stage, question) {
         answer.text.trim() || h("span", { class: "muted" }, nothing(answer)),
         cursor,
         quotations(answer),
+        sureness(answer),
       );
       show(nodes.sources, sourceTable(answer.sources));
       show(nodes.cost, cost(answer.reuse, answer.mode));
@@ -75,6 +76,16 @@ function laidOut(stage, question) {
 function failure({ title, detail }) {
   const said = [h("strong", {}, title ?? "Failed"), ` ${detail ?? ""}`];
   return h("p", { class: "fault", role: "alert" }, said);
+}
+
+function sureness({ confidence, finish_reason: reason }) {
+  if (confidence == null) return null;
+  const refused = reason === "no_answer" ? "Refused: " : "";
+  return h(
+    "p",
+    { class: "muted num", "data-figure": "confidence" },
+    `${refused}confidence ${percent(confidence)}`,
+  );
 }
 
 function nothing({ finish_reason: reason }) {

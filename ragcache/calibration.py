@@ -1,0 +1,310 @@
+"""Calibration of answers on known questions: evidence is collected, a logistic model fitted, and
+what refusing costs and brings is measured as risk and coverage (El-Yaniv and Wiener, JMLR 2010).
+
+Each question that names its document is asked twice: as it is, and with that document left out, so
+that it has no answer. Questions without accepted answers have none either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
+from ragcache.errors import ConfigurationError
+from ragcache.evaluation import Question, f1
+from ragcache.pipeline import Generation
+from ragcache.pipeline.confidence import EVIDENCE, Calibration, CheckedOutput, Evidence
+from ragcache.rag import RagCache
+from ragcache.retrieval import SearchParams
+
+Floats = npt.NDArray[np.float64]
+
+FALSE_REFUSALS = 0.05
+"""The share of right answers that a calibration's `min_confidence` refuses."""
+
+FOLDS = 5
+FEWEST = 20  # questions of each kind that a calibration is fitted on, at least
+_BATCH = 8  # questions that are asked at once
+_RIGHT = 0.5  # F1 from which an answer counts as right
+_RIDGE = 1.0  # on weights of evidence with mean 0 and deviation 1
+_STEPS = 50  # of Newton's method, which needs some ten
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationExample:
+    """A question that was asked. right: whether the answer shares most words with an accepted one.
+    confidence: by the calibration that is judged; None where nothing was found to answer from."""
+
+    question: str
+    answerable: bool
+    right: bool
+    evidence: Evidence
+    confidence: float | None = None
+
+
+def collect_examples(
+    rag: RagCache, collection: str, questions: Sequence[Question], *, mode: str = "rooted",
+    k: int = DEFAULT_K, relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
+    extractive: bool | None = None, progress: Callable[[int, int], None] | None = None,
+) -> list[CalibrationExample]:  # fmt: skip
+    """Asks questions with and without the documents that answer them.
+
+    Args:
+        rag: Where to ask.
+        collection: The collection.
+        questions: With accepted answers, or without any where nothing answers them.
+        mode, k, relative_threshold, extractive: As those who will ask give them.
+        progress: Called with the numbers of questions that were and are to be asked.
+
+    Returns:
+        An example for each question that was asked, those that retrieval found nothing for
+        without confidence.
+
+    Raises:
+        UnknownCollection: There is no such collection.
+    """
+    generation = Generation.of(extractive=extractive, confidence=True, min_confidence=0.0)
+    asked = [(each, frozenset[str]()) for each in questions]
+    asked += [
+        (replace(each, answers=()), frozenset({each.document}))
+        for each in questions
+        if each.answers and each.document
+    ]
+    examples: list[CalibrationExample] = []
+    for start in range(0, len(asked), _BATCH):
+        part, prompts = asked[start : start + _BATCH], []
+        for question, left_out in part:
+            params = SearchParams(
+                k, filters=question.filters, relative_threshold=relative_threshold,
+                left_out=left_out,
+            )  # fmt: skip
+            prompts += rag.internals.ask.prepare_prompts(
+                [question.question], collection, params, mode
+            )
+        pending = rag.internals.submitter.run(prompts, generation)
+        for (question, _), each in zip(part, pending, strict=True):
+            examples.append(_example(question, each.checked()))
+        if progress is not None:
+            progress(len(examples), len(asked))
+    return examples
+
+
+def _example(question: Question, checked: CheckedOutput) -> CalibrationExample:
+    said = checked.output.choices[0].text
+    return CalibrationExample(
+        question.question,
+        answerable=bool(question.answers),
+        right=bool(question.answers) and f1(said, question.answers) >= _RIGHT,
+        evidence=next(iter(checked.evidence), Evidence()),
+        confidence=next(iter(checked.confidences), None),
+    )
+
+
+def fit_calibration(
+    examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
+) -> Calibration:
+    """A logistic model of whether an answer is right, with the `min_confidence` that refuses this
+    share of the right ones. Raises `ConfigurationError` where there are too few examples."""
+    known = [each for each in examples if each.confidence is not None]
+    right = np.array([each.right for each in known], dtype=bool)
+    if min(right.sum(), (~right).sum()) < FEWEST:
+        raise ConfigurationError(
+            f"{int(right.sum())} of {len(known)} answers are right; a calibration takes {FEWEST} "
+            f"right and {FEWEST} others: give more questions, or a collection that answers them"
+        )
+    names = [
+        name
+        for name in EVIDENCE
+        if sum(getattr(each.evidence, name) is not None for each in known) >= FEWEST
+    ]
+    columns = [[getattr(each.evidence, name) for each in known] for name in names]
+    values = np.array(columns, dtype=np.float64).T  # NaN where it is not known
+    means = np.nanmean(values, axis=0)
+    centered = np.nan_to_num(values - means)
+    deviations = np.maximum(centered.std(axis=0), 1e-9)
+    bias, *weights = _logistic(centered / deviations, right.astype(np.float64)).tolist()
+    scaled = dict(zip(names, (np.array(weights) / deviations).tolist(), strict=True))
+    fitted = Calibration(
+        bias, scaled, dict(zip(names, means.tolist(), strict=True)), questions=len(known)
+    )
+    return choose_threshold(fitted, known, false_refusals)
+
+
+def choose_threshold(
+    calibration: Calibration, examples: Iterable[CalibrationExample],
+    false_refusals: float = FALSE_REFUSALS,
+) -> Calibration:  # fmt: skip
+    """The calibration with the `min_confidence` that refuses this share of the right answers."""
+    right = [calibration.confidence(each.evidence) for each in examples if each.right]
+    return replace(
+        calibration, min_confidence=float(np.quantile(right, false_refusals, method="lower"))
+    )
+
+
+def _logistic(values: Floats, right: Floats) -> Floats:
+    """Bias and weights of a ridge logistic regression, by Newton's method. values: [N, D]."""
+    rows = np.column_stack([np.ones(len(values)), values])
+    ridge = np.diag([1e-9, *[_RIDGE] * values.shape[1]])
+    weights = np.zeros(rows.shape[1])
+    for _ in range(_STEPS):
+        odds = rows @ weights
+        shares = 1 / (1 + np.exp(-odds))
+        slope = rows.T @ (shares - right) + ridge @ weights
+        curve = (rows.T * (shares * (1 - shares))) @ rows + ridge
+        step = np.linalg.solve(curve, slope)
+        weights = weights - step
+        if np.abs(step).max() < 1e-10:
+            break
+    return weights
+
+
+def judge_by(
+    calibration: Calibration, examples: Iterable[CalibrationExample]
+) -> list[CalibrationExample]:
+    """The examples with the confidence that a calibration has in them."""
+    return [
+        each
+        if each.confidence is None
+        else replace(each, confidence=calibration.confidence(each.evidence))
+        for each in examples
+    ]
+
+
+def cross_validate(
+    examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
+) -> RefusalReport:
+    """What a calibration does to questions that it was not fitted on: each fifth of them is judged
+    by one of the others. Raises `ConfigurationError` where there are too few."""
+    fold = [hash_fold(each.question) for each in examples]
+    judged: list[tuple[CalibrationExample, bool]] = []
+    for number in range(FOLDS):
+        others = [each for each, own in zip(examples, fold, strict=True) if own != number]
+        mine = [each for each, own in zip(examples, fold, strict=True) if own == number]
+        fitted = fit_calibration(others, false_refusals)
+        judged += _refusals(judge_by(fitted, mine), fitted.min_confidence)
+    return RefusalReport.of(judged)
+
+
+def hash_fold(question: str) -> int:
+    """The fold of a question: the same whether or not its document is left out."""
+    return sum(question.encode()) % FOLDS
+
+
+def _refusals(
+    examples: Iterable[CalibrationExample], least: float
+) -> list[tuple[CalibrationExample, bool]]:
+    return [(each, (each.confidence or 0.0) < least) for each in examples]
+
+
+def judge(examples: Sequence[CalibrationExample], least: float) -> RefusalReport:
+    """What refusing all answers below a confidence does to examples."""
+    return RefusalReport.of(_refusals(examples, least))
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReport:
+    """What refusing does, over questions with and without an answer.
+
+    Attributes:
+        answerable, unanswerable, right: How many questions have an answer, have none, and were
+            answered rightly before anything was refused.
+        refused_right: The share of the right answers that is refused.
+        refused_wrong: Of wrong answers to questions that have one.
+        refused_unanswerable: Of answers to questions that have none; those that retrieval finds
+            nothing for count as refused.
+        confidences, rights: Of each question, most confident first.
+    """
+
+    answerable: int
+    unanswerable: int
+    right: int
+    refused_right: float
+    refused_wrong: float
+    refused_unanswerable: float
+    confidences: tuple[float, ...]
+    rights: tuple[bool, ...]
+    answerables: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, judged: Sequence[tuple[CalibrationExample, bool]]) -> RefusalReport:
+        def share(wanted: Callable[[CalibrationExample], bool]) -> float:
+            refusals = [refused for each, refused in judged if wanted(each)]
+            return sum(refusals) / len(refusals) if refusals else 0.0
+
+        ranked = sorted((each for each, _ in judged), key=lambda each: -(each.confidence or 0.0))
+        return cls(
+            answerable=sum(each.answerable for each in ranked),
+            unanswerable=sum(not each.answerable for each in ranked),
+            right=sum(each.right for each in ranked),
+            refused_right=share(lambda each: each.right),
+            refused_wrong=share(lambda each: each.answerable and not each.right),
+            refused_unanswerable=share(lambda each: not each.answerable),
+            confidences=tuple(each.confidence or 0.0 for each in ranked),
+            rights=tuple(each.right for each in ranked),
+            answerables=tuple(each.answerable for each in ranked),
+        )
+
+    @property
+    def refused_answerable(self) -> float:
+        """Of all answers to questions that have one, right or wrong."""
+        wrong = self.answerable - self.right
+        refused = self.refused_right * self.right + self.refused_wrong * wrong
+        return refused / self.answerable if self.answerable else 0.0
+
+    def risk_coverage(self) -> tuple[Floats, Floats]:
+        """The share of questions that is answered, and the share of these answers that is not
+        right, as the least confidence falls; questions without an answer are never right."""
+        count = np.arange(1, len(self.rights) + 1)
+        return count / len(count), 1 - np.cumsum(self.rights) / count
+
+    @property
+    def area(self) -> float:
+        """Under the curve of risk over coverage; less is better."""
+        return float(np.mean(self.risk_coverage()[1]))
+
+    def refused(self) -> tuple[Floats, Floats]:
+        """The shares of right answers, and of answers to questions that have none, which are
+        refused, as the least confidence rises."""
+        rights = np.array(self.rights[::-1], dtype=bool)
+        vain = ~np.array(self.answerables[::-1], dtype=bool)
+        return (
+            np.cumsum(rights) / max(1, int(rights.sum())),
+            np.cumsum(vain) / max(1, int(vain.sum())),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, without the curves' points."""
+        return {
+            "answerable": self.answerable, "unanswerable": self.unanswerable, "right": self.right,
+            "refused_right": self.refused_right, "refused_wrong": self.refused_wrong,
+            "refused_answerable": self.refused_answerable,
+            "refused_unanswerable": self.refused_unanswerable, "area": self.area,
+        }  # fmt: skip
+
+
+def plot_refusals(reports: Mapping[str, RefusalReport], file: Path) -> None:
+    """Draws risk over coverage, and refusals of questions without an answer over those of right
+    answers, a line for each report. Raises `MissingExtra` without matplotlib."""
+    from ragcache.bench.harness import new_figure
+
+    figure, (risk, refused) = new_figure(2)
+    for name, report in reports.items():
+        risk.plot(*(100 * each for each in report.risk_coverage()), label=name)
+        refused.plot(*(100 * each for each in report.refused()), label=name)
+        point = 100 * report.refused_right, 100 * report.refused_unanswerable
+        refused.plot(*point, "o", color=refused.lines[-1].get_color())
+    risk.set(xlabel="coverage: answered, %", ylabel="risk: of the answered, not right, %")
+    refused.set(
+        xlabel="right answers refused, %", ylabel="without an answer, refused, %",
+        xlim=(0, 50), ylim=(0, 102),
+    )  # fmt: skip
+    for axes in (risk, refused):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file)

@@ -1,0 +1,309 @@
+"""Confidence in answers, and the refusal of those that it is too low for.
+
+What speaks for an answer (`Evidence`) is the model's probability of its tokens and what retrieval
+found; a logistic model over it (`Calibration`) gives the probability that the answer is right
+(selective prediction, El-Yaniv and Wiener, JMLR 2010; calibrators of question answering, Kamath et
+al., ACL 2020). Where nothing is calibrated, the answer's tokens are scored once more behind the
+question without the documents: what they add to its likelihood is the confidence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
+from ragcache.engine.sampler import SampledToken
+from ragcache.errors import ConfigurationError
+from ragcache.models import LoadedModel
+from ragcache.models.reader import READER
+
+if TYPE_CHECKING:
+    from ragcache.retrieval import Selection
+
+NO_ANSWER = "<|no_answer|>"
+"""The control token with which a reader that was trained to says that no document answers."""
+
+REFUSAL = "The documents do not answer this question."
+"""The text of a refused answer, unless `Generation.refusal` is another one."""
+
+_ALTERNATIVES = 20  # likeliest tokens among which the no-answer token is looked for
+_LEAST = -20.0  # log-probabilities and odds below count as this
+ScorePass = Callable[[Sequence[int]], "RequestHandle[TokenDelta, RequestOutput]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What speaks for an answer; None where it is not known. Logarithms are natural.
+
+    Attributes:
+        span: The mean log-probability of the answer's tokens and its end, among those that the
+            quotation allowed.
+        free: The same in the model's own distribution.
+        no_answer: The log-odds of the no-answer token against the answer's first token.
+        coverage: The best module's BM25 score, as a share of the most that any text could score
+            for the question.
+        gap: How far the second module is below that, as the same share.
+        cosine: That of the best module by its vector.
+        lift: How much more likely the documents make each token of the answer, as the mean of the
+            differences of log-probabilities.
+    """
+
+    span: float | None = None
+    free: float | None = None
+    no_answer: float | None = None
+    coverage: float | None = None
+    gap: float | None = None
+    cosine: float | None = None
+    lift: float | None = None
+
+    @classmethod
+    def of_selection(cls, selection: Selection) -> Evidence:
+        """What retrieval found."""
+        scores = sorted((hit.bm25 for hit in selection.hits if hit.bm25 is not None), reverse=True)
+        cosines = [hit.cosine for hit in selection.hits if hit.cosine is not None]
+        best, second = [*scores, 0.0, 0.0][:2]
+        most = selection.most_bm25
+        return cls(
+            coverage=best / most if most else 0.0,
+            gap=(best - second) / most if most else 0.0,
+            cosine=max(cosines, default=None),
+        )
+
+    def with_answer(self, choice: Choice, no_answer: int | None) -> Evidence:
+        """With what the log-probabilities of an answer's tokens say. no_answer: the id of the
+        no-answer token, if there is one."""
+        tokens = [*choice.chosen, *([] if choice.ending is None else [choice.ending])]
+        if not tokens:  # it ended before anything could be said
+            return replace(self, span=_LEAST, free=_LEAST)
+        free = [max(_LEAST, _logprob(each)) for each in tokens]
+        span = [max(_LEAST, _logprob(each) - each.allowed) for each in tokens]
+        odds = None if no_answer is None else _odds(tokens[0], no_answer)
+        return replace(self, span=_mean(span), free=_mean(free), no_answer=odds)
+
+    def known(self) -> dict[str, float]:
+        """What is known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+EVIDENCE = tuple(each.name for each in fields(Evidence))
+
+
+def _logprob(token: SampledToken) -> float:
+    return _LEAST if token.logprob is None else token.logprob
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _odds(first: SampledToken, no_answer: int) -> float:
+    """The no-answer token is at most as likely as the last alternative where it is none of them."""
+    if first.token == no_answer:
+        return -_LEAST
+    least = min((value for _, value in first.alternatives), default=0.0)
+    odds = dict(first.alternatives).get(no_answer, least) - _logprob(first)
+    return min(max(odds, _LEAST), -_LEAST)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A logistic model of whether an answer is right.
+
+    Attributes:
+        bias: The log-odds of an answer whose evidence is the mean one.
+        weights: Of each kind of evidence, by its name in `Evidence`.
+        means: Of each kind with a weight; evidence that is not known counts as its mean.
+        min_confidence: Answers below are refused, unless `Generation.min_confidence` is another.
+        questions: How many questions it was fitted on.
+    """
+
+    bias: float
+    weights: Mapping[str, float]
+    means: Mapping[str, float]
+    min_confidence: float = 0.0
+    questions: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.weights) - set(EVIDENCE)) or set(self.weights) ^ set(self.means)
+        numbers = [self.bias, self.min_confidence, *self.weights.values(), *self.means.values()]
+        if unknown or not all(map(math.isfinite, numbers)):
+            raise ConfigurationError(
+                f"not a calibration: each weight belongs to one of {', '.join(EVIDENCE)} and has a "
+                f"mean, and all are finite; found {dict(self.weights)} and {dict(self.means)}"
+            )
+        if not 0 <= self.min_confidence <= 1:
+            raise ConfigurationError(
+                f"min_confidence is {self.min_confidence}; it lies between 0 and 1"
+            )
+
+    def confidence(self, evidence: Evidence) -> float:
+        """The probability, 0 to 1, that an answer with this evidence is right."""
+        known = evidence.known()
+        odds = self.bias + sum(
+            weight * (known[name] - self.means[name])
+            for name, weight in self.weights.items()
+            if name in known
+        )
+        return 1 / (1 + math.exp(-min(max(odds, -700.0), 700.0)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
+        """What `to_dict` gave. Raises `ConfigurationError`."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigurationError(f"not a calibration: {error}") from error
+
+
+LIKELIHOOD = Calibration(0.0, {"lift": 1.0}, {"lift": 0.0})
+"""Of answers for which nothing is calibrated: the likelihood of a token with the documents, as a
+share of those with and without them."""
+
+
+def calibration_key(model: LoadedModel, *, extractive: bool) -> str:
+    """The name under which a collection keeps the calibration of a model's answers."""
+    kind = "extractive" if extractive else "free"
+    return f"{kind}:{model.causal.fingerprint}:{model.tokenizer_fingerprint}"
+
+
+@lru_cache(64)
+def read_calibrations(text: str | None) -> Mapping[str, Calibration]:
+    """The calibrations of a collection, by `calibration_key`, as the ledger keeps them."""
+    kept = {} if text is None else json.loads(text)
+    return {key: Calibration.from_dict(values) for key, values in kept.items()}
+
+
+def write_calibrations(kept: Mapping[str, Calibration]) -> str | None:
+    """As `read_calibrations` reads them; None where there are none."""
+    return json.dumps({key: each.to_dict() for key, each in kept.items()}) if kept else None
+
+
+@lru_cache(1)
+def reader_calibration(file: Path = READER / "calibration.json") -> Calibration:
+    """That of the embedded reader's quotations, in the package."""
+    return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def no_answer_id(model: LoadedModel) -> int | None:
+    """The model's no-answer token, if it was trained with one."""
+    found: int | None = model.tokenizer.get_vocab().get(NO_ANSWER)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """How the confidence in one request's answers is found, and what becomes of them.
+
+    evidence: of retrieval. min_confidence: answers below are refused. no_answer: see
+    `no_answer_id`. score: submits a pass that scores tokens behind the question without documents;
+    None where the calibration does without. logprobs: what the caller asked to see.
+    """
+
+    calibration: Calibration
+    evidence: Evidence
+    min_confidence: float
+    refusal: str = REFUSAL
+    no_answer: int | None = None
+    score: ScorePass | None = None
+    logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """How many alternatives the engine has to report."""
+        own = 0 if self.no_answer is None else _ALTERNATIVES
+        return max(own, self.logprobs or 0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is shown only once it is known not to be refused."""
+        return self.min_confidence > 0
+
+    def begin(self, output: RequestOutput) -> list[RequestHandle[TokenDelta, RequestOutput] | None]:
+        """Submits the passes without documents; None for an answer that needs none."""
+        if self.score is None:
+            return [None for _ in output.choices]
+        return [self.score(each.token_ids) if each.token_ids else None for each in output.choices]
+
+    def finish(
+        self, output: RequestOutput, passes: Sequence[RequestOutput | None]
+    ) -> CheckedOutput:
+        """The output, whose answers that are below `min_confidence` are refused."""
+        pairs = zip(output.choices, passes, strict=True)
+        evidence = tuple(self.evidence_of(choice, scored) for choice, scored in pairs)
+        found = tuple(map(self.confidence_of, output.choices, evidence))
+        choices = tuple(
+            self._refused(choice) if confidence < self.min_confidence else self._shown(choice)
+            for choice, confidence in zip(output.choices, found, strict=True)
+        )
+        ends = [each.finished_at for each in passes if each is not None]
+        finished = max([output.finished_at, *ends])
+        output = replace(output, choices=choices, finished_at=finished)
+        return CheckedOutput(output, found, evidence)
+
+    def evidence_of(self, choice: Choice, scored: RequestOutput | None = None) -> Evidence:
+        """All that is known of an answer. scored: the pass without documents."""
+        evidence = self.evidence.with_answer(choice, self.no_answer)
+        if scored is None or not choice.chosen:
+            return evidence
+        pairs = zip(choice.chosen, scored.prompt_logprobs, strict=True)
+        lifts = [max(_LEAST, _logprob(each)) - max(_LEAST, alone) for each, alone in pairs]
+        return replace(evidence, lift=_mean(lifts))
+
+    def confidence_of(self, choice: Choice, evidence: Evidence) -> float:
+        """The confidence in an answer; 0 where there is none, or where the model itself said so."""
+        said_so = self.no_answer is not None and self.no_answer in choice.token_ids
+        if said_so or not choice.text.strip():
+            return 0.0
+        return self.calibration.confidence(evidence)
+
+    def _refused(self, choice: Choice) -> Choice:
+        return Choice(choice.token_ids, self.refusal, "no_answer")
+
+    def _shown(self, choice: Choice) -> Choice:
+        """The answer with the log-probabilities that the caller asked for."""
+        if self.logprobs is None:
+            return replace(choice, chosen=(), ending=None)
+        chosen = tuple(map(self.shown_token, choice.chosen))
+        ending = None if choice.ending is None else self.shown_token(choice.ending)
+        return replace(choice, chosen=chosen, ending=ending)
+
+    def shown_token(self, token: SampledToken) -> SampledToken:
+        """The token with the log-probabilities that the caller asked for."""
+        if self.logprobs is None:
+            return SampledToken(token.token)
+        return replace(token, alternatives=token.alternatives[: self.logprobs])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedOutput:
+    """A finished request whose refused answers are replaced. confidences,
+    evidence: of each choice; empty where nothing was checked."""
+
+    output: RequestOutput
+    confidences: tuple[float, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+
+    def deltas(self, seen: Sequence[TokenDelta], check: AnswerCheck) -> list[TokenDelta]:
+        """What a stream that held everything back shows: the deltas of what was not refused, and
+        the refusal of the others."""
+        refused = [each.finish_reason == "no_answer" for each in self.output.choices]
+        shown = [
+            each if each.chosen is None else replace(each, chosen=check.shown_token(each.chosen))
+            for each in seen
+            if not refused[each.choice]
+        ]
+        texts = enumerate(self.output.choices)
+        return [
+            *shown,
+            *(TokenDelta(number, None, each.text) for number, each in texts if refused[number]),
+        ]
