@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from recomputation import (
 from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
 from scaffolds import simulate
+from weights import WeightsSetting, bench_weights
 
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
@@ -263,4 +265,16 @@ def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_thresh
     assert rows["sparse", 1.0]["ndcg"] == rows["sparse", 1.0]["recalled"] == 1.0
     assert rows["sparse", 1.0]["modules"] == 1 < rows["dense", 0.0]["modules"] == 3
     assert [row["search"] for row in told["answered"]] == ["sparse", "hybrid"]
+    assert json.dumps(told)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchao") is None, reason="the extra `quantized` is not installed")
+def test_small_weights_are_measured_beside_those_in_bfloat16() -> None:
+    told = bench_weights(WeightsSetting(256, 256, 1, rows=(1, 4), runs=1, questions=2))
+    own, eight, four = (told["weights"][kind] for kind in ("None", "int8", "int4"))
+    assert own["bytes_share"] == 1 > eight["bytes_share"] > four["bytes_share"]
+    assert own["error"] == 0 < eight["error"] < four["error"] < 0.5
+    assert set(four["time_ratio"]) == {1, 4}
+    assert 0 <= four["exact_match"] <= four["f1"] <= 1
     assert json.dumps(told)
