@@ -1,8 +1,7 @@
 """Weights in 8 and 4 bits, by torchao (extra `quantized`).
 
-The linear layers of the decoder are quantized one by one as their weights are read, so that the
-whole model is never in memory in its own dtype: `int8` with a scale a row, `int4` with a scale and
-a zero for 32 numbers of a row. Embeddings, head and norms stay as they are, and so do activations
+The linear layers of the decoder are quantized one by one as their weights are read: `int8` with a
+scale a row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head and norms stay as they are, and so do activations
 and states: what is kept of a document is that of the quantized model, and is read as exactly as
 that of any other. Checkpoints that torchao has quantized load as they were stored.
 """
