@@ -1,9 +1,10 @@
 """Weights in 8 and 4 bits, by torchao (extra `quantized`).
 
 The linear layers of the decoder are quantized one by one as their weights are read: `int8` with a
-scale a row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head and norms stay as they are, and so do activations
-and states: what is kept of a document is that of the quantized model, and is read as exactly as
-that of any other. Checkpoints that torchao has quantized load as they were stored.
+scale a row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head and norms stay
+as they are, and so do activations and states: what is kept of a document is that of the quantized
+model, and is read as exactly as that of any other. Checkpoints that torchao has quantized load as
+they were stored.
 """
 
 from __future__ import annotations
