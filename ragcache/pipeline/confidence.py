@@ -189,8 +189,10 @@ def write_calibrations(kept: Mapping[str, Calibration]) -> str | None:
 
 
 @lru_cache(1)
-def reader_calibration(file: Path = READER / "calibration.json") -> Calibration:
-    """That of the embedded reader's quotations, in the package."""
+def reader_calibration(file: Path = READER / "calibration.json") -> Calibration | None:
+    """That of the embedded reader's quotations, in the package; None of a reader without one."""
+    if not file.exists():
+        return None
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 

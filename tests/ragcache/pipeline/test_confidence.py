@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,13 @@ from ragcache.engine import Choice, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
 from ragcache.models import LoadedModel
-from ragcache.pipeline.confidence import REFUSAL, AnswerCheck, Calibration, Evidence
+from ragcache.pipeline.confidence import (
+    REFUSAL,
+    AnswerCheck,
+    Calibration,
+    Evidence,
+    reader_calibration,
+)
 
 LEAVE = SourceDocument("leave", "Everybody has 28 days of leave. Requests go to Ines Marlow.")
 KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse.")
@@ -76,6 +83,14 @@ def test_a_calibration_is_a_logistic_model_of_what_is_known() -> None:
 def test_a_calibration_that_is_none_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         Calibration.from_dict(values)
+
+
+def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Path) -> None:
+    shipped = reader_calibration()
+    assert shipped is not None
+    assert 0 < shipped.min_confidence < 0.5
+    assert shipped.weights["coverage"] > 0 < shipped.weights["span"]
+    assert reader_calibration(tmp_path / "calibration.json") is None
 
 
 def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
