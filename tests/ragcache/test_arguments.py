@@ -30,7 +30,7 @@ VALUES: dict[str, Any] = {
     "collection": "n", "sources": [SourceDocument("b", "c")], "document_ids": ["a"], "names": ["a"],
     "document_id": "a", "to": "b", "space": "s", "ids": ["a"], "question": Q, "questions": [Q],
     "messages": "x", "conversations": ["x"], "text": "<schema name='x'/>", "name": "x",
-    "query": Q, "namespace": "x", "observer": print, "instruction": "Briefly.",
+    "query": Q, "namespace": "x", "observer": print, "instruction": "Briefly.", "calibration": None,
 }  # fmt: skip
 
 
