@@ -36,7 +36,8 @@ def test_a_ledger_is_shown_and_upgraded_beside_a_process(tmp_path: Path) -> None
             for index in ("states_by_used_at", "scaffolds_by_collection", "scaffolds_by_schema"):
                 session.execute(text(f"DROP INDEX {index}"))
             session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
-            session.execute(text("ALTER TABLE collections DROP COLUMN instruction"))
+            for column in ("instruction", "calibrations"):
+                session.execute(text(f"ALTER TABLE collections DROP COLUMN {column}"))
             session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
             session.execute(text("DELETE FROM ledger_facts"))
         told = json.loads(runner.invoke(app, ["ledger", "status", "--json", *where]).stdout)
