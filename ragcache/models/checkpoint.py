@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,10 +19,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
+from transformers.utils import cached_file
 
 from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models.families import family_of
 from ragcache.models.positions import LONG_FACTORS, rotary_scaling
+from ragcache.models.reader import dequantize_rows
 
 
 class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
@@ -65,6 +68,8 @@ def load_checkpoint(
     if long_context:
         use_long_factors(text)
     own = dtype or "auto"
+    if getattr(config, "int8_rows", False):
+        return _dequantized(source, config, own, quantization)
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         if quantization is None and not getattr(config, "quantization_config", None):
             return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own, **files)
@@ -77,6 +82,20 @@ def load_checkpoint(
     family_of(text).check(text)  # before gigabytes are read
     whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=own)
     return text_model(whole)
+
+
+def _dequantized(
+    source: str, config: Any, dtype: torch.dtype | str, quantization: str | None
+) -> Any:
+    """A model whose file keeps matrices in int8, a scale for each row, as the reader's may."""
+    if quantization is not None:
+        raise ConfigurationError(
+            f"{source!r} keeps its weights in int8 rows, which become numbers of its dtype; leave "
+            "quantization out"
+        )
+    del config.int8_rows  # of the file, not of the model
+    weights = dequantize_rows(load_file(cached_file(source, "model.safetensors")), config.dtype)
+    return text_class(config).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
 
 
 def _quantized(

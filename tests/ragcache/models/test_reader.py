@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ragcache.attention import AttentionMetadata, CausalBlock, ContiguousWrite
-from ragcache.models import CausalLM, Rotary, prompt_frame, wrap_causal
+from ragcache.errors import ConfigurationError, UnsupportedModel
+from ragcache.models import CausalLM, Rotary, load_model, prompt_frame, wrap_causal
+from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import ForwardBatch
-from ragcache.models.reader import READER, ReaderLM, read_reader
+from ragcache.models.reader import READER, ReaderConfig, ReaderLM, ReaderModel, read_reader
 from ragcache.models.tokenizer import PromptTokenizer
 
 CHAT = [
@@ -119,6 +125,102 @@ def test_what_it_does_not_know_is_done_by_transformers(tokenizer: Any, hugging_f
     assert type(deepcopy(tokenizer)) is type(hugging_face)
     with pytest.raises(AttributeError, match="add_tokens"):
         tokenizer.add_tokens(["<|tool|>"])
+
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "head_dim": 8, "int8_rows": True,
+}  # fmt: skip
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def int8_reader(tmp_path: Path) -> Path:
+    """The folder of a tiny reader in int8 rows."""
+    for file in READER.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(READER / "chat_template.jinja", tmp_path)
+    entries = json.loads((READER / "config.json").read_text()) | TINY
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    del entries["int8_rows"]
+    torch.manual_seed(5)
+    weights = {}
+    for name, weight in ReaderModel(ReaderConfig(**entries)).state_dict().items():
+        if weight.dim() == 1:
+            weights[name] = torch.rand(weight.shape).bfloat16() + 0.5
+        else:
+            weights[name] = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
+            weights[name + "_scale"] = torch.rand(len(weight)) / 500 + 1e-4
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+def rewrite(folder: Path, **weights: torch.Tensor | None) -> None:
+    """Weights of a checkpoint put in another's place, or taken out."""
+    kept = load_file(folder / "model.safetensors") | weights
+    kept = {name: weight for name, weight in kept.items() if weight is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_rows_are_the_same_model_with_transformers_and_without(
+    int8_reader: Path, dtype: torch.dtype
+) -> None:
+    stored = load_file(int8_reader / "model.safetensors")
+    model = read_reader(int8_reader)[0]
+    assert {weight.dtype for weight in model.state_dict().values()} == {torch.bfloat16}
+    rows = stored[MATRIX].float() * stored[MATRIX + "_scale"][:, None]
+    assert torch.equal(model.state_dict()[MATRIX], rows.bfloat16())
+    hugging_face = load_checkpoint(str(int8_reader), dtype)
+    theirs = hugging_face.state_dict()
+    for name, weight in model.to(dtype).state_dict().items():
+        assert torch.equal(weight, theirs[name]), name
+    token_ids, positions = torch.randint(0, 64, (24,)), torch.arange(24)
+    ours = logits(ReaderLM(model), token_ids, positions)
+    assert torch.equal(ours, logits(wrap_causal(hugging_face), token_ids, positions))
+    hugging_face.save_pretrained(int8_reader / "again")  # in its dtype, and says so
+    assert not hasattr(AutoConfig.from_pretrained(int8_reader / "again"), "int8_rows")
+
+
+def test_fingerprints_cover_scales(int8_reader: Path) -> None:
+    def fingerprints() -> tuple[str, str]:
+        return ReaderLM(read_reader(int8_reader)[0]).fingerprint, load_model(
+            int8_reader, dtype="bfloat16"
+        ).causal.fingerprint
+
+    before = fingerprints()
+    assert fingerprints() == before
+    scale = load_file(int8_reader / "model.safetensors")[MATRIX + "_scale"]
+    scale[7] *= 1.5
+    rewrite(int8_reader, **{MATRIX + "_scale": scale})
+    assert all(a != b for a, b in zip(before, fingerprints(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({MATRIX + "_scale": None}, f"{MATRIX} is in int8, and there is no {MATRIX}_scale"),
+        ({MATRIX: None}, f"{MATRIX}_scale is there, and {MATRIX} is no matrix"),
+        ({MATRIX: torch.ones(48, 32)}, f"{MATRIX}_scale is there, and {MATRIX} is no matrix"),
+        ({MATRIX + "_scale": torch.ones(32)}, r"\[32\] instead of float32 \[48\]"),
+        ({MATRIX + "_scale": torch.ones(48).half()}, "torch.float16"),
+        ({MATRIX + "_scale": torch.zeros(48)}, "not positive"),
+        ({MATRIX + "_scale": torch.full((48,), torch.nan)}, "not positive"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_by_name(
+    int8_reader: Path, changed: dict[str, torch.Tensor | None], message: str
+) -> None:
+    rewrite(int8_reader, **changed)
+    with pytest.raises(UnsupportedModel, match=message):
+        read_reader(int8_reader)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(int8_reader)
+
+
+def test_int8_rows_are_not_quantized_again(int8_reader: Path) -> None:
+    with pytest.raises(ConfigurationError, match="leave quantization out"):
+        load_model(int8_reader, quantization="int8")
 
 
 @pytest.mark.slow
