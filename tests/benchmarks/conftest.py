@@ -4,4 +4,4 @@ import sys
 
 from tests.conftest import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "benchmarks" / "papers")]
