@@ -6,7 +6,7 @@ from typing import Any, Required, TypedDict
 
 from ragcache.pipeline import Generation
 from ragcache.pipeline.ingest import Preparing, Progress
-from ragcache.retrieval import Filters, SearchKind
+from ragcache.retrieval import Filters, SearchKind, Selection
 
 
 class IngestOptions(TypedDict, total=False):
@@ -49,12 +49,15 @@ class AskOptions(TypedDict, total=False):
         chat_template_kwargs: Variables of the model's chat template, such as
             `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
             comes before the documents, states are encoded under keys of their own.
+        selection: What to answer from, as `retrieve` returned it for this collection, in place of
+            searching again; options of the search then count for nothing. For one question.
     """
 
     collection: Required[str]
     k: int
     mode: str
     generation: Generation
+    selection: Selection | None
     filters: Filters | None
     threshold: float | None
     relative_threshold: float

@@ -539,9 +539,15 @@ class RagCache:
         )
         mode = check_mode(options.get("mode", "rooted"))
         ask = self.internals.ask
+        selection = options.get("selection")
+        if selection is not None and len(questions) != 1:
+            raise InvalidRequest(
+                f"a selection is for one question, not for {len(questions)}; ask one by one"
+            )
         prompts = ask.prepare_prompts(
-            questions, options["collection"], params, mode, options.get("chat_template_kwargs")
-        )
+            questions, options["collection"], params, mode, options.get("chat_template_kwargs"),
+            selection,
+        )  # fmt: skip
         return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:

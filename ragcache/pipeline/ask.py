@@ -34,16 +34,20 @@ class AskPipeline:
 
     def prepare_prompts(
         self, questions: Sequence[str], collection: str, params: SearchParams, mode: str,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, selection: Selection | None = None,
     ) -> list[BuiltPrompt]:  # fmt: skip
-        """Retrieves modules for each question, and builds its prompt. Raises `EmptyQuestion`,
-        `InvalidRequest` or `UnknownCollection`."""
+        """Retrieves modules for each question, and builds its prompt. selection: the modules, where
+        they were retrieved already. Raises `EmptyQuestion`, `InvalidRequest` or
+        `UnknownCollection`."""
         called = time.perf_counter()
         kwargs = self._kwargs(template_kwargs)
         for question in questions:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
-        selections = [self.retriever.retrieve(q, collection, params) for q in questions]
+        if selection is not None:
+            selections = [replace(selection, query=question) for question in questions]
+        else:
+            selections = [self.retriever.retrieve(q, collection, params) for q in questions]
         reranking = sum(selection.rerank_seconds for selection in selections)
         timestamps = Timestamps(called, time.perf_counter(), rerank=reranking)
         prompts = []

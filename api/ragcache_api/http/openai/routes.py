@@ -111,8 +111,10 @@ def _opening(
         if body.collection is None:
             options = chat | body.chat_options()
             return await rag.astream_chat(prompt(), generation=generation, **options)
+        question = prompt()
+        options = body.retrieval() | await context.selection(question, body.collection)
         return await rag.astream(
-            prompt(), collection=body.collection, generation=generation, **body.retrieval()
+            question, collection=body.collection, generation=generation, **options
         )
 
     return opening

@@ -55,9 +55,13 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
     With `stream`, events: `sources`, a `token` for each delta of text, and `answer` or `error`.
     """
     generation, rag = body.generation(context.deadline), context.rag
-    opening = lambda: rag.astream(  # noqa: E731
-        body.question, collection=body.collection, generation=generation, **body.retrieval()
-    )
+
+    async def opening() -> AsyncAnswerStream:
+        options = body.retrieval() | await context.selection(body.question, body.collection)
+        return await rag.astream(
+            body.question, collection=body.collection, generation=generation, **options
+        )
+
     return await _respond(context, "answer", body.collection, opening, stream=body.stream)
 
 

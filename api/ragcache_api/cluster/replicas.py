@@ -1,0 +1,155 @@
+"""Replicas as the front sees them: an ASGI request goes in, ASGI messages come out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message, Scope
+
+from ragcache.db import LocatedStates
+from ragcache.routing import RoutingCosts, choose_replica, held_bytes
+from ragcache_api.http.errors import HTTPProblem
+
+_PASSED_ON = (
+    "method", "path", "raw_path", "query_string", "http_version", "scheme", "client", "server",
+    "root_path",
+)  # fmt: skip
+_WAITING_MESSAGES = 64  # of a replica whose client is slow; then its app waits
+
+
+class ReplicaLost(Exception):
+    """A replica ended before its response did."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A request on its way to a replica. scope: what is left of ASGI's, plain values. located: the
+    states that it reads."""
+
+    scope: Mapping[str, Any]
+    body: bytes
+    located: LocatedStates = field(default_factory=LocatedStates)
+
+    @classmethod
+    def of(
+        cls, scope: Scope, body: bytes, located: LocatedStates,
+        headers: Sequence[tuple[bytes, bytes]],
+    ) -> ForwardedRequest:  # fmt: skip
+        """headers: in place of the scope's."""
+        kept = {name: scope[name] for name in _PASSED_ON if name in scope}
+        return cls({**kept, "headers": list(headers)}, body, located)
+
+    @property
+    def path(self) -> str:
+        path: str = self.scope["path"]
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica. session: under which the ledger has its memory; draining: whether it gets no more
+    requests; requests: those that it holds."""
+
+    name: str
+    session: str
+    requests: int
+    draining: bool = False
+
+
+class ReplicaSet(Protocol):
+    """The replicas of a service. They choose by `RoutingTable`."""
+
+    def open(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        """Sends a request to the replica that should have it; closing the generator gives it up.
+        Raises `HTTPProblem` (503) where there is none, and `ReplicaLost` at any message."""
+        ...
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        """All replicas, by name."""
+        ...
+
+    async def drain(self, name: str, *, draining: bool) -> bool:
+        """Whether a replica shall get no more requests; False where there is none of the name."""
+        ...
+
+    async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
+        """The messages of each replica that answers."""
+        ...
+
+
+@dataclass(slots=True)
+class RoutingTable:
+    """Chooses replicas, and counts what became of the bytes of their modules: `held` where they
+    were going, or `moved` there."""
+
+    costs: RoutingCosts = field(default_factory=RoutingCosts)
+    routed_bytes: dict[str, int] = field(default_factory=lambda: {"held": 0, "moved": 0})
+    routed: dict[str, int] = field(default_factory=dict)
+
+    def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
+        """The name of the replica for a request. One that drains is taken only where all do. Raises
+        `HTTPProblem` (503)."""
+        open_ones = [each for each in replicas if not each.draining] or replicas
+        if not open_ones:
+            text = "no replica of the service takes requests now; try again"
+            raise HTTPProblem(503, "no-replica", text, {"Retry-After": "2"})
+        by_session = {each.session: each for each in open_ones}
+        loads = {session: each.requests for session, each in by_session.items()}
+        session = choose_replica(located.modules, loads, located.holds, self.costs)
+        held, moved = held_bytes(located.modules, located.holds, session)
+        self.routed_bytes["held"] += held
+        self.routed_bytes["moved"] += moved
+        name = by_session[session].name
+        self.routed[name] = self.routed.get(name, 0) + 1
+        return name
+
+
+async def run_app(
+    app: ASGIApp, request: ForwardedRequest
+) -> AsyncGenerator[Message, None]:  # fmt: skip
+    """Runs a request through an app, and yields what it sends. Closing the generator disconnects
+    the client."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING_MESSAGES)
+    gone, given = asyncio.Event(), False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        given = True
+        return {"type": "http.request", "body": request.body, "more_body": False}
+
+    async def run() -> None:
+        scope = {**request.scope, "type": "http", "asgi": {"version": "3.0"}, "state": {}}
+        try:
+            await app(scope, receive, messages.put)
+        finally:
+            await messages.put(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await task
+    finally:
+        gone.set()
+        if not task.done():
+            await _end(task, messages)
+
+
+async def _end(task: asyncio.Task[None], messages: asyncio.Queue[Message | None]) -> None:
+    """Lets an app notice that its client is gone, and cancels it if it does not."""
+    for _ in range(100):
+        while not messages.empty():
+            messages.get_nowait()
+        await asyncio.wait((task,), timeout=0.01)
+        if task.done():
+            break
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task

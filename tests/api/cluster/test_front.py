@@ -1,0 +1,298 @@
+"""The front over two services in this process, which share a ledger and a remote tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from ragcache import RagCache
+from ragcache.db import Database
+from ragcache.models import LoadedModel
+from ragcache.retrieval import Retriever
+from ragcache_api.cluster.front import create_front
+from ragcache_api.cluster.replicas import RoutingTable
+from ragcache_api.cluster.selection import SELECTION_HEADER
+from ragcache_api.http import ServiceSettings
+from tests.api.cluster.local import LocalReplica, LocalReplicas
+from tests.api.http.asgi import events
+from tests.conftest import write_notes
+
+LEAVE = {"question": "How many days of leave does everybody have?", "collection": "notes", "k": 1}
+CHAT = {"model": "x", "messages": [{"role": "user", "content": LEAVE["question"]}]}
+
+
+class Cluster:
+    """Two replicas behind a front."""
+
+    def __init__(self, folder: Path, reader: LoadedModel) -> None:
+        ledger = f"sqlite:///{folder / 'ledger.sqlite'}"
+        self.database = Database.open(ledger)
+        self.rags = [
+            RagCache.open(
+                folder / name, reader, embedding=None, ledger=ledger,
+                remote=f"file://{folder / 'remote'}",
+            )
+            for name in "ab"
+        ]  # fmt: skip
+        self.folder = folder
+
+    def replicas(self) -> LocalReplicas:
+        made = [LocalReplica(name, rag) for name, rag in zip("ab", self.rags, strict=True)]
+        return LocalReplicas(made, RoutingTable())
+
+    def client(self, replicas: LocalReplicas, **settings: Any) -> TestClient:
+        chosen = ServiceSettings.read(embedding="none", page=False, **settings)
+        front = create_front(self.database, replicas, replicas.table, chosen)
+        return TestClient(front, base_url="http://localhost")
+
+    def close(self) -> None:
+        for rag in self.rags:
+            rag.close()
+        self.database.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    made = Cluster(folder, reader)
+    made.rags[0].ingest("notes", write_notes(folder / "notes"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def replicas(cluster: Cluster) -> LocalReplicas:
+    return cluster.replicas()
+
+
+@pytest.fixture
+def client(cluster: Cluster, replicas: LocalReplicas) -> TestClient:
+    return cluster.client(replicas)
+
+
+def flush(cluster: Cluster) -> None:
+    """Memory rows are written now instead of within a second."""
+    for rag in cluster.rags:
+        rag.internals.shared.store.sweep()
+
+
+def test_questions_go_where_the_states_are(
+    cluster: Cluster, client: TestClient, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retrieval runs once, in the front, and nothing is encoded twice."""
+    searched: list[str] = []
+    retrieve = Retriever.retrieve
+
+    def counted(self: Retriever, query: str, *others: Any) -> Any:
+        searched.append(query)
+        return retrieve(self, query, *others)
+
+    monkeypatch.setattr(Retriever, "retrieve", counted)
+    flush(cluster)
+    encoded = replicas.encoded
+    for _ in range(3):
+        answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 2}).json()
+    [source] = answered["sources"]
+    assert source["document"].endswith("leave.md")
+    assert source["tier"] == "host"
+    assert replicas.table.routed == {"a": 3}  # which has ingested them
+    assert replicas.table.routed_bytes["held"] > 0 == replicas.table.routed_bytes["moved"]
+    assert len(searched) == 3
+    assert replicas.encoded == encoded
+    replicas.replicas[0].draining = True
+    again = client.post("/v1/answers", json={**LEAVE, "max_tokens": 2}).json()
+    assert again["text"] == answered["text"]
+    assert again["sources"][0]["tier"] in ("remote", "host")
+    assert replicas.table.routed == {"a": 3, "b": 1}
+    assert replicas.encoded == encoded
+
+
+def test_what_a_request_reads_is_known_for_chats_and_schemas(
+    cluster: Cluster, client: TestClient, replicas: LocalReplicas
+) -> None:
+    """A text that a chat quotes is recognized; a prompt reads its schema's states."""
+    rag = cluster.rags[0]
+    [leave] = rag.get_modules(["leave.md#1"], collection="notes")
+    rag.add_schema('<schema name="trip"><module name="rules">Pack light.</module></schema>')
+    flush(cluster)
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    asked = f"{leave.text}\n\nHow many days?"
+    chat = {"model": model, "messages": [{"role": "user", "content": asked}], "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    prompt = '<prompt schema="trip"><rules/>What to pack?</prompt>'
+    answered = client.post("/v1/prompts", json={"prompt": prompt, "max_tokens": 1})
+    assert answered.status_code == 200, answered.text
+    listed = {**chat, "messages": [{"role": "user", "content": LEAVE["question"]}]}
+    found = client.post("/v1/chat/completions", json={**listed, "collection": "notes", "k": 1})
+    assert found.json()["sources"][0]["document"].endswith("leave.md")
+    reads = {
+        each.path: [module.key for module in each.located.modules]
+        for replica in replicas.replicas
+        for each in replica.seen
+    }
+    assert len(reads["/v1/prompts"]) >= 1
+    assert len(reads["/v1/chat/completions"]) == 1
+    assert replicas.table.routed_bytes["held"] > 0
+
+
+def test_a_replica_that_is_lost_before_its_first_byte_costs_nothing(
+    client: TestClient, replicas: LocalReplicas
+) -> None:
+    for replica in replicas.replicas:
+        replica.loses = 0
+    answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    assert answered.status_code == 200, answered.text
+    assert client.get("/admin/replicas").json()["retried"] in (1, 2)
+
+
+def test_a_request_that_may_have_had_its_effect_is_not_sent_again(
+    client: TestClient, replicas: LocalReplicas
+) -> None:
+    for replica in replicas.replicas:
+        replica.loses = 0
+    answered = client.post("/v1/schemas", json={"text": "<schema name='x'/>"})
+    assert (answered.status_code, answered.headers["retry-after"]) == (503, "2")
+    assert "replica-lost" in answered.text
+    assert sum(len(each.seen) for each in replicas.replicas) == 1
+
+
+STREAMED = {**LEAVE, "stream": True, "max_tokens": 8, "extractive": False}
+
+
+def told(text: str) -> list[tuple[str, Any]]:
+    """The events without times and the sources' tiers."""
+    return [
+        (name, value["text"] if name in ("token", "answer") else None)
+        for name, value in events(text)
+    ]
+
+
+@pytest.mark.parametrize("after", [2, 4])
+def test_a_greedy_stream_goes_on_elsewhere(
+    client: TestClient, replicas: LocalReplicas, after: int
+) -> None:
+    whole = told(client.post("/v1/answers", json=STREAMED).text)
+    for replica in replicas.replicas:
+        replica.loses = after
+    replicas.replicas[1].loses = None
+    replicas.replicas[1].draining = True
+    cut = told(client.post("/v1/answers", json=STREAMED).text)
+    assert replicas.gone == {"a": 1}
+    assert [name for name, _ in cut].count("sources") == 1
+    assert "".join(text for name, text in cut if name == "token") == "".join(
+        text for name, text in whole if name == "token"
+    )
+    assert cut[-1] == whole[-1]
+
+
+def test_a_sampled_stream_ends_with_an_error(client: TestClient, replicas: LocalReplicas) -> None:
+    for replica in replicas.replicas:
+        replica.loses = 3
+    sampled = client.post("/v1/answers", json={**STREAMED, "temperature": 1.0})
+    name, value = events(sampled.text)[-1]
+    assert (name, value["status"]) == ("error", 503)
+    assert value["type"] == "urn:ragcache:problem:replica-lost"
+
+
+def test_chunks_of_one_completion_keep_their_id(
+    client: TestClient, replicas: LocalReplicas
+) -> None:
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    chat = {**CHAT, "model": model, "collection": "notes", "k": 1, "stream": True, "max_tokens": 8}
+    for replica in replicas.replicas:
+        replica.loses = 4
+    replicas.replicas[1].loses = None
+    text = client.post("/v1/chat/completions", json={**chat, "extractive": False}).text
+    chunks = [value for _, value in events(text)]
+    whole = client.post("/v1/chat/completions", json={**chat, "extractive": False}).text
+    assert chunks[-1] == "[DONE]"
+    assert len({chunk["id"] for chunk in chunks[:-1]}) == 1
+    assert content(chunks) == content([value for _, value in events(whole)])
+
+
+def content(chunks: list[Any]) -> str:
+    deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
+    assert sum("role" in delta for delta in deltas) == 1
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_the_selection_is_of_the_front_alone(
+    cluster: Cluster, client: TestClient, replicas: LocalReplicas
+) -> None:
+    client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    [sent] = [each for replica in replicas.replicas for each in replica.seen]
+    sealed = dict(sent.scope["headers"])[SELECTION_HEADER.encode()].decode()
+    forged = {SELECTION_HEADER: "forged"}
+    answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1}, headers=forged)
+    assert answered.status_code == 200
+    direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
+    for value in ("forged", sealed[:-2]):
+        refused = direct.post("/v1/answers", json=LEAVE, headers={SELECTION_HEADER: value})
+        assert (refused.status_code, SELECTION_HEADER in refused.text) == (400, True)
+    other = {**LEAVE, "collection": "others"}
+    refused = direct.post("/v1/answers", json=other, headers={SELECTION_HEADER: sealed})
+    assert (refused.status_code, "others" in refused.text) == (400, True)
+    assert direct.post(
+        "/v1/answers", json={**LEAVE, "max_tokens": 1}, headers={SELECTION_HEADER: sealed}
+    ).is_success
+
+
+def test_metrics_and_the_list_name_each_replica(
+    client: TestClient, replicas: LocalReplicas
+) -> None:
+    client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    text = client.get("/metrics").text
+    for name in "ab":
+        assert f'ragcache_steps_total{{replica="{name}"}} ' in text
+        assert f'ragcache_tier_states{{replica="{name}",tier="host"}} ' in text
+    assert text.count("# TYPE ragcache_steps_total ") == 1
+    assert 'ragcache_routed_bytes_total{kind="held"}' in text
+    drained = client.post("/admin/replicas/a/drain").json()["items"]
+    assert [each["draining"] for each in drained] == [True, False]
+    before = len(replicas.replicas[0].seen)
+    assert client.post("/v1/answers", json={**LEAVE, "max_tokens": 1}).is_success
+    assert len(replicas.replicas[0].seen) == before
+    client.post("/admin/replicas/a/resume")
+    assert not replicas.replicas[0].draining
+    assert client.post("/admin/replicas/c/drain").status_code == 404
+    assert client.post("/admin/replicas").status_code == 405
+
+
+def test_without_replicas_the_front_says_so(cluster: Cluster) -> None:
+    client = cluster.client(LocalReplicas([], RoutingTable()))
+    assert client.get("/health/live").status_code == 200
+    assert client.get("/health/ready").status_code == 503
+    answered = client.get("/v1/models")
+    assert (answered.status_code, answered.json()["error"]["code"]) == (503, "no_replica")
+
+
+def test_keys_rates_and_tenants(cluster: Cluster, replicas: LocalReplicas) -> None:
+    """The last test of this file: from the first key on, each request needs one."""
+    keys = cluster.rags[0].keys
+    a, b = (keys.create(name, "user", name)[1] for name in ("tenant-a", "tenant-b"))
+    as_a, as_b = ({"Authorization": f"Bearer {key}"} for key in (a, b))
+    cluster.rags[0].within("tenant-a").ingest("notes", cluster.folder / "notes" / "leave.md")
+    flush(cluster)
+    client = cluster.client(replicas, rate="2/minute")
+    short = {**LEAVE, "max_tokens": 1}
+    assert client.post("/v1/answers", json=short).status_code == 401
+    assert client.post("/v1/answers", json=short, headers=as_a).is_success
+    refused = client.post("/v1/answers", json=short, headers=as_b)
+    assert refused.status_code == 404
+    [of_a, of_b] = [each for replica in replicas.replicas for each in replica.seen]
+    if dict(of_a.scope["headers"])[b"authorization"].decode() != as_a["Authorization"]:
+        of_a, of_b = of_b, of_a
+    assert of_a.located.modules
+    assert not of_b.located.modules
+    stolen = {SELECTION_HEADER: dict(of_a.scope["headers"])[SELECTION_HEADER.encode()].decode()}
+    cluster.rags[0].within("tenant-b").create_collection("notes")
+    direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
+    assert direct.post("/v1/answers", json=short, headers=as_b | stolen).status_code == 400
+    assert client.get("/metrics", headers=as_a).status_code == 403
+    assert client.get("/v1/models", headers=as_a).is_success
+    limited = client.get("/v1/models", headers=as_a)
+    assert limited.status_code == 429
