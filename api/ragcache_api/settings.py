@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from tomllib import TOMLDecodeError
@@ -27,6 +28,7 @@ from ragcache.errors import ConfigurationError
 Size = int | str
 ModelDType = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
+_SCALE = re.compile(r"[1-9]\d{0,3}-[1-9]\d{0,3}")
 _REDIS = ("redis://", "rediss://", "redis+unix://")
 FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
@@ -111,6 +113,12 @@ class ServiceSettings(BaseSettings):
         1.0, ge=0, description="Seconds that a question waits for what another process encodes."
     )
 
+    replicas: Positive | None = Field(
+        None, description="Replicas behind one front, on Ray (extra `ray`)."
+    )
+    autoscale: str | None = Field(
+        None, description="Fewest and most replicas, as `1-8`: as many as requests need."
+    )
     host: str = Field("127.0.0.1", description="The address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
     connections: Positive = Field(1000, description="The most connections; one more gets 503.")
@@ -147,6 +155,13 @@ class ServiceSettings(BaseSettings):
             from limits import parse_many
 
             parse_many(text)  # raises ValueError
+        return text
+
+    @field_validator("autoscale")
+    @classmethod
+    def _is_a_range(cls, text: str | None) -> str | None:
+        if text is not None and not _SCALE.fullmatch(text):
+            raise ValueError("write the fewest and the most replicas as `1-8`")
         return text
 
     @field_validator("rate_storage")
@@ -189,6 +204,29 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
         """Options come before the environment, and that before the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @property
+    def autoscale_bounds(self) -> tuple[int, int] | None:
+        """The fewest and the most replicas; None for a fixed number."""
+        if self.autoscale is None:
+            return None
+        first, last = sorted(map(int, self.autoscale.split("-")))
+        return max(first, 1), last
+
+    def cluster_ledger(self) -> str:
+        """The ledger of several replicas, which share it and a remote tier. Raises
+        `ConfigurationError` where they would not."""
+        if self.ledger is None or not self.ledger.startswith("postgresql"):
+            raise ConfigurationError(
+                "several replicas share one ledger: set `ledger` to postgresql://USER@HOST/NAME "
+                f"({'it is not set' if self.ledger is None else 'SQLite is for one process'})"
+            )
+        if self.remote is None:
+            raise ConfigurationError(
+                "several replicas share states over a remote tier: set `remote` to a URL such as "
+                "s3://BUCKET/PREFIX, or file:///PATH on a disk that all of them mount"
+            )
+        return self.ledger
 
     def opening(self) -> dict[str, Any]:
         """The arguments of `RagCache.open` besides state and model."""

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, MissingExtra
+from ragcache_api.cli import admin
+from ragcache_api.cli.main import app
 from ragcache_api.http import ServiceSettings
 from tests.conftest import REPOSITORY
 
@@ -96,3 +99,40 @@ def test_every_setting_is_in_the_documented_list_and_no_other() -> None:
     page = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert listed == list(ServiceSettings.model_fields)
+
+
+LEDGER, REMOTE = "postgresql://ragcache@localhost/ragcache", "file:///states"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"remote": REMOTE}, "ledger.*not set"),
+        ({"remote": REMOTE, "ledger": "sqlite:///a.sqlite"}, "SQLite is for one process"),
+        ({"ledger": LEDGER}, "remote"),
+    ],
+)
+def test_replicas_need_a_ledger_and_a_remote_that_they_share(
+    given: dict[str, str], missing: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=missing):
+        ServiceSettings.read(**given).cluster_ledger()
+    options = [text for name, value in given.items() for text in ("--set", f"{name}={value}")]
+    done = CliRunner().invoke(app, ["serve", "--replicas", "2", *options])
+    assert isinstance(done.exception, ConfigurationError)
+
+
+def test_replicas_without_ray_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "find_spec", lambda _: None)
+    options = ["--set", f"ledger={LEDGER}", "--set", f"remote={REMOTE}", "--set", "autoscale=1-8"]
+    done = CliRunner().invoke(app, ["serve", *options])
+    assert isinstance(done.exception, MissingExtra)
+    assert "ragcache[ray]" in str(done.exception)
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("1-8", (1, 8)), ("4-2", (2, 4)), ("3-3", (3, 3))])
+def test_bounds_of_a_scale(text: str, bounds: tuple[int, int]) -> None:
+    assert ServiceSettings.read(autoscale=text).autoscale_bounds == bounds
+    assert ServiceSettings.read().autoscale_bounds is None
+    with pytest.raises(ConfigurationError, match="autoscale"):
+        ServiceSettings.read(autoscale=text.replace("-", ":"))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -157,3 +158,68 @@ def test_the_unit_of_systemd_runs_the_command() -> None:
     assert Path(program).name == "ragcache"
     assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
     assert unit["Service"]["Environment"] == "RAGCACHE_STATE=/var/lib/ragcache/state"
+
+
+KUBERNETES = DEPLOY / "kubernetes"
+
+
+def test_the_compose_file_serves_replicas_over_a_shared_store() -> None:
+    service = COMPOSE["services"]["ragcache"]
+    variables = {name.lower(): value for name, value in service["environment"].items()}
+    settings = {
+        name.removeprefix("ragcache_"): value for name, value in variables.items()
+        if name.startswith("ragcache_")
+    }  # fmt: skip
+    assert ServiceSettings(**settings).cluster_ledger().startswith("postgresql://")
+    extras = set(service["build"]["args"]["EXTRAS"].split(","))
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
+        assert extras <= set(tomllib.load(file)["project"]["optional-dependencies"])
+    assert {"ray", "s3", "postgres"} <= extras
+    store = COMPOSE["services"]["seaweedfs"]["environment"]
+    assert {name: service["environment"][name] for name in store} == store
+
+
+def test_kubernetes_resources_are_listed_and_name_what_there_is() -> None:
+    made = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text("utf-8"))
+    found = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(made["resources"]) == found
+    ray = yaml.safe_load((KUBERNETES / "rayservice.yaml").read_text("utf-8"))["spec"]
+    [served] = yaml.safe_load(ray["serveConfigV2"])["applications"]
+    module, _, name = served["import_path"].partition(":")
+    source = REPOSITORY / "api" / f"{module.replace('.', '/')}.py"
+    assert f"def {name}(args" in source.read_text("utf-8")
+    [secret] = made["secretGenerator"]
+    lines = (KUBERNETES / secret["envs"][0]).read_text("utf-8").splitlines()
+    given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    shared = {
+        key.removeprefix("RAGCACHE_").lower(): value for key, value in given.items()
+        if key.startswith("RAGCACHE_")
+    }  # fmt: skip
+    settings = ServiceSettings(**served["args"], **shared)
+    assert settings.cluster_ledger()
+    assert settings.autoscale_bounds == (
+        1,
+        ray["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"],
+    )
+    constraints = (REPOSITORY / "constraints.txt").read_text("utf-8").split()
+    assert f"ray=={ray['rayClusterConfig']['rayVersion']}" in constraints
+    monitor = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text("utf-8"))["spec"]
+    [endpoint] = monitor["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"]["key"] in given
+    head = ray["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert endpoint["port"] in {port["name"] for port in head["ports"]}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="Kustomize is a part of kubectl")
+def test_kustomize_builds_them() -> None:
+    done = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    built = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert set(built) == {
+        "Namespace", "Secret", "RayService", "PodDisruptionBudget", "PodMonitor",
+    }  # fmt: skip
+    secret = built["Secret"]["metadata"]["name"]
+    groups = built["RayService"]["spec"]["rayClusterConfig"]
+    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
+        [container] = group["template"]["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": secret}}]

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,17 @@ def library(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
 
 def documents(answer: Answer) -> set[str]:
     return {source.document for source in answer.sources}
+
+
+def test_an_answer_from_a_selection_searches_no_more(library: RagCache) -> None:
+    """What was retrieved for another question, in another order, is what this one reads."""
+    found = library.retrieve("spare key", collection="notes", k=2, relative_threshold=0.0)
+    turned = replace(found, hits=found.hits[::-1])
+    answer = library.ask("What is there?", collection="notes", selection=turned, k=1)
+    assert [source.module for source in answer.sources] == [hit.module.name for hit in turned.hits]
+    assert answer.question == "What is there?"
+    with pytest.raises(InvalidRequest, match="one question, not for 2"):
+        library.ask_batch(["a", "b"], collection="notes", selection=found)
 
 
 def test_modules_come_with_the_metadata_of_their_document(library: RagCache) -> None:

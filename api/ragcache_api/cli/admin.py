@@ -8,19 +8,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys
     from ragcache.models import LoadedModel
     from ragcache.store.verify import VerifyReport
+    from ragcache_api.settings import ServiceSettings
 
 
 keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
@@ -398,6 +400,9 @@ def serve(
     instruction: Annotated[
         str | None, typer.Option(help="What the model is to do with the documents.")
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Replicas behind one front, on Ray (extra `ray`).")
+    ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -413,8 +418,11 @@ def serve(
     others = _parse_settings(setting or [])
     settings = ServiceSettings.read(
         state=state, host=host, port=port, model=model, dtype=dtype, embedding=embedding,
-        instruction=instruction, **others,
+        instruction=instruction, replicas=replicas, **others,
     )  # fmt: skip
+    if settings.replicas is not None or settings.autoscale is not None:
+        _serve_cluster(settings)
+        return
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
 
@@ -423,7 +431,18 @@ def serve(
         serve_app(rag, settings)
 
 
-_OPTIONS = frozenset(("state", "host", "port", "model", "dtype", "embedding", "instruction"))
+def _serve_cluster(settings: ServiceSettings) -> None:
+    settings.cluster_ledger()
+    if find_spec("ray") is None:
+        raise MissingExtra("replicas run on Ray: pip install 'ragcache[ray]'")
+    from ragcache_api.cluster.app import serve_cluster
+
+    serve_cluster(settings)
+
+
+_OPTIONS = frozenset(
+    ("state", "host", "port", "model", "dtype", "embedding", "instruction", "replicas")
+)
 
 
 def _parse_settings(texts: list[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,11 +84,12 @@ class ReplicaSet(Protocol):
 @dataclass(slots=True)
 class RoutingTable:
     """Chooses replicas, and counts what became of the bytes of their modules: `held` where they
-    were going, or `moved` there."""
+    were going, or `moved` there. list_replicas: set by what knows them."""
 
     costs: RoutingCosts = field(default_factory=RoutingCosts)
     routed_bytes: dict[str, int] = field(default_factory=lambda: {"held": 0, "moved": 0})
     routed: dict[str, int] = field(default_factory=dict)
+    list_replicas: Callable[[], list[ReplicaStatus]] | None = None
 
     def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
         """The name of the replica for a request. One that drains is taken only where all do. Raises
@@ -106,6 +107,11 @@ class RoutingTable:
         name = by_session[session].name
         self.routed[name] = self.routed.get(name, 0) + 1
         return name
+
+
+PROCESS_TABLE = RoutingTable()
+"""Of this process, in which Ray makes the router: it copies the router's class, so that nothing can
+be kept there."""
 
 
 async def run_app(

@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ragcache import RagCache
+from ragcache.db import ApiKeys
 from ragcache.errors import ConfigurationError
 from ragcache_api.http.app import create_app
 from ragcache_api.http.requests import RequestRegistry
@@ -89,7 +90,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     when it has ended, and impatient senders repeat theirs while the folder is being closed.
     Raises `KeyRequired`.
     """
-    check_exposure(rag, settings)
+    check_exposure(rag.keys, settings)
     app = create_app(rag, settings)
     rag.prepare_indexes()
     config = server_config(app, settings)
@@ -132,9 +133,9 @@ def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
     )  # fmt: skip
 
 
-def check_exposure(rag: RagCache, settings: ServiceSettings) -> None:
+def check_exposure(keys: ApiKeys, settings: ServiceSettings) -> None:
     """Raises `KeyRequired` for an address that others reach while no key exists."""
-    if not is_loopback(settings.host) and not rag.keys.any():
+    if not is_loopback(settings.host) and not keys.any():
         raise KeyRequired(
             f"{settings.host} can be reached by others, and no key exists: make one with "
             "`ragcache keys create NAME --role admin`, or listen on 127.0.0.1"

@@ -137,11 +137,11 @@ def test_further_signals_do_not_keep_the_folder_from_being_closed(
 
 def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
     with RagCache.open(tmp_path / "state", reader) as rag:
-        check_exposure(rag, ServiceSettings.read(host="127.0.0.1"))
+        check_exposure(rag.keys, ServiceSettings.read(host="127.0.0.1"))
         with pytest.raises(KeyRequired, match="ragcache keys create"):
-            check_exposure(rag, ServiceSettings.read(host="0.0.0.0"))
+            check_exposure(rag.keys, ServiceSettings.read(host="0.0.0.0"))
         rag.keys.create("me")
-        check_exposure(rag, ServiceSettings.read(host="0.0.0.0"))
+        check_exposure(rag.keys, ServiceSettings.read(host="0.0.0.0"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,294 @@
+"""Replicas and their front on Ray Serve (extra `ray`), for `ragcache serve --replicas N`, for
+`serve run ragcache_api.cluster.app:build`, and for KubeRay's RayService.
+
+A replica is the whole service in a process of its own. The front calls it through a handle that
+`ModuleRouter` routes; the ASGI messages of the response come back as they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.types import ASGIApp, Message
+
+from ragcache.db import ApiKeys, Database
+from ragcache.routing import RoutingCosts
+from ragcache_api.cluster import replicas as shared
+from ragcache_api.cluster.front import create_front
+from ragcache_api.cluster.replicas import (
+    ForwardedRequest,
+    ReplicaLost,
+    ReplicaStatus,
+    run_app,
+)
+from ragcache_api.http.server import check_exposure
+from ragcache_api.settings import ServiceSettings
+
+__all__ = ["ModuleRouter", "build", "serve_cluster"]
+
+logger = logging.getLogger(__name__)
+_APPLICATION = "ragcache"
+_ROUTER = "ragcache_api.cluster.app.ModuleRouter"
+_STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
+_HEALTH_SECONDS = 2.0
+_MOST_REQUESTS = 10_000  # that Ray hands to a replica: its own queue refuses those beyond
+_OBJECT_STORE_BYTES = (
+    256 * 2**20
+)  # of a Ray that is started here; bodies of uploads pass through it
+_FRONTS_CPUS = 2  # of Ray's count: the front, and room for a replica that takes over
+
+
+class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
+    """Routes calls of `Replica.asgi` by the states that their requests read.
+
+    Ray makes one in the process of the front, and shares nothing with it but modules.
+    """
+
+    def initialize_state(self, **costs: float) -> None:
+        """costs: fields of `RoutingCosts` that were measured."""
+        shared.PROCESS_TABLE.costs = RoutingCosts(**costs)  # type: ignore[arg-type]
+        shared.PROCESS_TABLE.list_replicas = self.statuses
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:  # fmt: skip
+        """The cheapest replica, and then any other."""
+        if not candidate_replicas:
+            return []
+        given = {} if pending_request is None else pending_request.kwargs
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        if named := by_name.get(given.get("only", "")):
+            return [[named]]
+        request: ForwardedRequest | None = given.get("request")
+        if request is None:
+            return [candidate_replicas]
+        statuses = [self.status_of(each) for each in candidate_replicas]
+        name = shared.PROCESS_TABLE.choose(request.located, statuses)
+        others = [each for key, each in by_name.items() if key != name]
+        return [[by_name[name]], others] if others else [[by_name[name]]]
+
+    def status_of(self, replica: RunningReplica) -> ReplicaStatus:
+        """What is known of a replica here."""
+        name, told = replica.replica_id.unique_id, replica.routing_stats
+        return ReplicaStatus(
+            name, told.get("session", name),
+            self.replica_queue_len_cache.get(replica.replica_id) or 0, told.get("draining", False),
+        )  # fmt: skip
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """All replicas that run, by name."""
+        found = map(self.status_of, list(self.curr_replicas.values()))
+        return sorted(found, key=lambda each: each.name)
+
+
+class RayReplicas:
+    """The `ReplicaSet` of a handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._streams = handle.options(stream=True)
+        self._calls = handle
+
+    async def open(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        async for message in self._messages(request):
+            yield message
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        if shared.PROCESS_TABLE.list_replicas is None:  # the first call makes the router
+            await self._call("is_draining")
+        listing = shared.PROCESS_TABLE.list_replicas
+        return [] if listing is None else listing()
+
+    async def drain(self, name: str, *, draining: bool) -> bool:
+        if name not in {each.name for each in await self.statuses()}:
+            return False
+        await self._call("set_draining", draining=draining, only=name)
+        await asyncio.sleep(2 * _STATS_SECONDS)  # until the routers know
+        return True
+
+    async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
+        names = [each.name for each in await self.statuses()]
+
+        async def call(name: str) -> list[Message]:
+            return [message async for message in self._messages(request, only=name)]
+
+        answered = await asyncio.gather(*map(call, names), return_exceptions=True)
+        return {n: m for n, m in zip(names, answered, strict=True) if isinstance(m, list)}
+
+    async def _messages(
+        self, request: ForwardedRequest, **only: str
+    ) -> AsyncGenerator[Message, None]:  # fmt: skip
+        response = self._streams.asgi.remote(request=request, **only)
+        ended = False
+        try:
+            async for message in response:
+                yield message
+            ended = True
+        except RayTaskError:
+            raise
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
+        finally:
+            if not ended:
+                response.cancel()
+
+    async def _call(self, method: str, **given: Any) -> Any:
+        try:
+            return await getattr(self._calls, method).remote(**given)
+        except RayTaskError:
+            raise
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
+
+
+class Replica:
+    """One service. settings: those of all; its state folder is one of its rank in theirs, which a
+    replica that takes its place opens again."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from ragcache import RagCache
+        from ragcache_api.http.app import create_app
+
+        rank = serve.get_replica_context().rank.rank
+        every = ServiceSettings(**settings)
+        own = every.model_copy(update={"rate": None, "state": every.state / f"replica-{rank}"})
+        self._rag = RagCache.open(own.state, own.model, warm_up=True, **own.opening())
+        self._app = create_app(self._rag, own)
+        self._session = self._rag.internals.shared.store.ledger.sessions.id
+        self._draining = False
+        self._lifespan: AsyncExitStack | None = None
+
+    async def asgi(
+        self, request: ForwardedRequest, only: str = "",  # noqa: ARG002  # the router reads it
+    ) -> AsyncGenerator[Message, None]:  # fmt: skip
+        """Runs a request through the service. only: the replica that must have it."""
+        if self._lifespan is None:
+            self._lifespan = AsyncExitStack()
+            await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
+        async for message in run_app(self._app, request):
+            yield message
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Read by Ray once a second, and seen by `ModuleRouter`."""
+        return {"session": self._session, "draining": self._draining}
+
+    def set_draining(self, draining: bool, only: str) -> None:  # noqa: ARG002
+        """Tells routers, with the next statistics. only: the replica that is meant."""
+        self._draining = draining
+
+    def is_draining(self) -> bool:
+        """Whether routers leave this replica out."""
+        return self._draining
+
+    def check_health(self) -> None:
+        """Ray replaces a replica for which this fails."""
+        if not self._app.state.service.queries.is_open:
+            raise RuntimeError("the engine takes no requests any longer")
+
+    def __del__(self) -> None:
+        """Ray calls this after the last request of a replica that goes."""
+        if hasattr(self, "_rag"):
+            self._rag.close()
+
+
+class FrontDeployment:
+    """The front, as an ingress of Ray Serve."""
+
+    def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
+        self._settings, self._replicas = ServiceSettings(**settings), RayReplicas(replicas)
+        self._database = Database.open(self._settings.cluster_ledger())
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_front(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application of `serve run ragcache_api.cluster.app:build NAME=VALUE ...`.
+
+    Args:
+        args: Settings of the service, by their names; others come from the environment and
+            `ragcache.toml`.
+
+    Raises:
+        ConfigurationError: A setting cannot be used, or is none for several replicas.
+    """
+    settings = ServiceSettings.read(**args)
+    settings.cluster_ledger()
+    values = settings.model_dump(mode="json")
+    options: dict[str, Any] = {
+        "max_ongoing_requests": _MOST_REQUESTS,
+        "health_check_period_s": _HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": settings.grace,
+        "request_router_config": RequestRouterConfig(
+            request_router_class=_ROUTER, request_routing_stats_period_s=_STATS_SECONDS
+        ),
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": int(settings.device.startswith("cuda"))},
+    }
+    if (scale := settings.autoscale_bounds) is not None:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=scale[0], max_replicas=scale[1],
+            target_ongoing_requests=RoutingCosts().slots,
+        )  # fmt: skip
+    else:
+        options["num_replicas"] = settings.replicas or 1
+    replicas = serve.deployment(Replica, name="Replica", **options)
+    front = serve.deployment(
+        serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
+        health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
+    )  # fmt: skip
+    return front.bind(values, replicas.bind(values))
+
+
+def serve_cluster(settings: ServiceSettings) -> None:
+    """Serves with replicas until SIGTERM or SIGINT, on the Ray of `RAY_ADDRESS` or on one of this
+    machine alone.
+
+    Raises:
+        ConfigurationError: As `build`.
+        KeyRequired: The address can be reached by others, and no key exists.
+    """
+    database = Database.open(settings.cluster_ledger())
+    try:
+        check_exposure(ApiKeys(database), settings)
+    finally:
+        database.close()
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    _start_ray(settings)
+    try:
+        serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+        serve.run(build(settings.model_dump()), name=_APPLICATION)
+        ending.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _start_ray(settings: ServiceSettings) -> None:
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    bounds = settings.autoscale_bounds
+    most = bounds[1] if bounds else settings.replicas or 1
+    ray.init(
+        include_dashboard=False, num_cpus=most + _FRONTS_CPUS,
+        object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True,
+    )  # fmt: skip
