@@ -24,8 +24,8 @@ from tests.conftest import write_notes
 
 SECONDS = 20
 VIEWS = (
-    "overview", "ask", "documents", "ingestion", "modules", "reuse", "batch", "schemas", "keys",
-    "log",
+    "overview", "ask", "documents", "ingestion", "modules", "reuse", "batch", "schemas", "replicas",
+    "keys", "log",
 )  # fmt: skip
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 

@@ -56,6 +56,34 @@ class SchemaListedResponse(ResponseModel):
     kind: str
 
 
+class ReplicaResponse(ResponseModel):
+    """session: under which the ledger has its memory; requests: that it holds; routed: those that
+    the front has sent it; draining: whether it gets no more."""
+
+    name: str
+    session: str
+    requests: int
+    routed: int
+    draining: bool
+
+
+class ReplicasResponse(ResponseModel):
+    """Of the front that answers. retried: requests that it sent again; bytes: of the modules that
+    requests read, `held` where they were sent, or `moved` there."""
+
+    items: list[ReplicaResponse] = []
+    retried: int = 0
+    bytes: dict[str, int] = {"held": 0, "moved": 0}
+
+
+@router.get("/replicas")
+async def list_replicas(context: ContextDep) -> ReplicasResponse:
+    """The replicas behind a front, which answers this itself; a service by itself has none. There
+    `POST /admin/replicas/NAME/drain` keeps requests from one, and `resume` ends that."""
+    context.require_operator()
+    return ReplicasResponse()
+
+
 @router.get("/modules")
 async def list_modules(
     context: ContextDep, page: PageDep, collection: CollectionName | None = None,

@@ -11,12 +11,25 @@ import { keys } from "./views/keys.js";
 import { log } from "./views/log.js";
 import { modules } from "./views/modules.js";
 import { overview } from "./views/overview.js";
+import { replicas } from "./views/replicas.js";
 import { reuse } from "./views/reuse.js";
 import { schemas } from "./views/schemas.js";
 
 /** A view: id (its address), title, about (a line below the title), mount({body, actions, signal,
  *  parameters}). signal aborts when the view is left. */
-const VIEWS = [overview, ask, documents, ingestion, modules, reuse, batch, schemas, keys, log];
+const VIEWS = [
+  overview,
+  ask,
+  documents,
+  ingestion,
+  modules,
+  reuse,
+  batch,
+  schemas,
+  replicas,
+  keys,
+  log,
+];
 
 const main = document.getElementById("main");
 const side = rail(document.getElementById("rail"), VIEWS);
