@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 import ray
@@ -45,6 +45,7 @@ _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
 _STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
 _HEALTH_SECONDS = 2.0
+_CALL_SECONDS = 10.0  # that a replica may take to say something of itself
 _MOST_REQUESTS = 10_000  # that Ray hands to a replica: its own queue refuses those beyond
 _OBJECT_STORE_BYTES = (
     256 * 2**20
@@ -123,13 +124,17 @@ class RayReplicas:
         return True
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        names = [each.name for each in await self.statuses()]
-
-        async def call(name: str) -> list[Message]:
-            return [message async for message in self._messages(request, only=name)]
-
-        answered = await asyncio.gather(*map(call, names), return_exceptions=True)
-        return {n: m for n, m in zip(names, answered, strict=True) if isinstance(m, list)}
+        """One after the other: Ray's router may leave one of several calls waiting that each name a
+        replica. One that does not answer soon is left out."""
+        answered: dict[str, list[Message]] = {}
+        for name in [each.name for each in await self.statuses()]:
+            with suppress(TimeoutError, ReplicaLost):
+                async with (
+                    asyncio.timeout(_CALL_SECONDS),
+                    aclosing(self._messages(request, only=name)) as messages,
+                ):
+                    answered[name] = [message async for message in messages]
+        return answered
 
     async def _messages(
         self, request: ForwardedRequest, **only: str
@@ -150,9 +155,12 @@ class RayReplicas:
 
     async def _call(self, method: str, **given: Any) -> Any:
         try:
-            return await getattr(self._calls, method).remote(**given)
+            async with asyncio.timeout(_CALL_SECONDS):
+                return await getattr(self._calls, method).remote(**given)
         except RayTaskError:
             raise
+        except TimeoutError:
+            raise ReplicaLost(f"no replica answered within {_CALL_SECONDS} s") from None
         except (RayError, RayServeException) as error:
             raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
 

@@ -112,7 +112,10 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                await self._answer(scope, receive, send)
+                try:
+                    await self._answer(scope, receive, send)
+                except ReplicaLost as lost:
+                    raise _lost(lost) from None
             except (HTTPProblem, RagCacheError) as problem:
                 error = error_info(problem)
                 assert error is not None
@@ -244,13 +247,17 @@ class Front:
                 break
             self.retried += 1
         if response.started and not response.is_stream:
-            raise lost  # the server closes the connection
-        problem = HTTPProblem(503, "replica-lost", str(lost), {"Retry-After": "2"})
+            raise ConnectionError(str(lost))  # the server closes the connection
+        problem = _lost(lost)
         info = error_info(problem)
         if info is None or not response.started:
             raise problem
         last = error_event(info, request.path)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _lost(error: ReplicaLost) -> HTTPProblem:
+    return HTTPProblem(503, "replica-lost", str(error), {"Retry-After": "2"})
 
 
 def _is_repeatable(request: ForwardedRequest) -> bool:

@@ -71,9 +71,9 @@ class ReplicasResponse(ResponseModel):
     """Of the front that answers. retried: requests that it sent again; bytes: of the modules that
     requests read, `held` where they were sent, or `moved` there."""
 
-    items: list[ReplicaResponse] = []
-    retried: int = 0
-    bytes: dict[str, int] = {"held": 0, "moved": 0}
+    items: list[ReplicaResponse]
+    retried: int
+    bytes: dict[str, int]
 
 
 @router.get("/replicas")
@@ -81,7 +81,7 @@ async def list_replicas(context: ContextDep) -> ReplicasResponse:
     """The replicas behind a front, which answers this itself; a service by itself has none. There
     `POST /admin/replicas/NAME/drain` keeps requests from one, and `resume` ends that."""
     context.require_operator()
-    return ReplicasResponse()
+    return ReplicasResponse(items=[], retried=0, bytes={"held": 0, "moved": 0})
 
 
 @router.get("/modules")
