@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
@@ -45,7 +45,7 @@ _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
 _STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
 _HEALTH_SECONDS = 2.0
-_CALL_SECONDS = 10.0  # that a replica may take to say something of itself
+_CALL_SECONDS = 5.0  # that a replica may take to say something of itself
 _MOST_REQUESTS = 10_000  # that Ray hands to a replica: its own queue refuses those beyond
 _OBJECT_STORE_BYTES = (
     256 * 2**20
@@ -124,16 +124,22 @@ class RayReplicas:
         return True
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        """One after the other: Ray's router may leave one of several calls waiting that each name a
-        replica. One that does not answer soon is left out."""
+        """Those that have not answered soon are left out, and not waited for: Ray's router may keep
+        a call that names its replica, and not let go of it when it is canceled."""
+
+        async def call(name: str) -> list[Message]:
+            return [message async for message in self._messages(request, only=name)]
+
+        names = [each.name for each in await self.statuses()]
+        tasks = {name: asyncio.create_task(call(name)) for name in names}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=_CALL_SECONDS)
         answered: dict[str, list[Message]] = {}
-        for name in [each.name for each in await self.statuses()]:
-            with suppress(TimeoutError, ReplicaLost):
-                async with (
-                    asyncio.timeout(_CALL_SECONDS),
-                    aclosing(self._messages(request, only=name)) as messages,
-                ):
-                    answered[name] = [message async for message in messages]
+        for name, task in tasks.items():
+            if not task.done():
+                task.cancel()
+            elif not task.cancelled() and task.exception() is None:
+                answered[name] = task.result()
         return answered
 
     async def _messages(

@@ -172,7 +172,11 @@ class Front:
             name: b"".join(message.get("body", b"") for message in messages)
             for name, messages in texts.items()
         }
-        own = [b"# TYPE ragcache_routed_bytes_total counter"]
+        own = [b"# TYPE ragcache_replica_up gauge"]
+        for each in await self.replicas.statuses():
+            up = each.name in bodies
+            own.append(b'ragcache_replica_up{replica="%s"} %d' % (each.name.encode(), up))
+        own.append(b"# TYPE ragcache_routed_bytes_total counter")
         for kind, count in self.table.routed_bytes.items():
             own.append(b'ragcache_routed_bytes_total{kind="%s"} %d' % (kind.encode(), count))
         own += [b"# TYPE ragcache_front_retries_total counter",

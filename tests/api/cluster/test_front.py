@@ -251,6 +251,7 @@ def test_metrics_and_the_list_name_each_replica(
         assert f'ragcache_tier_states{{replica="{name}",tier="host"}} ' in text
     assert text.count("# TYPE ragcache_steps_total ") == 1
     assert 'ragcache_routed_bytes_total{kind="held"}' in text
+    assert 'ragcache_replica_up{replica="b"} 1' in text
     drained = client.post("/admin/replicas/a/drain").json()["items"]
     assert [each["draining"] for each in drained] == [True, False]
     before = len(replicas.replicas[0].seen)
