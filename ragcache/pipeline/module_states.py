@@ -277,7 +277,7 @@ class Scaffolds:
 
     after: how often a selection must be retrieved to become one; None finds none. limit: the most
     tokens of a collection's scaffolds, beyond which none is found; declared ones count. count:
-    counts the tokens of modules. First come, first kept (docs/adr/0045).
+    counts the tokens of modules. First come, first kept (docs/adr/0041).
     """
 
     def __init__(
