@@ -99,7 +99,8 @@ def kept(ledger: str) -> tuple[int, dict[str, int]]:
     database = Database.open(ledger)
     with database.reading() as session:
         states = session.scalar(text("SELECT count(*) FROM states WHERE tier = 'remote'"))
-        pids = dict(session.execute(text("SELECT id, pid FROM sessions")).tuples().all())
+        sessions = session.execute(text("SELECT id, pid FROM sessions"))
+        pids = {row.id: row.pid for row in sessions}
     database.close()
     return int(states or 0), pids
 

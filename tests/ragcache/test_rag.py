@@ -460,8 +460,8 @@ class TestOptions:
     )
     def test_a_question_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
         listed = (
-            r"'colection'; options of ask: collection, k, mode, generation, filters, threshold, "
-            r"relative_threshold, rerank, chat_template_kwargs$"
+            r"'colection'; options of ask: collection, k, mode, generation, selection, filters, "
+            r"threshold, relative_threshold, rerank, chat_template_kwargs$"
         )
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), [QUESTION], colection="notes")

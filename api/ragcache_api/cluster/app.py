@@ -23,6 +23,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
 from ragcache.db import ApiKeys, Database
@@ -245,8 +246,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     settings = ServiceSettings.read(**args)
     settings.cluster_ledger()
     values = settings.model_dump(mode="json")
+    quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
         "max_ongoing_requests": _MOST_REQUESTS,
+        "logging_config": quiet,
         "health_check_period_s": _HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": settings.grace,
         "request_router_config": RequestRouterConfig(
@@ -265,6 +268,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     front = serve.deployment(
         serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
+        logging_config=quiet,
     )  # fmt: skip
     return front.bind(values, replicas.bind(values))
 
@@ -282,10 +286,10 @@ def serve_cluster(settings: ServiceSettings) -> None:
         check_exposure(ApiKeys(database), settings)
     finally:
         database.close()
-    ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
     _start_ray(settings)
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # `ray.init` has set handlers of its own
+        signal.signal(number, lambda *_: ending.set())
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
         serve.run(build(settings.model_dump()), name=_APPLICATION)
