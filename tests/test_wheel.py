@@ -97,8 +97,9 @@ def test_the_demo_runs_from_the_wheel(wheel: zipfile.Path, tmp_path: Path) -> No
         env={**inherited, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    [answer] = json.loads(done.stdout)
-    assert answer["text"]
+    answer, refused = json.loads(done.stdout)
+    assert answer["spans"]
+    assert refused["finish_reason"] == "no_answer"
 
 
 def test_an_editable_install_is_a_path_file(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress, describe_machine, draw_bars, new_figure
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.retrieval import CollectionIndex
@@ -360,6 +361,19 @@ def standard_workloads(
     named = {f"Zipf {zipf}, load {load:.0%}": (skewed, RoutingSetting(replicas, load))
              for load in (0.7, 0.9)}  # fmt: skip
     return named | {"12 topics of 8, 3 replicas": (topics, HALVES)}
+
+
+def plot_routing(result: Mapping[str, Any], file: Path) -> None:
+    """Hits on the device and first tokens of each workload, by policy. Raises `MissingExtra`
+    without matplotlib."""
+    figure, axes = new_figure(2 * len(result["runs"]))
+    for number, (name, run) in enumerate(result["runs"].items()):
+        hits, tokens = axes[2 * number : 2 * number + 2]
+        rows = run["policies"].items()
+        draw_bars(hits, f"{name}: hits, of the ideal's", {k: v["device_of_ideal"] for k, v in rows})
+        draw_bars(tokens, "seconds to the first token, p99",
+                  {k: v["first_token_p99"] for k, v in rows})  # fmt: skip
+    figure.savefig(file)
 
 
 def _row(figures: RoutingFigures, ideal: RoutingFigures) -> dict[str, float]:

@@ -210,9 +210,16 @@ def routing(
         Path | None, typer.Option(help="Its questions, as for `ragcache eval`: JSON lines.")
     ] = None,
     json_file: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Simulated replicas: memory hits and first tokens by the policy that routes requests."""
-    from ragcache.bench.routing import HALVES, bench_routing, question_workload, standard_workloads
+    from ragcache.bench.routing import (
+        HALVES,
+        bench_routing,
+        plot_routing,
+        question_workload,
+        standard_workloads,
+    )
 
     if (documents is None) != (questions is None):
         raise typer.BadParameter("give --documents and --questions, or neither")
@@ -238,6 +245,8 @@ def routing(
             )  # fmt: skip
         parts += [f"[bold]{name}[/]", table]
     print_figures(parts, result, json_file)
+    if plot is not None:
+        plot_routing(result, plot)
 
 
 @bench_app.command("tiers")

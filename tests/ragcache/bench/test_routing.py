@@ -78,8 +78,10 @@ def test_the_command_prints_and_writes_the_figures(tmp_path: Path) -> None:
     asked = {"question": "What about dogs?", "answers": ["all"]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(asked))
     given = ["--documents", f"{tmp_path}/docs", "--questions", f"{tmp_path}/questions.jsonl"]
-    done = CliRunner().invoke(app, ["bench", "routing", *given, "--json", f"{tmp_path}/out.json"])
+    files = ["--json", f"{tmp_path}/out.json", "--plot", f"{tmp_path}/out.svg"]
+    done = CliRunner().invoke(app, ["bench", "routing", *given, *files])
     assert done.exit_code == 0, done.output
+    assert "two choices" in (tmp_path / "out.svg").read_text()
     assert "two choices" in done.output
     [run] = json.loads((tmp_path / "out.json").read_text())["runs"].values()
     assert set(run["policies"]) == {"ideal", *POLICIES}

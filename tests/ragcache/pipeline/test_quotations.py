@@ -164,8 +164,9 @@ def test_a_model_that_quotes_by_default_can_be_told_not_to(
         rag.internals.submitter.model, extractive=True
     ))  # fmt: skip
     monkeypatch.setattr(rag, "_internals", replace(rag.internals, submitter=quoting))
-    check(rag, rag.ask(QUESTIONS[0], collection="all"))
-    assert rag.ask(QUESTIONS[0], collection="all").spans
+    quoted = rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(min_confidence=0))
+    check(rag, quoted)
+    assert quoted.spans
     for options in ({"extractive": False}, {"regex": "[ab]{3}"}):
         answer = rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(**options))
         assert answer.spans == ()
