@@ -144,15 +144,17 @@ class Catalog:
         """Stores documents, each in place of an earlier one of its name, and ends their job, which
         the session `runner` must still run. Others are removed, or get another name and address.
         Returns the keys of states without an owner; their rows are gone already. request: whose
-        documents these are; a queued one leaves what later requests changed, another one takes the
-        place of earlier ones that wait. Raises `JobTaken`, and `DocumentsChanged` where one to
-        rename is gone or its new name is taken."""
+        documents these are; a queued one leaves what later requests changed, and its states to
+        them; another one takes the place of earlier ones that wait. Raises `JobTaken`, and
+        `DocumentsChanged` where one to rename is gone or its new name is taken."""
         with self._database.transaction() as session:
             change = DocumentChange(documents, removed, moved)
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
                 if change.is_empty:  # the collection may be deleted
-                    return retire(session, jobs.complete(session, job, runner))
+                    held = jobs.complete(session, job, runner)
+                    jobs.hand_to_next(session, job, held)
+                    return retire(session, held)
             owner = self._change(session, collection)
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
@@ -164,7 +166,10 @@ class Catalog:
                 ids = [*request.every_id, *removed, *(each.source_id for each in moved)]
                 self._supersede(session, collection, ids, request.replaces_all, job)
             if job is not None:
-                freed += jobs.complete(session, job, runner)
+                held = jobs.complete(session, job, runner)
+                if len(change.documents) < len(documents):
+                    jobs.hand_to_next(session, job, held)
+                freed += held
             return retire(session, freed)
 
     def supersede(self, collection: str, request: jobs.StoringRequest) -> None:

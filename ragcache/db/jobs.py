@@ -472,6 +472,17 @@ def complete(session: Session, job: int, runner: str | None = None) -> list[KVKe
     return keys
 
 
+def hand_to_next(session: Session, job: int, keys: Sequence[KVKey]) -> None:
+    """Makes the next job of a target that waits or runs an owner of states, so that it finds those
+    of a job whose documents it has replaced."""
+    mine = session.get_one(JobTable, job)
+    later = _wait(mine.namespace, mine.target) & (JobTable.id > job) & has_documents()
+    following = select(JobTable.id).where(later).order_by(JobTable.id).limit(1).with_for_update()
+    owner = session.scalar(following)
+    if owner is not None:
+        insert_new(session, JobStateTable, [{"job_id": owner, "key": str(key)} for key in keys])
+
+
 def _same(row: JobTable, digest: str) -> JobTable:
     """The row, if the request is the same. Raises `IdempotencyConflict`."""
     if row.request_digest != digest:

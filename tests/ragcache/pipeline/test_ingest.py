@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from langchain_core.documents import Document
 import ragcache.store.tiers.base
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database, Jobs, Ledger
+from ragcache.engine import EncodeJob, LLMEngine
 from ragcache.errors import (
     ConfigurationError,
     DocumentError,
@@ -249,6 +251,60 @@ def test_indexes_are_built_after_a_job_and_when_they_are_prepared(
         1,
     ]
     assert builders == ["ragcache-index"] * 2
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The token ids of all texts that were encoded."""
+    seen: list[tuple[int, ...]] = []
+    encode = LLMEngine.encode
+
+    def counted(engine: LLMEngine, jobs: Sequence[EncodeJob]) -> Any:
+        seen.extend(tuple(job.token_ids) for job in jobs)
+        return encode(engine, jobs)
+
+    monkeypatch.setattr(LLMEngine, "encode", counted)
+    return seen
+
+
+@pytest.mark.parametrize("metadata", [{}, {"year": 2026}])
+def test_a_job_that_comes_while_one_of_the_same_texts_runs_encodes_none_again(
+    encoded: list[tuple[int, ...]], rag: RagCache, gate: Gate, metadata: dict[str, int]
+) -> None:
+    running = rag.jobs.submit("notes", DOCUMENTS)
+    assert gate.reached.wait(20)
+    later = rag.jobs.submit("notes", [replace(each, metadata=metadata) for each in DOCUMENTS])
+    gate.opened.set()
+    assert [rag.jobs.wait(each.id, 20).status for each in (running, later)] == ["done", "done"]
+    assert len(encoded) == len(set(encoded)) == 3, "the preamble and two modules, each once"
+    assert [row.attributes for row in rag.documents("notes")] == [metadata] * 2
+    assert rag.jobs.get(later.id).states == 0
+
+
+def test_a_job_of_another_process_encodes_nothing_again(
+    tmp_path: Path, model: LoadedModel, gate: Gate, encoded: list[tuple[int, ...]]
+) -> None:
+    with (
+        RagCache.open(tmp_path / "state", model) as one,
+        RagCache.open(tmp_path / "state", model) as other,
+    ):
+        first = one.jobs.submit("notes", DOCUMENTS).id
+        assert gate.reached.wait(20)
+        later = other.jobs.submit("notes", DOCUMENTS).id
+        gate.opened.set()
+        assert one.jobs.wait(first, 60).status == other.jobs.wait(later, 60).status == "done"
+    assert sorted(encoded) == sorted(set(encoded))
+
+
+def test_states_that_no_later_job_needs_go_with_it(
+    rag: RagCache, tmp_path: Path, gate: Gate
+) -> None:
+    rag.jobs.submit("notes", DOCUMENTS)
+    assert gate.reached.wait(20)
+    later = rag.jobs.submit("notes", [replace(each, text="Gone.") for each in DOCUMENTS])
+    gate.opened.set()
+    rag.jobs.wait(later.id, 20)
+    assert stored(tmp_path) == 2, "the preamble and one module"
 
 
 def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
