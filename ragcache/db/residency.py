@@ -64,11 +64,19 @@ class Residency:
         """The states of modules. One that is encoded in several ways counts once, at its largest,
         and a session with any of them has it. One without states is left out."""
         ids = list(dict.fromkeys(module_ids))
+        known = self._known  # `_remember` may begin a new one, also that of another thread
+        found: dict[Hashable, LocatedStates] = {
+            number: known[number][1] for number in ids if number in known
+        }
         old = [number for number in ids if self._is_old(number)]
         with suppress(LedgerUnavailable):
             rows = self._read_modules(old) if old else {}
-            self._remember({number: _one_module(rows.get(number, ())) for number in old})
-        return _joined(self._known[number][1] for number in ids if number in self._known)
+            read: dict[Hashable, LocatedStates] = {
+                number: _one_module(rows.get(number, ())) for number in old
+            }
+            self._remember(read)
+            found |= read
+        return _joined(found[number] for number in ids if number in found)
 
     def locate_schema(self, name: str, namespace: str) -> LocatedStates:
         """All states of a schema: the ledger does not tell them apart by their modules' names."""
@@ -76,7 +84,8 @@ class Residency:
         if self._is_old(schema):
             with suppress(LedgerUnavailable):
                 self._remember({schema: _each_state(self._read_schema(name, namespace))})
-        return self._known[schema][1] if schema in self._known else LocatedStates()
+        known = self._known.get(schema)
+        return LocatedStates() if known is None else known[1]
 
     def _read_modules(self, ids: Sequence[int]) -> Mapping[int, list[_Row]]:
         columns = select(EncodingTable.module_id, *_COLUMNS)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ragcache.db import Database, NewDocument, NewModule, Residency, SchemaText, SchemaTexts
+from ragcache.db import (
+    Database,
+    NewDocument,
+    NewModule,
+    Residency,
+    SchemaText,
+    SchemaTexts,
+    residency,
+)
 from ragcache.db.catalog import Catalog
 from ragcache.db.tables import StateTable
 from ragcache.errors import LedgerUnavailable
@@ -63,32 +71,44 @@ def test_modules_are_located_in_the_memory_of_sessions(database: Database) -> No
 
 def test_rows_are_read_again_when_they_are_a_second_old(database: Database) -> None:
     ids, clock = ingest(database), _Clock()
-    residency = Residency(database, clock=clock)
+    located = Residency(database, clock=clock)
     hold(database, make_key(1), ("host", "a"))
     key = str(make_key(1))
-    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
+    assert located.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
     hold(database, make_key(1), ("host", "b"))
     clock.now = 0.9
-    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
+    assert located.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
     clock.now = 1.0
-    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host", "b": "host"}}
+    assert located.locate_modules([ids["leave"]]).holds == {key: {"a": "host", "b": "host"}}
+
+
+def test_more_modules_than_are_remembered_are_located(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_REMEMBERED", 1)
+    ids, located = ingest(database), Residency(database)
+    hold(database, make_key(1), ("host", "a"))
+    hold(database, make_key(2), ("host", "a"))
+    for names in (["leave"], ["leave", "pay"], ["pay", "leave"]):
+        found = located.locate_modules([ids[name] for name in names])
+        assert len(found.modules) == len(found.holds) == len(names)
 
 
 def test_what_is_known_outlives_the_ledger(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, clock = ingest(database), _Clock()
-    residency = Residency(database, clock=clock)
+    located = Residency(database, clock=clock)
     hold(database, make_key(1), ("host", "a"))
-    before = residency.locate_modules([ids["leave"]])
+    before = located.locate_modules([ids["leave"]])
 
     def away(*_: object) -> None:
         raise LedgerUnavailable("away")
 
     monkeypatch.setattr(database, "fetch", away)
     clock.now = 60.0
-    assert residency.locate_modules([ids["leave"], ids["pay"]]) == before
-    assert residency.locate_schema("trip", "default").modules == ()
+    assert located.locate_modules([ids["leave"], ids["pay"]]) == before
+    assert located.locate_schema("trip", "default").modules == ()
 
 
 def test_a_schema_is_located_in_its_own_namespace(database: Database) -> None:
