@@ -11,9 +11,22 @@ from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from ragcache.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,9 +99,9 @@ class RagCacheConfig:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in fields(self):
             value = getattr(self, field.name)
-            check_argument(field.name, value, _hints(RagCacheConfig)[field.name])
             if value is not None and value is not False and value < 1:
                 raise ConfigurationError(f"{field.name} is {value}; it must be positive")
 
@@ -101,6 +114,13 @@ def check_argument(name: str, value: object, annotation: Any) -> None:
         kinds = getattr(annotation, "__name__", None) or str(annotation)
         kind = type(value).__name__
         raise ConfigurationError(f"{name} is {value!r:.80}, of type {kind}; it takes {kinds}")
+
+
+def check_fields(instance: DataclassInstance) -> None:
+    """Checks the fields of a dataclass by their annotations (`check_argument`)."""
+    hints = _hints(type(instance))
+    for each in fields(instance):
+        check_argument(each.name, getattr(instance, each.name), hints[each.name])
 
 
 def checks_arguments(method: Callable[P, T]) -> Callable[P, T]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from ragcache.config import NAMESPACE, RagCacheConfig
+from ragcache.config import NAMESPACE, RagCacheConfig, check_argument, check_fields
 from ragcache.engine import (
     Choice,
     Context,
@@ -73,9 +73,10 @@ class Generation:
         skip_special_tokens: Whether control tokens are left out of the text; False where they mark
             tool calls (`ToolStyle.special`).
         confidence: Whether to find out how confident the answer is (`Answer.confidence`). None does
-            so for questions where that costs nothing: where a calibration is at hand, as it is for
-            the quotations of the embedded reader (`RagCache.calibration`). With True others are
-            scored once more behind the question without the documents.
+            so for questions where a calibration is at hand, as it is for the quotations of the
+            embedded reader (`RagCache.calibration`), which costs nothing. With True others are
+            scored once more behind the question without the documents, as they always are where a
+            calibration weighs `lift`.
         min_confidence: 0 to 1. An answer of less confidence is refused: its text is `refusal`, its
             `finish_reason` is `no_answer`, and a stream shows nothing before that is known. None is
             that of the calibration; 0 refuses nothing.
@@ -102,6 +103,7 @@ class Generation:
     refusal: str = REFUSAL
 
     def __post_init__(self) -> None:
+        check_fields(self)
         least = self.min_confidence
         if least is not None and not 0 <= least <= 1:
             raise InvalidRequest(f"min_confidence is {least}; it lies between 0 and 1")
@@ -135,6 +137,7 @@ class Generation:
             raise InvalidRequest(f"unknown option {unknown[0]!r}; options: {names}")
         if "stop" in given:
             stop = given["stop"]
+            check_argument("stop", stop, str | Sequence[str])
             given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if len(grammars) + ("grammar" in given) > 1:
             raise InvalidRequest("an answer keeps to one grammar; several were given")

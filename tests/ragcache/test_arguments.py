@@ -76,6 +76,10 @@ def kiln(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
         ("text", lambda rag: rag.prompt(3)),
         ("text", lambda rag: rag.add_schema(3)),
         ("document_ids", lambda rag: rag.delete("n", "a")),
+        ("n", lambda _: Generation.of(n="2")),
+        ("stop", lambda _: Generation.of(stop=3)),
+        ("min_confidence", lambda _: Generation.of(min_confidence="0.5")),
+        ("refusal", lambda _: Generation(refusal=3)),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_type_names_its_argument(
