@@ -423,7 +423,8 @@ class Catalog:
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             own = CollectionTable.id == owner
-            before = session.scalar(select(CollectionTable.calibrations).where(own))
+            kept = select(CollectionTable.calibrations).where(own).with_for_update()
+            before = session.scalar(kept)
             session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
     def instruction(self, collection: str) -> str | None:

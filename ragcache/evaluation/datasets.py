@@ -218,6 +218,8 @@ def _read_line(reading: _Reading, row: Any, number: int) -> None:
     if not isinstance(row, dict):
         raise TypeError("a line must be an object")
     contexts = row.get("contexts", [row["context"]] if "context" in row else [])
+    if not isinstance(contexts, list):
+        raise TypeError("contexts must be a list of texts; a single one is a context")
     documents = [reading.add_document(each) for each in contexts]
     named = _text(row["document"], "document") if "document" in row else None
     name = row.get("id", number)

@@ -275,7 +275,7 @@ def doctor(
         "attention backend": _check_backend,
         "embedded reader" if model is None else "model": lambda: _check_model(loaded()),
         "dtype": lambda: _check_dtype(loaded()),
-        "modes": lambda: _check_modes(loaded(), state, forced=settings.force_modes),
+        "modes": lambda: _check_modes(loaded(), state, settings),
         "retrieval": lambda: _check_retrieval(settings.embedding),
         "state folder": lambda: _check_state(state),
     }
@@ -350,20 +350,20 @@ def _check_dtype(model: LoadedModel) -> str:
     return f"{model.dtypes.reason}; states are kept in {dtype_name(model.dtypes.states)}"
 
 
-def _check_modes(model: LoadedModel, state: Path, *, forced: bool) -> str:
-    """What the gate says of the modes: kept in the ledger of the state folder, or measured now.
+def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> str:
+    """What the gate says of the modes: kept in the ledger, or measured now.
     Raises `ModeRefused` where the default does not serve."""
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
     from ragcache.pipeline.gate import ModeGate
 
-    if forced:
+    if settings.force_modes:
         return "all serve, as force_modes is set; nothing was measured"
     with ExitStack() as stack:
         ledger = None
         with suppress(StoreError):  # which the check of the state folder reports
-            ledger = Ledger(stack.enter_context(ui.open_ledger(state)))
+            ledger = Ledger(stack.enter_context(ui.open_ledger(state, settings.ledger)))
         engine = stack.enter_context(LLMEngine(model.causal))
         results = [each for each in ModeGate(model, engine, ledger).measure() if each is not None]
     if not results:

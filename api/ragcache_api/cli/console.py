@@ -418,6 +418,8 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
         place = "" if page is None else f", page {page}"
         table.add_row(escape(source.module) + place, score, source.tier, style="dim")
     console.print(table)
+    if answer.finish_reason == "no_answer":
+        console.print("an answer was refused; --min-confidence 0 shows it", style="dim")
     timings = answer.timings
     confidence = getattr(answer, "confidence", None)  # an older service has none
     sure = "" if confidence is None else f"confidence {confidence:.2f} · "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from rich.markup import escape
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import ConfigurationError, NoState
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.measure import PlotFile
+from ragcache_api.cli.measure import PlotFile, output_file
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -37,8 +38,9 @@ SampleOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the sample and of the bootstraps.")]
 ReportFile = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE", help="Write a page with everything, as one HTML."),
-]
+    typer.Option("--report", metavar="FILE", callback=output_file,
+                 help="Write a page with everything, as one HTML."),
+]  # fmt: skip
 
 
 def evaluate_command(
@@ -90,6 +92,10 @@ def evaluate_command(
     """
     _check_choice("--through", through, ("ask", "chat"))
     _check_choice("--over", over, ("auto", "all", "own"))
+    if calibrate:
+        _check_calibrates(collection, {
+            "--through chat": through == "chat", "--wrong": wrong, "--report": report is not None,
+        })  # fmt: skip
     named = [check_mode(mode.strip()) for mode in modes.split(",")]
     if not questions.is_file():
         raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
@@ -166,12 +172,20 @@ def _calibrate(
     ui.console.print(table)
     coverage, risk = report.risk_coverage()
     for share in (0.25, 0.5, 0.75, 1.0):
-        at = min(len(risk) - 1, int(share * len(risk)))
+        at = math.ceil(share * len(risk)) - 1
         ui.console.print(f"of the {100 * coverage[at]:.0f}% most confident, "
                          f"{100 * (1 - risk[at]):.0f}% are right")  # fmt: skip
     ui.console.print(
         f"kept with {escape(collection)}: answers below {fitted.min_confidence:.3f} are refused"
     )
+
+
+def _check_calibrates(collection: str, others: Mapping[str, bool]) -> None:
+    """others: options by their names, and whether they were given."""
+    if collection == TEMPORARY:
+        raise ConfigurationError("a calibration is kept with a collection; name one instead of -")
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ConfigurationError(f"--calibrate does without {given[0]}; leave out either")
 
 
 def _check_choice(option: str, given: str, known: Sequence[str]) -> None:

@@ -23,12 +23,34 @@ bench_app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
 )
 
+_PLOTS = (".png", ".svg", ".pdf")
+
+
+def output_file(file: Path | None) -> Path | None:
+    """The file that is written at the end. Raises `ConfigurationError`, at the beginning, where
+    that is not possible."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise ConfigurationError(f"{file} cannot be written: {what}")
+    return file
+
+
+def _plot_file(file: Path | None) -> Path | None:
+    if file is not None and file.suffix.lower() not in _PLOTS:
+        raise ConfigurationError(f"{file} is no plot; its name ends with {', '.join(_PLOTS)}")
+    return output_file(file)
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here, as JSON.")
-]
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=output_file,
+                 help="Write the figures here, as JSON."),
+]  # fmt: skip
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw a plot: .png, .svg or .pdf.")
-]
+    Path | None,
+    typer.Option("--plot", metavar="FILE", callback=_plot_file,
+                 help="Draw a plot: .png, .svg or .pdf."),
+]  # fmt: skip
 DeviceOption = Annotated[
     str, typer.Option(help="cpu, or cuda: the table of the GPU backend (docs/gpu.md).")
 ]

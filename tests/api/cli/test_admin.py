@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragcache import RagCache, SourceDocument
-from ragcache.db import ApiKeys, Database
+from ragcache.db import ApiKeys, Database, Ledger
 from ragcache.errors import ConfigurationError, NoState, UnknownKey
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
@@ -287,6 +288,19 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         assert check["ok"] == (status == 0)
         assert f"{divergence:.2f} nats from exact (limit 2.00), 75% of 24 first" in check["detail"]
         monkeypatch.setattr(gate, "measure_modes", None)
+
+
+def test_doctor_keeps_what_it_measures_in_the_ledger_of_the_settings(
+    run: Run, ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
+    monkeypatch.setenv("RAGCACHE_LEDGER", url)
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+    result = GateResult("rooted", 24, 0.05, 0.75, 2.0, 6.0, 1.0)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [result])
+    assert json_of(run("doctor", "--json"))["modes"]["ok"]
+    with closing(Database.open(url)) as database:
+        assert len(Ledger(database).facts("gate/")) == 1
 
 
 def test_doctor_tells_the_dtypes_of_the_model_and_why(

@@ -79,6 +79,7 @@ def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> N
     assert f"confidence {answer['confidence']:.2f} · mode rooted" in out
     plain = run(*asked, "--min-confidence", 1)[1]
     assert plain.startswith("The documents do not answer this question.")
+    assert "an answer was refused; --min-confidence 0 shows it" in plain
     assert "confidence" not in run(*asked, "--no-confidence")[1]
 
 

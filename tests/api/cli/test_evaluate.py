@@ -138,8 +138,18 @@ def test_documents_of_a_dash_are_forgotten(
     assert not (tmp_path / "state").exists()
 
 
-def test_what_eval_cannot_use_is_refused(run: Run, ingested: Path, questions: Path) -> None:
+def test_what_eval_cannot_use_is_refused(
+    run: Run, ingested: Path, questions: Path, tmp_path: Path
+) -> None:
+    calibrating, nowhere = ("notes", questions, "--calibrate"), tmp_path / "none" / "page.html"
     for given, message in (
+        (("notes", questions, "--plot", tmp_path / "p.txt"), "ends with .png, .svg, .pdf"),
+        (("notes", questions, "--plot", nowhere.with_suffix(".svg")), "there is no folder"),
+        (("notes", questions, "--report", nowhere), "there is no folder"),
+        (("notes", questions, "--report", tmp_path), "cannot be written: it is a folder"),
+        (("-", questions, "--calibrate"), "name one instead of -"),
+        ((*calibrating, "--through", "chat"), "does without --through chat"),
+        ((*calibrating, "--report", tmp_path / "page.html"), "does without --report"),
         (("-", questions), "the questions bring no documents"),
         (("notes", questions, "--over", "some"), "--over is 'some'; give auto or all or own"),
         (("notes", questions, "--over", "own"), "brings no documents with its questions"),

@@ -148,6 +148,7 @@ def test_a_sample_is_seeded_and_leaves_unread_documents_out(tmp_path: Path) -> N
         ('{"question": "Who?", "answers": [7]}', "an answer must be a text, not int"),
         ('{"question": "Who?", "answers": ["Ines"], "document": 7}', "document must be a text"),
         ('{"question": "Who?", "answers": ["Ines"], "context": " "}', "a document is empty"),
+        ('{"question": "Who?", "answers": [], "contexts": "Ines."}', "contexts must be a list"),
     ],
 )
 def test_a_line_that_is_no_question_is_named_by_its_number(
