@@ -112,12 +112,18 @@ def fit_calibration(
     """A logistic model of whether an answer is right, with the `min_confidence` that refuses this
     share of the right ones. Raises `ConfigurationError` where there are too few examples."""
     known = [each for each in examples if each.confidence is not None]
-    right = np.array([each.right for each in known], dtype=bool)
-    if min(right.sum(), (~right).sum()) < FEWEST:
+    right = sum(each.right for each in known)
+    if min(right, len(known) - right) < FEWEST:
         raise ConfigurationError(
-            f"{int(right.sum())} of {len(known)} answers are right; a calibration takes {FEWEST} "
-            f"right and {FEWEST} others: give more questions, or a collection that answers them"
+            f"{right} of {len(known)} answers are right; a calibration takes {FEWEST} right and "
+            f"{FEWEST} others: give more questions, or a collection that answers them"
         )
+    return _fit(known, false_refusals)
+
+
+def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibration:
+    """The calibration of examples with a confidence, some of which are right and some not."""
+    right = np.array([each.right for each in known], dtype=np.float64)
     names = [
         name
         for name in EVIDENCE
@@ -128,7 +134,7 @@ def fit_calibration(
     means = np.nanmean(values, axis=0)
     centered = np.nan_to_num(values - means)
     deviations = np.maximum(centered.std(axis=0), 1e-9)
-    bias, *weights = _logistic(centered / deviations, right.astype(np.float64)).tolist()
+    bias, *weights = _logistic(centered / deviations, right).tolist()
     scaled = dict(zip(names, (np.array(weights) / deviations).tolist(), strict=True))
     fitted = Calibration(
         bias, scaled, dict(zip(names, means.tolist(), strict=True)), questions=len(known)
@@ -180,20 +186,19 @@ def cross_validate(
     examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
 ) -> RefusalReport:
     """What a calibration does to questions that it was not fitted on: each fifth of them is judged
-    by one of the others. Raises `ConfigurationError` where there are too few."""
-    fold = [hash_fold(each.question) for each in examples]
+    by one of the others. A question is in one fold with and without its document. Raises
+    `ConfigurationError` where there are too few."""
+    fit_calibration(examples, false_refusals)
+    rightly = dict.fromkeys(each.question for each in examples if each.right)
+    every = dict.fromkeys([*rightly, *(each.question for each in examples)])
+    folds = {question: number % FOLDS for number, question in enumerate(every)}
     judged: list[tuple[CalibrationExample, bool]] = []
     for number in range(FOLDS):
-        others = [each for each, own in zip(examples, fold, strict=True) if own != number]
-        mine = [each for each, own in zip(examples, fold, strict=True) if own == number]
-        fitted = fit_calibration(others, false_refusals)
+        others = [each for each in examples if folds[each.question] != number]
+        mine = [each for each in examples if folds[each.question] == number]
+        fitted = _fit([each for each in others if each.confidence is not None], false_refusals)
         judged += _refusals(judge_by(fitted, mine), fitted.min_confidence)
     return RefusalReport.of(judged)
-
-
-def hash_fold(question: str) -> int:
-    """The fold of a question: the same whether or not its document is left out."""
-    return sum(question.encode()) % FOLDS
 
 
 def _refusals(

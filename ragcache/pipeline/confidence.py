@@ -70,7 +70,7 @@ class Evidence:
         best, second = [*scores, 0.0, 0.0][:2]
         most = selection.most_bm25
         return cls(
-            coverage=best / most if most else 0.0,
+            coverage=min(1.0, best / most) if most else 0.0,
             gap=(best - second) / most if most else 0.0,
             cosine=max(cosines, default=None),
         )
@@ -269,7 +269,8 @@ class AnswerCheck:
         return self.calibration.confidence(evidence)
 
     def _refused(self, choice: Choice) -> Choice:
-        return Choice(choice.token_ids, self.refusal, "no_answer")
+        refused = replace(choice, text=self.refusal, finish_reason="no_answer", stopped_by=None)
+        return replace(refused, chosen=(), ending=None)
 
     def _shown(self, choice: Choice) -> Choice:
         """The answer with the log-probabilities that the caller asked for."""

@@ -71,8 +71,8 @@ class WordIndex:
         return _sum_of_scores(self.build(), query)
 
     def most(self, query: str) -> float:
-        """The most that any text could score: the sum of the words' inverse document
-        frequencies."""
+        """The most that a text could score: the sum of the words' inverse document frequencies,
+        where those that no text has count as those of one."""
         return sum(
             bm25.weight(words) for bm25, words in zip(self.build(), _spelled(query), strict=True)
         )
@@ -145,14 +145,16 @@ class _Bm25:
         return float(sum(self._idf(word) * share for word, share in shares if share))
 
     def weight(self, words: Sequence[str]) -> float:
-        """The sum of the words' inverse document frequencies, also of those that no text has."""
-        return sum(map(self._idf, words))
+        """The sum of the words' inverse document frequencies, where those that no text has count as
+        those of one: among few texts, whose words are all frequent, they would outweigh these."""
+        return sum(self._idf(word, least=1) for word in words)
 
-    def _idf(self, word: str) -> float:
+    def _idf(self, word: str, least: int = 0) -> float:
         frequency = 0
         if self.index is not None and (number := self.index.vocab_dict.get(word)) is not None:
             starts = self.index.scores["indptr"]
             frequency = int(starts[number + 1] - starts[number])
+        frequency = min(max(frequency, least), self.count)
         return float(np.log(1 + (self.count - frequency + 0.5) / (frequency + 0.5)))
 
 

@@ -68,6 +68,16 @@ def test_too_few_answers_are_no_calibration() -> None:
         fit_calibration(examples(20))
 
 
+def test_as_few_as_a_fit_takes_are_cross_validated() -> None:
+    few = examples(40)
+    assert fit_calibration(few).questions == 40
+    crossed = cross_validate(few)
+    assert (crossed.answerable, crossed.unanswerable, crossed.right) == (20, 20, 20)
+    assert crossed.area < judge(few, 0.0).area
+    with pytest.raises(ConfigurationError, match="19 of 39 answers are right"):
+        cross_validate(few[1:])
+
+
 def test_risk_falls_with_coverage_and_refusals_reach_all(tmp_path: Path) -> None:
     report = judge(judge_by(fit_calibration(examples()), examples()), 0.2)
     coverage, risk = report.risk_coverage()

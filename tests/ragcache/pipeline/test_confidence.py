@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.engine import Choice, RequestOutput, TokenDelta
@@ -27,6 +28,7 @@ KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the bo
 QUESTION = "How many days of leave does everybody have?"
 ASK = {"collection": "notes"}
 SPAN = Calibration(0.0, {"span": 1.0}, {"span": -1.0}, min_confidence=0.5)
+FIRST = torch.zeros(3)
 NOBODY = Calibration(-50.0, {"span": 0.0}, {"span": 0.0}, min_confidence=0.5)
 
 
@@ -96,18 +98,29 @@ def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Pa
 def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
     check = AnswerCheck(SPAN, Evidence(), 0.5, "No.", logprobs=1)
     sure = Choice((0,), "sure", "stop", 7, sampled(-0.1))
-    doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0))
+    doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0), first_logprobs=FIRST)
     output = RequestOutput((sure, doubtful), 0, 0.0, 0.0, 0.0, 1.0)
     checked = check.finish(output, check.begin(output) and [None, None])
     assert [each.text for each in checked.output.choices] == ["sure", "No."]
     assert [each.finish_reason for each in checked.output.choices] == ["stop", "no_answer"]
     assert checked.output.choices[0].chosen[0].alternatives == ((99, -3.0),)
+    assert checked.output.choices[1].first_logprobs is FIRST, "how far modes are apart stays known"
+    assert checked.output.choices[1].chosen == ()
     assert checked.confidences[0] > 0.5 > checked.confidences[1]
     seen = [TokenDelta(1, doubtful.chosen[0], "doubt"), TokenDelta(0, sure.chosen[0], "sure")]
     shown = checked.deltas(seen, check)
     assert [(each.choice, each.text) for each in shown] == [(0, "sure"), (1, "No.")]
     silent = replace(check, logprobs=None).finish(output, [None, None])
     assert silent.output.choices[0].chosen == ()
+
+
+def test_a_sure_answer_from_a_single_document_is_not_refused(rag: RagCache) -> None:
+    shipped = reader_calibration()
+    assert shipped is not None
+    rag.ingest("one", SourceDocument("lighthouse", "The lighthouse is 43 metres high."))
+    found = Evidence.of_selection(rag.retrieve("How tall is the lighthouse?", collection="one"))
+    sure = replace(found, span=-0.01, free=-0.01)
+    assert shipped.confidence(sure) > shipped.min_confidence
 
 
 def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:
@@ -166,7 +179,7 @@ def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag:
     assert prompt.bare is not None
     tokens = [*prompt.bare(), *answer.choices[0].token_ids]
     causal = rag.internals.shared.model.causal
-    logits = causal.model(_tensor([tokens])).logits[0].detach().log_softmax(-1)
+    logits = causal.model(torch.tensor([tokens])).logits[0].detach().log_softmax(-1)
     count = len(answer.choices[0].token_ids)
     alone = [float(logits[at - 1, tokens[at]]) for at in range(len(tokens) - count, len(tokens))]
     beside = [float(each.logprob or 0.0) for each in answer.choices[0].chosen]
@@ -194,12 +207,6 @@ def _params() -> object:
     from ragcache.retrieval import SearchParams
 
     return SearchParams(4)
-
-
-def _tensor(tokens: list[list[int]]) -> object:
-    import torch
-
-    return torch.tensor(tokens)
 
 
 @pytest.mark.parametrize(

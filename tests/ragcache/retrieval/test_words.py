@@ -50,6 +50,15 @@ def test_a_text_that_came_scores_as_its_twin_in_the_index(built: WordIndex, quer
     assert scores[2:] == pytest.approx(before, rel=1e-5)
 
 
+@pytest.mark.parametrize("texts", [1, 2, 50])
+def test_what_a_text_has_of_a_question_counts_alike_among_few_and_many(texts: int) -> None:
+    others = ["Paraffin costs four crowns."] * (texts - 1)
+    index = WordIndex(np.arange(texts), ["The lighthouse is 43 metres high.", *others])
+    query = "How tall is the lighthouse?"
+    assert index.scores(query)[0] / index.most(query) == pytest.approx(0.2, abs=0.02)
+    assert index.most("How is it?") == 0.0
+
+
 def test_words_that_the_index_lacks_are_found(built: WordIndex) -> None:
     updated = built.update(np.array([4, 30]), [TEXTS[0], "An anchor. 猫"])
     assert updated.scores("anchor").tolist()[0] == 0.0 < updated.scores("anchor")[1]
