@@ -312,11 +312,13 @@ class Scaffolds:
         with self._lock:
             self._seen[seen] = self._seen.pop(seen, 0) + 1
             often = self._seen[seen] >= self._after
-            if not often and len(self._seen) > MAX_COUNTED:
+            if len(self._seen) > MAX_COUNTED:
                 self._seen.popitem(last=False)
             known = self._known[collection][1]
             if not often or members in known:
                 return
+            if len(self._tokens) > MAX_COUNTED:  # most were found where there was no room
+                self._tokens.clear()
             unmeasured = {*known, members} - self._tokens.keys()
         try:
             measured = {each: self._count(each) for each in unmeasured}
@@ -325,7 +327,10 @@ class Scaffolds:
         with self._lock:
             self._tokens |= measured
             known = self._known[collection][1]
-            if sum(self._tokens.get(each, 0) for each in known | {members}) <= self._limit:
+            wanted = known | {members}
+            if not wanted <= self._tokens.keys():  # others came meanwhile; it is found later
+                return
+            if sum(self._tokens[each] for each in wanted) <= self._limit:
                 known.add(members)
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:

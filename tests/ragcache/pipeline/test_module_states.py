@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import pytest
 
@@ -18,6 +19,7 @@ from ragcache.errors import (
     UnknownCollection,
 )
 from ragcache.models import LoadedModel
+from ragcache.pipeline import module_states
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
@@ -104,6 +106,20 @@ def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
     for _ in range(9):
         off.note("c", [1, 2])
     assert off.runs("c", [1, 2]) == [(0, 1), (1, 2)]
+
+
+class _Module:
+    """A module's id."""
+
+
+def test_selections_that_have_no_room_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_states, "MAX_COUNTED", 4)
+    scaffolds, alive = known(after=1, limit=1), WeakSet[_Module]()
+    for _ in range(40):
+        selection = [_Module(), _Module()]
+        alive.update(selection)
+        scaffolds.note("c", cast("list[int]", selection))
+    assert len(alive) <= 12, "of those counted last"
 
 
 def test_scaffolds_are_found_while_there_is_room_first_come_first_kept() -> None:
