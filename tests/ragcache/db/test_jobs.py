@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ragcache.db import Database, Jobs
-from ragcache.db.jobs import JobDocument, WaitingDocuments, complete, hand_over, supersede
+from ragcache.db.jobs import (
+    JobDocument,
+    WaitingDocuments,
+    complete,
+    hand_over,
+    hand_to_next,
+    supersede,
+)
 from ragcache.db.sessions import end_sessions
 from ragcache.errors import IdempotencyConflict, InvalidRequest, JobTaken, UnknownJob
 from tests.ragcache.conftest import make_key
@@ -143,6 +150,18 @@ def test_a_request_supersedes_earlier_jobs_only(jobs: Jobs, database: Database) 
         supersede(session, jobs.namespace, "collection notes", ["b", "d"], before=own)
     assert jobs.waiting(first) == WaitingDocuments(frozenset("a"), frozenset("abcd"))
     assert jobs.waiting(last) == WaitingDocuments(frozenset("c"), frozenset("ac"))
+
+
+def test_the_next_job_of_a_target_takes_over_states(jobs: Jobs, database: Database) -> None:
+    notes = [jobs.queue("collection notes", None, "", documents(name))[0] for name in "abc"]
+    jobs.queue("collection plans", None, "", documents("d"))
+    keys = [make_key(1), make_key(2)]
+    for job in (notes[0], notes[-1]):
+        with database.transaction() as session:
+            hand_to_next(session, job, keys)
+    assert [jobs.get(job).states for job in notes] == [0, 2, 0]
+    with database.transaction() as session:
+        assert set(complete(session, notes[1])) == set(keys)
 
 
 def test_an_unknown_job_is_named(jobs: Jobs) -> None:
