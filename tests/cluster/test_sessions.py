@@ -47,6 +47,7 @@ def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
 ) -> None:
     def live(library: Library, report: Report) -> None:
         library.put("ash", 2)
+        library.store.ledger.flush()
         report(library.store.ledger.sessions.id)
         while not (library.folder / "go").exists():
             time.sleep(0.05)
@@ -63,7 +64,8 @@ def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
             return int(session.scalar(select(func.count()).select_from(table).where(*chosen)) or 0)
 
     in_memory = StateTable.place == session_id
-    held = wait_until(10, lambda: count(StateTable, in_memory))
+    held = count(StateTable, in_memory)
+    assert held
     other.send(signal.SIGSTOP)
     row = SessionTable.id == session_id
     began = time.monotonic()

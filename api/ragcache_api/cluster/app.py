@@ -51,6 +51,7 @@ _MOST_REQUESTS = 10_000  # that Ray hands to a replica: its own queue refuses th
 _OBJECT_STORE_BYTES = (
     256 * 2**20
 )  # of a Ray that is started here; bodies of uploads pass through it
+_PROXY_PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
 _FRONTS_CPUS = 2  # of Ray's count: the front, and room for a replica that takes over
 
 
@@ -304,6 +305,7 @@ def _start_ray(settings: ServiceSettings) -> None:
         ray.init()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    os.environ.setdefault(_PROXY_PATIENCE, "60")  # a busy machine takes longer than Ray's 5 s
     bounds = settings.autoscale_bounds
     most = bounds[1] if bounds else settings.replicas or 1
     ray.init(

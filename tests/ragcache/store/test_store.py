@@ -1028,6 +1028,13 @@ def move_away(store: KVStore, silent: float) -> None:
         session.execute(mine.values(machine="another", heartbeat=heard))
 
 
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that are opened tell others nothing of themselves."""
+    monkeypatch.setattr("ragcache.store.store.HEARTBEAT_SECONDS", 3600)
+
+
+@pytest.mark.usefixtures("silent")
 def test_a_question_waits_for_claims_of_a_silent_machine_for_its_patience(reopen: Open) -> None:
     store, other = reopen(claim_patience=0.2), reopen()
     other.ledger.locks.acquire(keys(1))
@@ -1039,6 +1046,7 @@ def test_a_question_waits_for_claims_of_a_silent_machine_for_its_patience(reopen
     assert sources(store, 2, 1, request=INGEST) == ["encoded", "host"]
 
 
+@pytest.mark.usefixtures("silent")
 def test_a_session_that_was_ended_while_it_was_silent_begins_again(reopen: Open) -> None:
     store, other = reopen(), reopen()
     fill(other, 1)
@@ -1058,6 +1066,7 @@ def test_a_session_that_was_ended_while_it_was_silent_begins_again(reopen: Open)
     assert store.ledger.claim(keys(3), ()) == ([], [])
 
 
+@pytest.mark.usefixtures("silent")
 def test_a_blob_whose_claim_was_lost_is_claimed_and_written_again(
     reopen: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
