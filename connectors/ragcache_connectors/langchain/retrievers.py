@@ -32,7 +32,8 @@ _ARGUMENTS = (
 
 class RagCacheRetriever(BaseRetriever):
     """Modules of a collection as documents, each with `metadata["ragcache"]`: module, document,
-    tier, tokens and score.
+    tier, tokens, score, bm25, cosine and rerank; the last three are None where nothing measured
+    them.
 
     Args:
         collection: the collection to search.

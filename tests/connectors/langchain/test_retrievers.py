@@ -74,6 +74,9 @@ def test_documents_hold_module_tier_and_tokens(notes: RagCache) -> None:
     assert (mark["module"], mark["document"], mark["tier"]) == ("keys#1", "keys", "host")
     listed = {row.name: row.tokens for row in notes.list_modules("notes")}
     assert mark["tokens"] == listed["keys#1"] > 5
+    hit = notes.retrieve("red cupboard", collection="notes", k=1).hits[0]
+    assert (mark["bm25"], mark["cosine"], mark["rerank"]) == (hit.bm25, None, None)
+    assert mark["bm25"] > 0.5 > mark["score"], "BM25 beside the score that ranks"
     notes.modules.evict("notes", ["keys"])
     [found] = RagCacheRetriever(collection="notes", rag=notes, k=1).invoke("red cupboard")
     assert found.metadata["ragcache"]["tier"] is None
