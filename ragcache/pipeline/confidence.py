@@ -65,15 +65,13 @@ class Evidence:
     @classmethod
     def of_selection(cls, selection: Selection) -> Evidence:
         """What retrieval found."""
-        scores = sorted((hit.bm25 for hit in selection.hits if hit.bm25 is not None), reverse=True)
         cosines = [hit.cosine for hit in selection.hits if hit.cosine is not None]
-        best, second = [*scores, 0.0, 0.0][:2]
-        most = selection.most_bm25
-        return cls(
-            coverage=min(1.0, best / most) if most else 0.0,
-            gap=(best - second) / most if most else 0.0,
-            cosine=max(cosines, default=None),
-        )
+        cosine, most = max(cosines, default=None), selection.most_bm25
+        if most is None:
+            return cls(cosine=cosine)
+        scores = sorted((hit.bm25 or 0.0 for hit in selection.hits), reverse=True)
+        best, second = ([min(1.0, each / (most or 1.0)) for each in scores] + [0.0, 0.0])[:2]
+        return cls(coverage=best, gap=best - second, cosine=cosine)
 
     def with_answer(self, choice: Choice, no_answer: int | None) -> Evidence:
         """With what the log-probabilities of an answer's tokens say. no_answer: the id of the

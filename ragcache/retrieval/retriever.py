@@ -137,13 +137,13 @@ class Hit:
 class Selection:
     """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
     collection when it was asked for. rerank_seconds: what the reranker took. most_bm25: what any
-    module could score at most for the words of the query."""
+    module could score at most for the words of the query; None where only vectors were searched."""
 
     query: str
     hits: tuple[Hit, ...]
     stamp: Stamp
     rerank_seconds: float = field(default=0.0, compare=False)
-    most_bm25: float = field(default=0.0, compare=False)
+    most_bm25: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class Retriever:
             Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
             for n, score in ranking[: params.k]
         )
-        most = indexed.index.most_bm25(query) if bm25 else 0.0
+        most = None if params.search == "dense" else indexed.index.most_bm25(query)
         return Selection(query, tuple(hits), stamp, took, most)
 
     def _rescored(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.engine import Choice, RequestOutput, TokenDelta
@@ -121,6 +122,20 @@ def test_a_sure_answer_from_a_single_document_is_not_refused(rag: RagCache) -> N
     found = Evidence.of_selection(rag.retrieve("How tall is the lighthouse?", collection="one"))
     sure = replace(found, span=-0.01, free=-0.01)
     assert shipped.confidence(sure) > shipped.min_confidence
+
+
+def test_a_search_of_vectors_alone_says_nothing_of_words(
+    tiny_reader: LoadedModel, tmp_path: Path
+) -> None:
+    embedding = DeterministicFakeEmbedding(size=6)
+    with RagCache.open(tmp_path, tiny_reader, embedding=embedding) as rag:
+        rag.ingest("notes", [LEAVE, KEYS])
+        found = {
+            search: Evidence.of_selection(rag.retrieve(QUESTION, search=search, **ASK)).known()
+            for search in ("hybrid", "dense")
+        }
+    assert set(found["hybrid"]) == {"coverage", "gap", "cosine"}
+    assert set(found["dense"]) == {"cosine"}, "none of it is 0"
 
 
 def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:
