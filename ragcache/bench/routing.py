@@ -22,11 +22,14 @@ from ragcache.bench.harness import Progress, describe_machine, draw_bars, new_fi
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.retrieval import CollectionIndex
-from ragcache.routing import RoutedModule, RoutingCosts, choose_replica, owner_of
-
-POLICIES = ("modules", "prefix", "two choices", "random")
-"""What is compared: `choose_replica`; the rendezvous owner of a prompt's first module, with bounded
-loads, as routers of prefix caches have it; the less loaded one of two; any."""
+from ragcache.routing import (
+    Holdings,
+    RoutedModule,
+    RoutingCosts,
+    RoutingPolicy,
+    choose_replica,
+    owner_of,
+)
 
 _DEVICE, _HOST = 1, 2  # bits of where states are
 _FIRST_TOKEN = 0.03  # seconds of computing a question
@@ -285,21 +288,42 @@ class _Simulation:
         if self._policy == "ideal":
             return "0"
         loads = {name: each.load(now) for name, each in self.replicas.items()}
-        holds, costs, rng = self._residency.holds, self._costs, self._rng
-        if self._policy == "modules":
-            return choose_replica(modules, loads, holds, costs, rng)
-        if self._policy == "prefix":
-            return _bounded_owner(modules[0].key, loads, costs.bounded_load)
-        if self._policy == "two choices":
-            return choose_replica((), loads, {}, costs, rng)
-        return rng.choice(list(loads))
+        choose = POLICIES[self._policy]
+        return choose(modules, loads, self._residency.holds, self._costs, self._rng)
 
 
-def _bounded_owner(key: str, loads: Mapping[str, int], bound: float) -> str:
-    """The rendezvous owner among those below a bound of the mean load."""
-    most = bound * (sum(loads.values()) + 1) / len(loads)
+def _choose_by_prefix(
+    modules: Sequence[RoutedModule], loads: Mapping[str, int], holds: Holdings,
+    costs: RoutingCosts, rng: random.Random,
+) -> str:  # fmt: skip
+    """The rendezvous owner of the first module among those below a bound of the mean load."""
+    if not modules:
+        return _choose_of_two(modules, loads, holds, costs, rng)
+    most = costs.bounded_load * (sum(loads.values()) + 1) / len(loads)
     free = [replica for replica, load in loads.items() if load < most]
-    return owner_of(key, free or loads)
+    return owner_of(modules[0].key, free or loads)
+
+
+def _choose_of_two(
+    modules: Sequence[RoutedModule], loads: Mapping[str, int], holds: Holdings,  # noqa: ARG001
+    costs: RoutingCosts, rng: random.Random,
+) -> str:  # fmt: skip
+    return choose_replica((), loads, {}, costs, rng)
+
+
+def _choose_any(
+    modules: Sequence[RoutedModule], loads: Mapping[str, int], holds: Holdings,  # noqa: ARG001
+    costs: RoutingCosts, rng: random.Random,  # noqa: ARG001
+) -> str:  # fmt: skip
+    return rng.choice(list(loads))
+
+
+POLICIES: Mapping[str, RoutingPolicy] = {
+    "modules": choose_replica, "prefix": _choose_by_prefix, "two choices": _choose_of_two,
+    "random": _choose_any,
+}  # fmt: skip
+"""What is compared: `choose_replica`; the rendezvous owner of a prompt's first module, with bounded
+loads, as routers of prefix caches have it; the less loaded one of two; any."""
 
 
 def simulate_routing(
@@ -323,7 +347,7 @@ def simulate_routing(
 
 
 def compare_routing(
-    workload: RoutingWorkload, setting: RoutingSetting, policies: Sequence[str] = POLICIES,
+    workload: RoutingWorkload, setting: RoutingSetting, policies: Sequence[str] = tuple(POLICIES),
     progress: Progress = lambda _: None,
 ) -> dict[str, RoutingFigures]:  # fmt: skip
     """The figures of each policy and of the ideal, under the same arrivals."""

@@ -90,7 +90,7 @@ class Database:
         not exist, and migrates it where no other process has it open. Raises `ConfigurationError`,
         `MissingExtra` without PostgreSQL's driver, `NoState` for a file that is no ledger,
         `LedgerOutdated`, `LedgerTooNew`, or another `StoreError`."""
-        url = _url(where)
+        url = database_url(where)
         database = cls(_engine(url, busy_seconds))
         with _named_errors(database.name):
             if not _is_current(database.engine):
@@ -107,7 +107,7 @@ class Database:
     @classmethod
     def status(cls, where: Path | str) -> LedgerStatus:
         """Reads what a ledger is to this code, and changes nothing. Raises `StoreError`s."""
-        with closing(cls(_engine(_url(where), BUSY_SECONDS))) as database:
+        with closing(cls(_engine(database_url(where), BUSY_SECONDS))) as database:
             with database.reading() as session:
                 connection = session.connection()
                 revision = revision_of(connection)
@@ -122,7 +122,7 @@ class Database:
         """Migrates a ledger to the revision of this code, also while processes have it open whose
         code works over that; returns what it is then. Raises `LedgerOutdated` where there are
         others, `LedgerTooNew`, or another `StoreError`."""
-        url = _url(where)
+        url = database_url(where)
         with closing(cls(_engine(url, busy_seconds))) as database, _named_errors(database.name):
             _migrate(url, busy_seconds, beside=True)
         return cls.status(where)
@@ -212,7 +212,8 @@ class LastKnown(Generic[T]):
         return value
 
 
-def _url(where: Path | str) -> str:
+def database_url(where: Path | str) -> str:
+    """The URL for SQLAlchemy. Raises `ConfigurationError` for another kind of database."""
     scheme, separator, rest = str(where).partition("://")
     if isinstance(where, Path) or not separator:
         return f"sqlite:///{where}"

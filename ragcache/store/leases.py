@@ -313,6 +313,8 @@ class StateLoader:
         if not claimed.keys:
             self._end_claims(lease)
             tokens = max(1, sum(claimed.lengths.values()))
+            self._counters.encoded_tokens += tokens
+            self._counters.encode_seconds += claimed.seconds
             for each, length in claimed.lengths.items():
                 self._ledger.usage.cost(each, claimed.seconds * length / tokens)
                 self._memory.cost(each, claimed.seconds * length / tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ class Counters:
     their checksum or vanished. unreadable: tiers that could not be read or written when they were
     wanted. unclaimed: states computed for one question without a claim: the ledger did not answer,
     or another process took too long. hits: by tier, states found there. evictions: by (tier,
-    reason)."""
+    reason). encoded_tokens, encode_seconds: of the states computed, from the claim to their end.
+    read_bytes, read_seconds: by tier, of blobs."""
 
     encoded: int = 0
     corrupt: int = 0
@@ -39,6 +40,19 @@ class Counters:
     unclaimed: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    encoded_tokens: int = 0
+    encode_seconds: float = 0.0
+    read_bytes: Counter[str] = field(default_factory=Counter)
+    read_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def measured_costs(self) -> dict[str, float]:
+        """The fields of `ragcache.routing.RoutingCosts` that have been measured so far."""
+        measured = {}
+        if seconds := self.read_seconds["remote"]:
+            measured["remote_bandwidth"] = self.read_bytes["remote"] / seconds
+        if self.encode_seconds:
+            measured["encode_rate"] = self.encoded_tokens / self.encode_seconds
+        return measured
 
     def evicted(self, tier: str, reason: str, number: int) -> None:
         self.evictions[tier, reason] += number

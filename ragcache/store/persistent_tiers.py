@@ -156,7 +156,7 @@ class PersistentTiers:
             if not known or foreign:
                 continue
             try:
-                return index, self._get(index, key, room)
+                return index, self._timed_get(index, key, room)
             except (StateCorrupt, StateMissing) as error:
                 logger.warning("%s; the states are encoded again", error)
                 self._counters.corrupt += 1
@@ -165,6 +165,13 @@ class PersistentTiers:
                 logger.warning("%s; the states are looked for elsewhere", error)
                 self._counters.unreadable += 1
         return None
+
+    def _timed_get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
+        begun = time.perf_counter()
+        states = self._get(index, key, room)
+        self._counters.read_seconds[index.name] += time.perf_counter() - begun
+        self._counters.read_bytes[index.name] += states.nbytes
+        return states
 
     def _get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
         if room is None or not isinstance(index.tier, DiskTier):

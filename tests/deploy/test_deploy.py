@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -208,6 +209,36 @@ def test_kubernetes_resources_are_listed_and_name_what_there_is() -> None:
     assert endpoint["authorization"]["credentials"]["key"] in given
     head = ray["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert endpoint["port"] in {port["name"] for port in head["ports"]}
+
+
+def test_the_compose_file_keeps_to_its_specification() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, REPOSITORY / "compose.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_kubernetes_resources_keep_to_its_schemas() -> None:
+    """Those of Kubernetes itself, the pods within KubeRay's, and Ray's for what is served; the
+    operators' own kinds have none that is published as a package."""
+    from ray.serve.schema import ServeDeploySchema
+
+    version = kubernetes_validate.latest_version()
+    resources = {
+        each["kind"]: each
+        for path in KUBERNETES.glob("*.yaml")
+        for each in yaml.safe_load_all(path.read_text("utf-8"))
+    }
+    for kind in ("Namespace", "PodDisruptionBudget"):
+        kubernetes_validate.validate(resources[kind], version, strict=True)
+    ray = resources["RayService"]["spec"]
+    groups = ray["rayClusterConfig"]
+    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+        kubernetes_validate.validate(pod, version, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(pod | {"spec": {"container": []}}, version, strict=True)
+    served = ServeDeploySchema.model_validate(yaml.safe_load(ray["serveConfigV2"]))
+    assert [each.name for each in served.applications] == ["ragcache"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="Kustomize is a part of kubectl")

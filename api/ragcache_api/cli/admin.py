@@ -431,10 +431,15 @@ def serve(
         serve_app(rag, settings)
 
 
-def _serve_cluster(settings: ServiceSettings) -> None:
-    settings.cluster_ledger()
+def check_ray() -> None:
+    """Raises `MissingExtra` where Ray is not installed."""
     if find_spec("ray") is None:
         raise MissingExtra("replicas run on Ray: pip install 'ragcache[ray]'")
+
+
+def _serve_cluster(settings: ServiceSettings) -> None:
+    settings.cluster_ledger()
+    check_ray()
     from ragcache_api.cluster.app import serve_cluster
 
     serve_cluster(settings)

@@ -243,16 +243,10 @@ def routing(
         standard_workloads,
     )
 
-    if (documents is None) != (questions is None):
-        raise typer.BadParameter("give --documents and --questions, or neither")
-    if documents is None or questions is None:
+    texts, asked = _texts_and_questions(documents, questions)
+    if questions is None:
         workloads = standard_workloads(replicas, zipf, requests)
     else:
-        from ragcache.documents import load_sources
-        from ragcache.evaluation import load_dataset
-
-        texts = [each.text for each in load_sources([documents]).documents]
-        asked = [each.question for each in load_dataset(questions).questions]
         workloads = {f"{questions.name}, 3 replicas": (question_workload(texts, asked), HALVES)}
     result = run_benchmark(lambda progress: bench_routing(workloads, progress))
     columns = ("policy", "device", "of ideal", "memory", "of ideal", "TTFT p50", "TTFT p99")
@@ -269,6 +263,73 @@ def routing(
     print_figures(parts, result, json_file)
     if plot is not None:
         plot_routing(result, plot)
+
+
+@bench_app.command("cluster")
+def cluster(
+    ledger: Annotated[str, typer.Option(help="A PostgreSQL database; schemas of it are used.")],
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this: encodings, topics, questions, kill, upgrade, throughput, "
+                     "front; repeatable."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=2, help="Replicas.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each load.")] = 45.0,
+    requests: Annotated[int, typer.Option(min=30, help="For each rate of hits.")] = 600,
+    documents: Annotated[
+        Path | None, typer.Option(help="A folder of texts; else made-up ones.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="Questions over it, as for `ragcache eval`: JSON lines.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:  # fmt: skip
+    """Replicas on this machine behind their front: hits, lost replicas, upgrades, throughput."""
+    from ragcache_api.cli.admin import check_ray
+
+    check_ray()
+    from ragcache_api.cluster.bench import PARTS, ClusterSetting, bench_cluster
+
+    if unknown := set(part or ()) - set(PARTS):
+        raise typer.BadParameter(f"no part {sorted(unknown)}; parts: {', '.join(PARTS)}")
+    texts, asked = _texts_and_questions(documents, questions)
+    setting = ClusterSetting(
+        replicas, seconds=seconds, requests=requests, documents=texts, questions=asked
+    )
+    result = run_benchmark(
+        lambda progress: bench_cluster(ledger, part or tuple(PARTS), setting, progress)
+    )
+    parts: list[Table | str] = []
+    for name in filter(result.__contains__, PARTS):
+        table = ui.plain_table(name, "")
+        for figure, value in result[name].items():
+            table.add_row(figure.replace("_", " "), _figure(value))
+        parts.append(table)
+    print_figures(parts, result, json_file)
+
+
+def _figure(value: object) -> str:
+    """A figure, or several with their names, as text."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figure(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_figure, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _texts_and_questions(
+    documents: Path | None, questions: Path | None
+) -> tuple[list[str], list[str]]:  # fmt: skip
+    """The texts of a folder and what is asked about them; none where neither is given."""
+    if (documents is None) != (questions is None):
+        raise typer.BadParameter("give --documents and --questions, or neither")
+    if documents is None or questions is None:
+        return [], []
+    from ragcache.documents import load_sources
+    from ragcache.evaluation import load_dataset
+
+    texts = [each.text for each in load_sources([documents]).documents]
+    return texts, [each.question for each in load_dataset(questions).questions]
 
 
 @bench_app.command("tiers")

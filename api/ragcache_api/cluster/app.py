@@ -12,8 +12,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -39,7 +39,9 @@ from ragcache_api.cluster.replicas import (
 from ragcache_api.http.server import check_exposure
 from ragcache_api.settings import ServiceSettings
 
-__all__ = ["ModuleRouter", "build", "serve_cluster"]
+__all__ = [
+    "ModuleRouter", "Replica", "application", "build", "deploy", "ray_serve", "serve_cluster",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 _APPLICATION = "ragcache"
@@ -61,9 +63,8 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     Ray makes one in the process of the front, and shares nothing with it but modules.
     """
 
-    def initialize_state(self, **costs: float) -> None:
-        """costs: fields of `RoutingCosts` that were measured."""
-        shared.PROCESS_TABLE.costs = RoutingCosts(**costs)  # type: ignore[arg-type]
+    def initialize_state(self, **options: Any) -> None:  # noqa: ARG002
+        """Called by Ray with `request_router_kwargs`, of which there are none here."""
         shared.PROCESS_TABLE.list_replicas = self.statuses
 
     async def choose_replicas(
@@ -93,6 +94,7 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         return ReplicaStatus(
             name, told.get("session", name),
             self.replica_queue_len_cache.get(replica.replica_id) or 0, told.get("draining", False),
+            told.get("costs", {}),
         )  # fmt: skip
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -202,7 +204,11 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Read by Ray once a second, and seen by `ModuleRouter`."""
-        return {"session": self._session, "draining": self._draining}
+        counters = self._rag.internals.shared.store.counters
+        return {
+            "session": self._session, "draining": self._draining,
+            "costs": counters.measured_costs(),
+        }  # fmt: skip
 
     def set_draining(self, draining: bool, only: str) -> None:  # noqa: ARG002
         """Tells routers, with the next statistics. only: the replica that is meant."""
@@ -229,6 +235,7 @@ class FrontDeployment:
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
         self._settings, self._replicas = ServiceSettings(**settings), RayReplicas(replicas)
         self._database = Database.open(self._settings.cluster_ledger())
+        check_exposure(ApiKeys(self._database), self._settings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_front(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
@@ -246,6 +253,15 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """
     settings = ServiceSettings.read(**args)
     settings.cluster_ledger()
+    return application(settings)
+
+
+def application(
+    settings: ServiceSettings, replica: type[Replica] = Replica, router: str = _ROUTER,
+    **router_options: Any,
+) -> serve.Application:  # fmt: skip
+    """The replicas and their front. router: the path of a `ModuleRouter`; router_options: of its
+    `initialize_state`."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -254,7 +270,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         "health_check_period_s": _HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": settings.grace,
         "request_router_config": RequestRouterConfig(
-            request_router_class=_ROUTER, request_routing_stats_period_s=_STATS_SECONDS
+            request_router_class=router,
+            request_router_kwargs=router_options,
+            request_routing_stats_period_s=_STATS_SECONDS,
         ),
         "ray_actor_options": {"num_cpus": 1, "num_gpus": int(settings.device.startswith("cuda"))},
     }
@@ -265,7 +283,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         )  # fmt: skip
     else:
         options["num_replicas"] = settings.replicas or 1
-    replicas = serve.deployment(Replica, name="Replica", **options)
+    replicas = serve.deployment(replica, name="Replica", **options)
     front = serve.deployment(
         serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
@@ -287,14 +305,27 @@ def serve_cluster(settings: ServiceSettings) -> None:
         check_exposure(ApiKeys(database), settings)
     finally:
         database.close()
-    _start_ray(settings)
     ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # `ray.init` has set handlers of its own
-        signal.signal(number, lambda *_: ending.set())
+    with ray_serve(settings):
+        for number in (signal.SIGTERM, signal.SIGINT):  # `ray.init` has set handlers of its own
+            signal.signal(number, lambda *_: ending.set())
+        deploy(application(settings))
+        ending.wait()
+
+
+def deploy(served: serve.Application) -> None:
+    """Serves an application in place of the one before, replica by replica; waits until all of its
+    replicas are ready."""
+    serve.run(served, name=_APPLICATION)
+
+
+@contextmanager
+def ray_serve(settings: ServiceSettings) -> Iterator[None]:
+    """Ray Serve listening at the address of the settings, until it is left."""
+    _start_ray(settings)
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
-        serve.run(build(settings.model_dump()), name=_APPLICATION)
-        ending.wait()
+        yield
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
+from statistics import median
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
 from ragcache.db import LocatedStates
-from ragcache.routing import RoutingCosts, choose_replica, held_bytes
+from ragcache.routing import RoutingCosts, RoutingPolicy, choose_replica, held_bytes
 from ragcache_api.http.errors import HTTPProblem
 
 _PASSED_ON = (
@@ -52,12 +54,13 @@ class ForwardedRequest:
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """A replica. session: under which the ledger has its memory; draining: whether it gets no more
-    requests; requests: those that it holds."""
+    requests; requests: those that it holds; costs: fields of `RoutingCosts` that it measured."""
 
     name: str
     session: str
     requests: int
     draining: bool = False
+    costs: Mapping[str, float] = field(default_factory=dict)
 
 
 class ReplicaSet(Protocol):
@@ -84,9 +87,12 @@ class ReplicaSet(Protocol):
 @dataclass(slots=True)
 class RoutingTable:
     """Chooses replicas, and counts what became of the bytes of their modules: `held` where they
-    were going, or `moved` there. list_replicas: set by what knows them."""
+    were going, or `moved` there. costs: where no replica has measured any. list_replicas: set by
+    what knows them."""
 
     costs: RoutingCosts = field(default_factory=RoutingCosts)
+    policy: RoutingPolicy = choose_replica
+    rng: Random = field(default_factory=Random)
     routed_bytes: dict[str, int] = field(default_factory=lambda: {"held": 0, "moved": 0})
     routed: dict[str, int] = field(default_factory=dict)
     list_replicas: Callable[[], list[ReplicaStatus]] | None = None
@@ -100,13 +106,23 @@ class RoutingTable:
             raise HTTPProblem(503, "no-replica", text, {"Retry-After": "2"})
         by_session = {each.session: each for each in open_ones}
         loads = {session: each.requests for session, each in by_session.items()}
-        session = choose_replica(located.modules, loads, located.holds, self.costs)
+        costs = self._measured_costs(open_ones)
+        session = self.policy(located.modules, loads, located.holds, costs, self.rng)
         held, moved = held_bytes(located.modules, located.holds, session)
         self.routed_bytes["held"] += held
         self.routed_bytes["moved"] += moved
         name = by_session[session].name
         self.routed[name] = self.routed.get(name, 0) + 1
         return name
+
+    def _measured_costs(self, replicas: Sequence[ReplicaStatus]) -> RoutingCosts:
+        """The medians of what replicas measured, in place of what is assumed."""
+        measured: dict[str, list[float]] = {}
+        for replica in replicas:
+            for name, value in replica.costs.items():
+                measured.setdefault(name, []).append(value)
+        medians: dict[str, Any] = {name: median(each) for name, each in measured.items()}
+        return replace(self.costs, **medians)
 
 
 PROCESS_TABLE = RoutingTable()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from starlette.types import Message
+import uvicorn
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message
 
 from ragcache import RagCache
+from ragcache.db import Database
+from ragcache.models import LoadedModel
+from ragcache_api.cluster.front import create_front
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
     ReplicaLost,
@@ -28,12 +37,13 @@ class LocalReplica:
     name: str
     rag: RagCache
     loses: int | None = None
+    page: bool = False
     running: int = 0
     draining: bool = False
     seen: list[ForwardedRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.app = create_app(self.rag, ServiceSettings.read(page=False))
+        self.app = create_app(self.rag, ServiceSettings.read(page=self.page))
 
     @property
     def session(self) -> str:
@@ -89,3 +99,48 @@ class LocalReplicas:
     @property
     def encoded(self) -> int:
         return sum(each.rag.stats().encoded for each in self.replicas)
+
+
+class LocalCluster:
+    """Two replicas behind a front."""
+
+    def __init__(self, folder: Path, reader: LoadedModel) -> None:
+        ledger = f"sqlite:///{folder / 'ledger.sqlite'}"
+        self.database = Database.open(ledger)
+        self.rags = [
+            RagCache.open(
+                folder / name, reader, embedding=None, ledger=ledger,
+                remote=f"file://{folder / 'remote'}",
+            )
+            for name in "ab"
+        ]  # fmt: skip
+        self.folder = folder
+
+    def replicas(self, *, page: bool = False) -> LocalReplicas:
+        pairs = zip("ab", self.rags, strict=True)
+        return LocalReplicas([LocalReplica(*pair, page=page) for pair in pairs], RoutingTable())
+
+    def front(self, replicas: LocalReplicas, **settings: Any) -> ASGIApp:
+        chosen = ServiceSettings.read(**({"embedding": "none", "page": False} | settings))
+        return create_front(self.database, replicas, replicas.table, chosen)
+
+    def client(self, replicas: LocalReplicas, **settings: Any) -> TestClient:
+        return TestClient(self.front(replicas, **settings), base_url="http://localhost")
+
+    def close(self) -> None:
+        for rag in self.rags:
+            rag.close()
+        self.database.close()
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[int]:
+    """The port at which a thread of this process serves an app."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()

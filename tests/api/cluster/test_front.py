@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from ragcache import RagCache
-from ragcache.db import Database
 from ragcache.models import LoadedModel
 from ragcache.retrieval import Retriever
-from ragcache_api.cluster.front import create_front
 from ragcache_api.cluster.replicas import RoutingTable
 from ragcache_api.cluster.selection import SELECTION_HEADER
-from ragcache_api.http import ServiceSettings
-from tests.api.cluster.local import LocalReplica, LocalReplicas
+from tests.api.cluster.local import LocalCluster, LocalReplicas
 from tests.api.http.asgi import events
 from tests.conftest import write_notes
 
@@ -25,63 +20,38 @@ LEAVE = {"question": "How many days of leave does everybody have?", "collection"
 CHAT = {"model": "x", "messages": [{"role": "user", "content": LEAVE["question"]}]}
 
 
-class Cluster:
-    """Two replicas behind a front."""
-
-    def __init__(self, folder: Path, reader: LoadedModel) -> None:
-        ledger = f"sqlite:///{folder / 'ledger.sqlite'}"
-        self.database = Database.open(ledger)
-        self.rags = [
-            RagCache.open(
-                folder / name, reader, embedding=None, ledger=ledger,
-                remote=f"file://{folder / 'remote'}",
-            )
-            for name in "ab"
-        ]  # fmt: skip
-        self.folder = folder
-
-    def replicas(self) -> LocalReplicas:
-        made = [LocalReplica(name, rag) for name, rag in zip("ab", self.rags, strict=True)]
-        return LocalReplicas(made, RoutingTable())
-
-    def client(self, replicas: LocalReplicas, **settings: Any) -> TestClient:
-        chosen = ServiceSettings.read(embedding="none", page=False, **settings)
-        front = create_front(self.database, replicas, replicas.table, chosen)
-        return TestClient(front, base_url="http://localhost")
-
-    def close(self) -> None:
-        for rag in self.rags:
-            rag.close()
-        self.database.close()
-
-
 @pytest.fixture(scope="module")
-def cluster(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    made = Cluster(folder, reader)
+    made = LocalCluster(folder, reader)
     made.rags[0].ingest("notes", write_notes(folder / "notes"))
     yield made
     made.close()
 
 
 @pytest.fixture
-def replicas(cluster: Cluster) -> LocalReplicas:
+def replicas(cluster: LocalCluster) -> LocalReplicas:
     return cluster.replicas()
 
 
 @pytest.fixture
-def client(cluster: Cluster, replicas: LocalReplicas) -> TestClient:
+def client(cluster: LocalCluster, replicas: LocalReplicas) -> TestClient:
     return cluster.client(replicas)
 
 
-def flush(cluster: Cluster) -> None:
+def flush(cluster: LocalCluster) -> None:
     """Memory rows are written now instead of within a second."""
     for rag in cluster.rags:
         rag.internals.shared.store.sweep()
 
 
 def test_questions_go_where_the_states_are(
-    cluster: Cluster, client: TestClient, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
+    cluster: LocalCluster,
+    client: TestClient,
+    replicas: LocalReplicas,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Retrieval runs once, in the front, and nothing is encoded twice."""
     searched: list[str] = []
@@ -108,11 +78,14 @@ def test_questions_go_where_the_states_are(
     assert again["text"] == answered["text"]
     assert again["sources"][0]["tier"] in ("remote", "host")
     assert replicas.table.routed == {"a": 3, "b": 1}
+    measured = [rag.internals.shared.store.counters.measured_costs() for rag in cluster.rags]
+    assert measured[0]["encode_rate"] > 0
+    assert measured[1]["remote_bandwidth"] > 0
     assert replicas.encoded == encoded
 
 
 def test_what_a_request_reads_is_known_for_chats_and_schemas(
-    cluster: Cluster, client: TestClient, replicas: LocalReplicas
+    cluster: LocalCluster, client: TestClient, replicas: LocalReplicas
 ) -> None:
     """A text that a chat quotes is recognized; a prompt reads its schema's states."""
     rag = cluster.rags[0]
@@ -221,7 +194,7 @@ def content(chunks: list[Any]) -> str:
 
 
 def test_the_selection_is_of_the_front_alone(
-    cluster: Cluster, client: TestClient, replicas: LocalReplicas
+    cluster: LocalCluster, client: TestClient, replicas: LocalReplicas
 ) -> None:
     client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
     [sent] = [each for replica in replicas.replicas for each in replica.seen]
@@ -263,7 +236,7 @@ def test_metrics_and_the_list_name_each_replica(
     assert client.post("/admin/replicas").status_code == 405
 
 
-def test_without_replicas_the_front_says_so(cluster: Cluster) -> None:
+def test_without_replicas_the_front_says_so(cluster: LocalCluster) -> None:
     client = cluster.client(LocalReplicas([], RoutingTable()))
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
@@ -271,7 +244,7 @@ def test_without_replicas_the_front_says_so(cluster: Cluster) -> None:
     assert (answered.status_code, answered.json()["error"]["code"]) == (503, "no_replica")
 
 
-def test_keys_rates_and_tenants(cluster: Cluster, replicas: LocalReplicas) -> None:
+def test_keys_rates_and_tenants(cluster: LocalCluster, replicas: LocalReplicas) -> None:
     """The last test of this file: from the first key on, each request needs one."""
     keys = cluster.rags[0].keys
     a, b = (keys.create(name, "user", name)[1] for name in ("tenant-a", "tenant-b"))
@@ -289,6 +262,17 @@ def test_keys_rates_and_tenants(cluster: Cluster, replicas: LocalReplicas) -> No
         of_a, of_b = of_b, of_a
     assert of_a.located.modules
     assert not of_b.located.modules
+    quoted = f"{cluster.rags[0].get_modules(['leave.md#1'], collection='notes')[0].text}\n\nAnd?"
+    chat = {**CHAT, "messages": [{"role": "user", "content": quoted}], "max_tokens": 1}
+    chat["model"] = client.get("/v1/models", headers=as_b).json()["data"][0]["id"]
+    assert client.post("/v1/chat/completions", json=chat, headers=as_b).status_code == 429
+    other = cluster.client(replicas)
+    assert other.post("/v1/chat/completions", json=chat, headers=as_b).is_success
+    [quoting] = [
+        each for replica in replicas.replicas for each in replica.seen
+        if each.path == "/v1/chat/completions"
+    ]  # fmt: skip
+    assert not quoting.located.modules
     stolen = {SELECTION_HEADER: dict(of_a.scope["headers"])[SELECTION_HEADER.encode()].decode()}
     cluster.rags[0].within("tenant-b").create_collection("notes")
     direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
