@@ -152,12 +152,12 @@ class Catalog:
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
                 if change.is_empty:  # the collection may be deleted
-                    held = jobs.complete(session, job, runner)
-                    jobs.hand_to_next(session, job, held)
-                    return retire(session, held)
+                    jobs.hand_on(session, job, _superseded(request, documents, change))
+                    return retire(session, jobs.complete(session, job, runner))
             owner = self._change(session, collection)
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
+                jobs.hand_on(session, job, _superseded(request, documents, change))
             freed = delete_rows(session, owner, change.replaced)
             move_rows(session, owner, change.moved)
             for document in change.documents:
@@ -166,10 +166,7 @@ class Catalog:
                 ids = [*request.every_id, *removed, *(each.source_id for each in moved)]
                 self._supersede(session, collection, ids, request.replaces_all, job)
             if job is not None:
-                held = jobs.complete(session, job, runner)
-                if len(change.documents) < len(documents):
-                    jobs.hand_to_next(session, job, held)
-                freed += held
+                freed += jobs.complete(session, job, runner)
             return retire(session, freed)
 
     def supersede(self, collection: str, request: jobs.StoringRequest) -> None:
@@ -505,6 +502,18 @@ class Contents:
     stamp: Stamp
     modules: Sequence[ModuleRow]
     complete: bool
+
+
+def _superseded(
+    request: jobs.StoringRequest, documents: Sequence[NewDocument], change: DocumentChange
+) -> dict[str, list[KVKey]]:
+    """The keys of documents that later requests have taken over, by the ids in these."""
+    stored = {each.source_id for each in change.documents}
+    return {
+        request.source_ids[each.source_id]: [module.key for module in each.modules]
+        for each in documents
+        if each.source_id not in stored
+    }
 
 
 def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:

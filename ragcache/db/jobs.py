@@ -472,15 +472,23 @@ def complete(session: Session, job: int, runner: str | None = None) -> list[KVKe
     return keys
 
 
-def hand_to_next(session: Session, job: int, keys: Sequence[KVKey]) -> None:
-    """Makes the next job of a target that waits or runs an owner of states, so that it finds those
-    of a job whose documents it has replaced."""
+def hand_on(session: Session, job: int, states: Mapping[str, Sequence[KVKey]]) -> None:
+    """Makes later jobs owners of states that a job has encoded for documents which they have taken
+    over, so that equal texts are not encoded again. states: keys by the documents' ids."""
+    if not states:
+        return
     mine = session.get_one(JobTable, job)
-    later = _wait(mine.namespace, mine.target) & (JobTable.id > job) & has_documents()
-    following = select(JobTable.id).where(later).order_by(JobTable.id).limit(1).with_for_update()
-    owner = session.scalar(following)
-    if owner is not None:
-        insert_new(session, JobStateTable, [{"job_id": owner, "key": str(key)} for key in keys])
+    later = _wait(mine.namespace, mine.target) & (JobTable.id > job)
+    locked = select(JobTable.id).where(later).order_by(JobTable.id).with_for_update()
+    holders = JobDocumentTable.job_id.in_(list(session.scalars(locked)))
+    for chunk in chunks(states):
+        taken = select(JobDocumentTable).where(holders, JobDocumentTable.source_id.in_(chunk))
+        rows = [
+            {"job_id": each.job_id, "key": str(key)}
+            for each in session.scalars(taken)
+            for key in states[each.source_id]
+        ]
+        insert_new(session, JobStateTable, rows)
 
 
 def _same(row: JobTable, digest: str) -> JobTable:

@@ -9,8 +9,9 @@ from ragcache.db.jobs import (
     JobDocument,
     WaitingDocuments,
     complete,
+    forget_documents,
+    hand_on,
     hand_over,
-    hand_to_next,
     supersede,
 )
 from ragcache.db.sessions import end_sessions
@@ -152,16 +153,21 @@ def test_a_request_supersedes_earlier_jobs_only(jobs: Jobs, database: Database) 
     assert jobs.waiting(last) == WaitingDocuments(frozenset("c"), frozenset("ac"))
 
 
-def test_the_next_job_of_a_target_takes_over_states(jobs: Jobs, database: Database) -> None:
-    notes = [jobs.queue("collection notes", None, "", documents(name))[0] for name in "abc"]
-    jobs.queue("collection plans", None, "", documents("d"))
-    keys = [make_key(1), make_key(2)]
-    for job in (notes[0], notes[-1]):
-        with database.transaction() as session:
-            hand_to_next(session, job, keys)
-    assert [jobs.get(job).states for job in notes] == [0, 2, 0]
+def test_the_job_that_took_a_document_over_gets_its_states(jobs: Jobs, database: Database) -> None:
+    first, second, third = (
+        jobs.queue("collection notes", None, "", documents(*names))[0]
+        for names in ("abcd", "abc", "b")
+    )
+    jobs.queue("collection plans", None, "", documents("a"))
+    keys = {name: [make_key(number)] for number, name in enumerate("abcd")}
     with database.transaction() as session:
-        assert set(complete(session, notes[1])) == set(keys)
+        forget_documents(session, jobs.namespace, "collection notes", ["c"])
+        hand_on(session, first, keys)
+        hand_on(session, third, keys)
+    assert [jobs.get(job).states for job in (first, second, third)] == [0, 1, 1]
+    assert [jobs.get(row.id).states for row in jobs.page().items] == [0, 1, 1, 0]
+    with database.transaction() as session:
+        assert [complete(session, job) for job in (second, third)] == [keys["a"], keys["b"]]
 
 
 def test_an_unknown_job_is_named(jobs: Jobs) -> None:

@@ -281,6 +281,17 @@ def test_a_job_that_comes_while_one_of_the_same_texts_runs_encodes_none_again(
     assert rag.jobs.get(later.id).states == 0
 
 
+def test_each_of_several_later_jobs_gets_what_it_took_over(
+    encoded: list[tuple[int, ...]], rag: RagCache, gate: Gate
+) -> None:
+    first = rag.jobs.submit("notes", DOCUMENTS)
+    assert gate.reached.wait(20)
+    later = [rag.jobs.submit("notes", given) for given in (DOCUMENTS, DOCUMENTS[1:])]
+    gate.opened.set()
+    assert {rag.jobs.wait(each.id, 20).status for each in (first, *later)} == {"done"}
+    assert len(encoded) == len(set(encoded)) == 3
+
+
 def test_a_job_of_another_process_encodes_nothing_again(
     tmp_path: Path, model: LoadedModel, gate: Gate, encoded: list[tuple[int, ...]]
 ) -> None:
