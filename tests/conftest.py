@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 # No test is timed: what an example takes says more of the machine. `make test-all` runs every
 # example (`--hypothesis-profile full`).
-settings.register_profile("full", deadline=None)
+FULL = 100  # examples of a property in the profile `full`, Hypothesis's own number
+settings.register_profile("full", deadline=None, max_examples=FULL)
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("quick")
 
 
-def scaled(examples: int) -> int:
-    """The share of a test's own number of examples that the profile runs: a quarter, or all."""
-    return ceil(examples * settings().max_examples / 100)
+def scaled(examples: int, quick: float = 0.25) -> int:
+    """Of a test's own number of examples, those that the profile runs: all, or this share."""
+    return ceil(examples * (1 if settings().max_examples >= FULL else quick))
 
 
 REPOSITORY = Path(__file__).parent.parent
