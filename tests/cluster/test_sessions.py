@@ -35,10 +35,9 @@ def test_d4_a_question_waits_little_for_the_claims_of_a_dead_machine(
         assert set(lease.source.values()) == {"encoded"}
     waited = time.monotonic() - began
     measured("D4 a question over five keys that a dead machine had claimed", f"{waited:.2f} s")
-    assert waited < 2
+    assert waited < DEAD_SECONDS, "it did not wait for the other's death"
     with full_lease(library.store, [key_of("x"), *KEYS], library.produce, LeaseRequest("ingest")):
         measured("D4 an ingestion of the same keys", f"{time.monotonic() - began:.1f} s")
-    assert time.monotonic() - began < 2 * DEAD_SECONDS
     library.close()
 
 
@@ -69,7 +68,7 @@ def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
     other.send(signal.SIGSTOP)
     row = SessionTable.id == session_id
     began = time.monotonic()
-    wait_until(2 * DEAD_SECONDS, lambda: not count(SessionTable, row))
+    wait_until(6 * DEAD_SECONDS, lambda: not count(SessionTable, row))
     measured("D5 a silent machine counts as dead after", f"{time.monotonic() - began:.1f} s")
     assert count(StateTable, in_memory) == 0
     (machines.disk("there") / "go").touch()
@@ -81,6 +80,6 @@ def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
     assert other.read_line() == "claimed"
     other.end()
     began = time.monotonic()
-    wait_until(2 * DEAD_SECONDS, lambda: not count(ClaimTable))
+    wait_until(6 * DEAD_SECONDS, lambda: not count(ClaimTable))
     measured("D5 its later claims are free after its death by", f"{time.monotonic() - began:.1f} s")
     library.close()
