@@ -76,9 +76,9 @@ class ClusterSetting:
     questions: Sequence[str] = ()
     throughput_replicas: Sequence[int] = (3, 4)
     slots: int = 4
-    step_seconds: float = 0.25
+    step_seconds: float = 0.4
     tokens: int = 10
-    move_seconds: float = 0.5
+    move_seconds: float = 0.8
     rounds: int = 6
 
 
@@ -657,7 +657,8 @@ def bench_cluster(
         progress(name)
         load = os.getloadavg()[0]
         with _place(ledger) as place:
-            measured[name] = PARTS[name](place, setting, progress) | {"load_before": load}
+            figures = PARTS[name](place, setting, progress)
+        measured[name] = figures | {"load_before": load, "date": describe_machine()["date"]}
     told = asdict(setting)
     told |= {"documents": len(setting.documents), "questions": len(setting.questions)}
     return measured | {"setting": told, "machine": describe_machine()}
