@@ -35,6 +35,7 @@ def papers(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_line_cites_every_type(run: Run, papers: Path) -> None:
     (papers / "photo.jpg").write_bytes(b"\xff\xd8\xff")
     stored = json_of(run("ingest", "papers", papers, "--json"))

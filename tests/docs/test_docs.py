@@ -227,6 +227,7 @@ def test_extractive_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         names["rag"].close()
 
 
+@pytest.mark.slow
 def test_confidence_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (REPOSITORY / "docs/confidence.md").read_text(encoding="utf-8")
     shutil.copytree(REPOSITORY / "examples" / "handbook", tmp_path / "handbook")

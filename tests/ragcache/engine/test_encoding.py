@@ -399,7 +399,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", [CpuAttentionBackend(), ReferenceAttentionBackend()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_memory_of_an_encoding_is_bounded(
     shape: str, backend: AttentionBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

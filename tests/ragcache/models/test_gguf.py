@@ -36,6 +36,7 @@ def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         load_model("nowhere.gguf")
 
 
+@pytest.mark.slow
 def test_a_file_in_eight_bits_answers_as_its_weights_do(
     tmp_path: Path, reader: LoadedModel
 ) -> None:

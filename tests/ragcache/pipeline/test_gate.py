@@ -76,6 +76,7 @@ def test_few_modes_are_measured(mode: str, measured: str) -> None:
     assert measured_mode(mode) == measured
 
 
+@pytest.mark.slow
 def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
     reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
