@@ -152,8 +152,9 @@ class RayReplicas:
         response = self._streams.asgi.remote(request=request, **only)
         ended = False
         try:
-            async for message in response:
-                yield message
+            async for messages in response:
+                for message in messages:
+                    yield message
             ended = True
         except RayTaskError:
             raise
@@ -194,13 +195,13 @@ class Replica:
 
     async def asgi(
         self, request: ForwardedRequest, only: str = "",  # noqa: ARG002  # the router reads it
-    ) -> AsyncGenerator[Message, None]:  # fmt: skip
+    ) -> AsyncGenerator[list[Message], None]:  # fmt: skip
         """Runs a request through the service. only: the replica that must have it."""
         if self._lifespan is None:
             self._lifespan = AsyncExitStack()
             await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
-        async for message in run_app(self._app, request):
-            yield message
+        async for messages in run_app(self._app, request):
+            yield messages
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Read by Ray once a second, and seen by `ModuleRouter`."""

@@ -132,9 +132,9 @@ be kept there."""
 
 async def run_app(
     app: ASGIApp, request: ForwardedRequest
-) -> AsyncGenerator[Message, None]:  # fmt: skip
-    """Runs a request through an app, and yields what it sends. Closing the generator disconnects
-    the client."""
+) -> AsyncGenerator[list[Message], None]:  # fmt: skip
+    """Runs a request through an app, and yields what it sends, as much of it at once as there is:
+    each list is a call between processes. Closing the generator disconnects the client."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING_MESSAGES)
     gone, given = asyncio.Event(), False
 
@@ -155,8 +155,14 @@ async def run_app(
 
     task = asyncio.create_task(run())
     try:
-        while (message := await messages.get()) is not None:
-            yield message
+        ended = False
+        while not ended:
+            sent = [await messages.get()]
+            while not messages.empty():
+                sent.append(messages.get_nowait())
+            ended = sent[-1] is None
+            if batch := [message for message in sent if message is not None]:
+                yield batch
         await task
     finally:
         gone.set()

@@ -53,6 +53,13 @@ class LocalReplica:
         return ReplicaStatus(self.name, self.session, self.running, self.draining)
 
 
+async def _messages(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+    async with aclosing(run_app(app, request)) as batches:
+        async for batch in batches:
+            for message in batch:
+                yield message
+
+
 @dataclass
 class LocalReplicas:
     """A `ReplicaSet`. encoded: all that any of them had to encode."""
@@ -68,7 +75,7 @@ class LocalReplicas:
         replica.running += 1
         left, replica.loses = replica.loses, None
         try:
-            async with aclosing(run_app(replica.app, request)) as messages:
+            async with aclosing(_messages(replica.app, request)) as messages:
                 if left == 0:
                     raise ReplicaLost("it has ended")
                 async for message in messages:
@@ -93,7 +100,7 @@ class LocalReplicas:
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
         answered = {}
         for each in self.replicas:
-            answered[each.name] = [message async for message in run_app(each.app, request)]
+            answered[each.name] = [message async for message in _messages(each.app, request)]
         return answered
 
     @property

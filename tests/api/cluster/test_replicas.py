@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from ragcache.db import LocatedStates
 from ragcache.routing import RoutedModule
 from ragcache.store.memory_tiers import Counters
-from ragcache_api.cluster.replicas import ReplicaStatus, RoutingTable
+from ragcache_api.cluster.replicas import (
+    ForwardedRequest,
+    ReplicaStatus,
+    RoutingTable,
+    run_app,
+)
 
 LEAVE = LocatedStates((RoutedModule("leave", 50_000_000, 384),), {"leave": {"a": "host"}})
 
@@ -28,3 +36,21 @@ def test_a_store_measures_its_remote_tier_and_its_encodings() -> None:
     counters.read_bytes["remote"], counters.read_seconds["remote"] = 3_000, 0.5
     counters.read_bytes["disk"], counters.read_seconds["disk"] = 9_000, 0.1
     assert counters.measured_costs() == {"remote_bandwidth": 6_000.0, "encode_rate": 200.0}
+
+
+def test_what_an_app_sends_at_once_comes_at_once() -> None:
+    """Each list of messages is a call between processes."""
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        asked = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": asked["body"], "more_body": True})
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def sent() -> list[list[str]]:
+        request = ForwardedRequest({"path": "/"}, b"asked")
+        return [[each["type"] for each in batch] async for batch in run_app(app, request)]
+
+    start, body = "http.response.start", "http.response.body"
+    assert asyncio.run(sent()) == [[start, body], [body]]
