@@ -56,6 +56,7 @@ def test_the_command_line_cites_every_type(run: Run, papers: Path) -> None:
     assert "guide/handbook.pdf#2, page 2" in run(*asked)[1]
 
 
+@pytest.mark.slow
 def test_one_bad_file_is_named_and_the_status_says_so(run: Run, papers: Path) -> None:
     (papers / "broken.docx").write_bytes(b"PK\x03\x04 broken")
     status, out, _ = run("ingest", "papers", papers)

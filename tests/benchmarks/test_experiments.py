@@ -117,6 +117,7 @@ def test_it_measures_what_it_says() -> None:
     assert "machine" in result
 
 
+@pytest.mark.slow
 def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
     waits = bench_indexes(500)["waits"]
     assert next(iter(waits)) == "the whole index is built"
@@ -229,6 +230,7 @@ def test_ndcg_by_hand() -> None:
     assert ndcg([], 1, 4) == 0.0
 
 
+@pytest.mark.slow
 def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
     row = {"question": "Where hangs the key?", "answers": ["red"], "context": "It is a red key."}
     (tmp_path / "tiny.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
@@ -247,6 +249,7 @@ def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
     assert len({each.name for each in SETS}) == len(SETS)
 
 
+@pytest.mark.slow
 def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_threshold() -> None:
     texts = {
         "keys": "The spare key hangs in the red cupboard of the key room.",

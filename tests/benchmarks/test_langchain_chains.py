@@ -38,6 +38,7 @@ def small(handbook: Path) -> LangChainSetting:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_measures_what_it_says(notes: Path) -> None:
     result = bench_langchain(small(notes))
     assert result.keys() >= KEYS
@@ -55,6 +56,7 @@ def test_it_measures_what_it_says(notes: Path) -> None:
     assert result["batch_ratio"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(
     tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_pml_xml_examples_are_right_or_as_wrong_as_the_page_says() -> None:
     assert len(indexes) > 8
 
 
+@pytest.mark.slow
 def test_pml_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "pml_doc"}
@@ -194,6 +195,7 @@ def _bare(line: str) -> str:
 STRUCTURED = (REPOSITORY / "docs/structured.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_structured_examples_print_what_the_page_says(
     notes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +273,7 @@ LANGCHAIN_BLOCKS = re.findall(
 )
 
 
+@pytest.mark.slow
 def test_langchain_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RagCache, "open", partial(RagCache.open, max_new_tokens=8))

@@ -74,6 +74,7 @@ def test_code_generation_is_valid_python_over_several_files() -> None:
     assert resolved(PML / "code-generation/prompt-departures.xml").scaffolds == schema.scaffolds
 
 
+@pytest.mark.slow
 def test_the_script_prints_cached_and_ordinary_times(capsys: pytest.CaptureFixture[str]) -> None:
     script = runpy.run_path(str(PML / "run.py"))
     script["main"](["--runs", "1", "--json", str(PML / "trip-plan")])
@@ -98,6 +99,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_chain_hits_the_cache_where_it_recognizes(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

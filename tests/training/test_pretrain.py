@@ -95,6 +95,7 @@ def run(pack: Path, tokenizer: Path, out: Path, *more: str) -> list[dict[str, fl
     ]))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_pretraining_lowers_the_loss_and_goes_on(
     pack: Path, saved_tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def log_of(folder: Path) -> Rows:
 FILES = ["checkpoint.pt", "config.json", "log.jsonl", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_tiny_reader_learns_a_batch(batch: Batch, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

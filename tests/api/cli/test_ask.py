@@ -68,6 +68,7 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     assert json_of(run(*asked, "--mode", "exact", "--json"))["mode"] == "exact"
 
 
+@pytest.mark.slow
 def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> None:
     asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
     answer = json_of(run(*asked, "--min-confidence", 0, "--json"))
@@ -94,6 +95,7 @@ def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
     assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith("nothing in this")
 
 
+@pytest.mark.slow
 def test_the_instruction_is_part_of_what_states_are_kept_under(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
     assert json_of(run(*asked, *kind))["encoded"] == 0, "the option comes first"
 
 
+@pytest.mark.slow
 def test_what_is_encoded_for_one_answer_is_not_kept_and_said(run: Run, ingested: Path) -> None:
     asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-new-tokens", 1)
     assert run(*asked)[2] == ""
@@ -127,6 +130,7 @@ def test_a_blank_instruction_is_refused(run: Run, ingested: Path, command: str) 
     assert "the instruction is blank" in error_of(found, "ConfigurationError")
 
 
+@pytest.mark.slow
 def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
     short = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 12, "--json")
     asked = (*short, "--temperature", 3.0, "--seed", 5)
@@ -170,6 +174,7 @@ def test_names_with_brackets_are_shown_as_they_are(run: Run, notes: Path) -> Non
     error_of(run("ask", QUESTION, "-c", "[b]", "-k", 0), "ConfigurationError")
 
 
+@pytest.mark.slow
 def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Path) -> None:
     folder = REPOSITORY / "examples" / "pml" / "trip-plan"
     status, out, err = run("schema", "add", folder / "schema.xml", "--placement", "compact")

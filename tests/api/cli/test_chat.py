@@ -31,6 +31,7 @@ def test_messages_are_answered_from_what_they_retrieve(
     assert out.count("mode recognized:rooted · prompt") == 2
 
 
+@pytest.mark.slow
 def test_states_that_are_used_twice_are_kept_and_others_said(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
@@ -85,6 +87,7 @@ def test_retrieve_prints_scores_by_name(run: Run, ingested: Path) -> None:
     error_of(run("retrieve", QUESTION, "-c", "notes", "--embedding", "x"), "ConfigurationError")
 
 
+@pytest.mark.slow
 def test_retrieve_takes_a_reranker(run: Run, ingested: Path, tmp_path: Path) -> None:
     folder = write_cross_encoder(tmp_path / "cross")
     command = ("retrieve", "the boathouse key, the survey boat", "-c", "notes")
@@ -98,6 +101,7 @@ def test_retrieve_takes_a_reranker(run: Run, ingested: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_ingest_encodes_what_a_repair_removed(run: Run, notes: Path) -> None:
     run("ingest", "notes", notes)
     blobs = (notes.parent / "state" / "states").rglob("*.safetensors")

@@ -51,6 +51,7 @@ def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> Non
     assert setting["documents"] == "of the collection"
 
 
+@pytest.mark.slow
 def test_eval_calibrates_on_the_questions(
     run: Run, ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_eval_lists_wrong_answers_on_request(run: Run, ingested: Path, questions
     assert "right:" not in run("eval", "notes", questions, "--modes", "rooted")[1]
 
 
+@pytest.mark.slow
 def test_a_file_brings_its_documents_to_a_collection_that_stays(
     run: Run, ingested: Path, squad: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from ragcache.errors import ConfigurationError, NoState
@@ -22,6 +23,7 @@ def test_a_plan_of_files_is_printed(notes: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists(), "a plan changes nothing"
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_collection_as_json(notes: Path, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state")]
     runner.invoke(app, ["ingest", "notes", str(notes), *state])

@@ -113,6 +113,7 @@ def test_show_of_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "there is no file" in result.stderr
 
 
+@pytest.mark.slow
 def test_show_of_a_collection(notes: Path, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state")]
     done = CliRunner().invoke(app, ["ingest", "notes", str(notes), *state])

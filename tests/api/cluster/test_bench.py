@@ -54,6 +54,7 @@ def test_questions_find_the_modules_that_they_are_for() -> None:
         assert {number for number, _ in found} == set(modules)
 
 
+@pytest.mark.slow
 def test_all_that_is_ingested_is_encoded_once(
     socket_enabled: None, tmp_path: Path, reader: LoadedModel
 ) -> None:

@@ -79,6 +79,7 @@ def test_cursors_of_long_names_lead_on(client: TestClient, rag: RagCache) -> Non
         assert seen == ids, path
 
 
+@pytest.mark.slow
 def test_no_page_and_no_document_reads_the_others(client: TestClient, rag: RagCache) -> None:
     rag.ingest("many", [SourceDocument(f"d{n:02}", f"Leaf {n}.") for n in range(30)])
     read: list[str] = []

@@ -107,6 +107,7 @@ def broken(rng: random.Random) -> tuple[str, bytes, str]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_a_thousand_malformed_requests_are_told_what_is_wrong(client: TestClient) -> None:
     rng = random.Random(11)
     for number in range(1000):

@@ -10,15 +10,15 @@ from selenium.webdriver.common.keys import Keys
 from tests.api.page import looks
 from tests.api.page.conftest import VIEWS, Page, asked, get
 
-pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
+pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 NARROW = 390
 LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-commission-in-november.md"
 COLLECTION = "minutes-of-the-commission-for-boats-and-quays-of-2026"
 QUESTION = "Which ferry is orange?"
 LOOKS = [
     (1440, "light"), (NARROW, "dark"),
-    pytest.param(1440, "dark", marks=pytest.mark.slow),
-    pytest.param(NARROW, "light", marks=pytest.mark.slow),
+    (1440, "dark"),
+    (NARROW, "light"),
 ]  # fmt: skip
 
 

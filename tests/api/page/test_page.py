@@ -33,7 +33,7 @@ from tests.api.page.seeding import (
     serve_page,
 )
 
-pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
+pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
 MODULES = 10_000
 
@@ -150,7 +150,6 @@ def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_pat
         assert text.strip() == f"The text of {each['document']}."
 
 
-@pytest.mark.slow
 def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Client) -> None:
     page.open("ask")
     page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
@@ -179,7 +178,6 @@ def test_pin_and_unpin_in_the_table(page: Page, server: httpx.Client) -> None:
     assert not row(server, name)["pinned"]
 
 
-@pytest.mark.slow
 def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
     page.click(".grid tr[data-id] .name")
@@ -200,7 +198,6 @@ def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Clien
     assert row(server, "travel.md#1")["expires_at"] is None
 
 
-@pytest.mark.slow
 def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
     server.post("/admin/evict", json={})
     page.open("modules")
@@ -212,7 +209,6 @@ def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
         assert set(each["tiers"]) == {"host", "disk"}
 
 
-@pytest.mark.slow
 def test_evict_one_module_from_its_drawer(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
     page.click(".grid tr[data-id] .name")
@@ -248,7 +244,6 @@ def test_a_refusal_is_shown_in_the_servers_words(page: Page, server: httpx.Clien
     assert "there is no module" in page.find(".toast.error", "Not found").text
 
 
-@pytest.mark.slow
 def test_ten_thousand_modules_are_searched_sorted_and_scrolled(
     many: httpx.Client, opened: Opened
 ) -> None:
@@ -272,7 +267,6 @@ def test_ten_thousand_modules_are_searched_sorted_and_scrolled(
     assert "search=m17" in page.window.current_url
 
 
-@pytest.mark.slow
 def test_the_last_of_ten_thousand_is_reached(many: httpx.Client, opened: Opened) -> None:
     page = opened(f"{many.base_url}/admin/")
     page.open("modules?sort=id&descending=false")
@@ -282,7 +276,6 @@ def test_the_last_of_ten_thousand_is_reached(many: httpx.Client, opened: Opened)
     page.find(f".grid tr[aria-rowindex='{MODULES + 1}'][data-id='{last}']")
 
 
-@pytest.mark.slow
 def test_the_modules_of_one_document(page: Page) -> None:
     page.open("modules?search=leave")
     page.click(".grid tr[data-id] .name")
@@ -292,7 +285,6 @@ def test_the_modules_of_one_document(page: Page) -> None:
     page.find(".gridbox footer", f"{len(SUBJECTS) + 2} in all")
 
 
-@pytest.mark.slow
 def test_rows_are_walked_by_keyboard(page: Page) -> None:
     page.open("modules")
     first, second = (page.names() if page.find(".grid tr[data-id]") else [])[:2]
@@ -304,7 +296,6 @@ def test_rows_are_walked_by_keyboard(page: Page) -> None:
     assert page.find(".drawer h2").text == second
 
 
-@pytest.mark.slow
 def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -11,7 +11,7 @@ from ragcache.models import LoadedModel
 from tests.api.cluster.local import LocalCluster, serving
 from tests.api.page.conftest import Page
 
-pytestmark = pytest.mark.enable_socket
+pytestmark = [pytest.mark.enable_socket, pytest.mark.slow]
 
 
 def test_a_replica_is_drained_and_resumed(

@@ -21,7 +21,7 @@ from tests.api.page.conftest import VIEWS, Page, asked, get, module, tier
 from tests.conftest import write_notes
 from tests.ragcache.documents.paper import FACTS, WRITERS
 
-pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
+pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
 QUESTION = "How many days of leave does everybody have?"
 SOURCES = {"device", "host", "disk", "remote", "encoded", "shared", "computed"}
@@ -83,7 +83,6 @@ def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client
     assert page.find(".said").text
 
 
-@pytest.mark.slow
 def test_a_pin_is_marked_and_shades_its_tier(page: Page, server: httpx.Client) -> None:
     number = module(server, "boats.md")["id"]
     page.open("modules?search=boats")
@@ -103,7 +102,6 @@ def test_a_pin_is_marked_and_shades_its_tier(page: Page, server: httpx.Client) -
     assert tier(server, "disk")["pinned_bytes"] == 0
 
 
-@pytest.mark.slow
 def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client) -> None:
     row = module(server, "keys.md")
     page.open("modules?search=keys")
@@ -124,7 +122,6 @@ def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client)
     assert row["name"] in latest.text
 
 
-@pytest.mark.slow
 def test_every_view_opens_without_a_fault(page: Page) -> None:
     for view in VIEWS:
         page.open(view)
@@ -187,7 +184,6 @@ def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     before = get(server, "/admin/stats")["ttft"]
     asked(page, "zzqx wvvk", "notes")
@@ -196,7 +192,6 @@ def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     assert get(server, "/admin/requests")["recent"][0]["ttft"] is None
 
 
-@pytest.mark.slow
 def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> None:
     number = module(server, "keys.md")["id"]
     assert server.delete(f"/admin/modules/{number}").status_code == 200
@@ -207,7 +202,6 @@ def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> N
     assert module(server, "keys.md")["tiers"]
 
 
-@pytest.mark.slow
 def test_reuse_and_schema_tell_of_the_same_modules(page: Page, server: httpx.Client) -> None:
     server.post("/v1/answers", json={"question": QUESTION, "collection": "notes", "max_tokens": 1})
     name = module(server, "leave.md")["name"]
@@ -244,7 +238,6 @@ def load(server: httpx.Client, clients: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.slow
 def test_requests_are_seen_to_share_what_they_read(page: Page, server: httpx.Client) -> None:
     name = module(server, "leave.md")["name"]
     page.open("batch")
@@ -270,7 +263,6 @@ def shared(batch: dict[str, Any], name: str) -> bool:
     return any(each["module"] == name and each["requests"] > 1 for each in batch["segments"])
 
 
-@pytest.mark.slow
 def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client) -> None:
     page.open("overview")
     page.find("[data-figure=finished]")
@@ -291,7 +283,6 @@ def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client
     assert page.find("[data-figure=kept] dd").text == f"{share:.0f} %"
 
 
-@pytest.mark.slow
 def test_files_of_every_type_are_dropped_asked_and_cited(page: Page, tmp_path: Path) -> None:
     files = [tmp_path / Path(name).name for name in WRITERS]
     for file, write in zip(files, WRITERS.values(), strict=True):

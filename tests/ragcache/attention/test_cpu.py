@@ -342,6 +342,7 @@ def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("alibi", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_product_of_rows_and_keys(
     alibi: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

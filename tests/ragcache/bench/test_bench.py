@@ -283,6 +283,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return bench_tiers(setting)
 
 
+@pytest.mark.slow
 def test_the_keys_are_those_that_are_promised(figures: dict[str, Any]) -> None:
     assert {"disk_bandwidth_share", "ttft_by_tier", "ledger_ms_p50", "open_s"} <= set(figures)
     disk = figures["disk"]["cold" if figures["disk"]["dropped"] else "warm"]
@@ -300,6 +301,7 @@ def test_a_plot_is_drawn_or_the_extra_is_named(figures: dict[str, Any], tmp_path
         assert "<svg" in file.read_text()
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(
     figures: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def plain(output: RequestOutput) -> list[tuple[object, ...]]:
     running=st.sampled_from([2, 5, 64]),
     step_tokens=st.sampled_from([3, 256]),
 )
+@pytest.mark.slow
 def test_answers_ahead_are_those_of_one_request(
     causal: CausalLM,
     alone: Callable[[Plan], RequestOutput],

@@ -116,6 +116,7 @@ def logits_over(runner: ModelRunner, causal: CausalLM, segments: list[Segment]) 
     return runner.prepare_batch([chunk])()
 
 
+@pytest.mark.slow
 def test_states_in_eight_bits_are_read_in_place() -> None:
     causal = causal_of("llama")
     runner = device_runner(causal)
@@ -132,6 +133,7 @@ def test_states_in_eight_bits_are_read_in_place() -> None:
     )
 
 
+@pytest.mark.slow
 def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     from ragcache.attention.triton.plan import TableCapacity
     from ragcache.engine import device_runner as module
@@ -219,6 +221,7 @@ def logits_of_steps(
         "gemma3",
     ],
 )
+@pytest.mark.slow
 def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
     defined, causal = windowed_pair(family)

@@ -398,7 +398,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", [CpuAttentionBackend(), ReferenceAttentionBackend()])
+@pytest.mark.parametrize(
+    "backend",
+    [CpuAttentionBackend(), pytest.param(ReferenceAttentionBackend(), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )

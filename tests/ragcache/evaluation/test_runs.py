@@ -57,6 +57,7 @@ def evaluation(rag: RagCache) -> Evaluation:
     return found
 
 
+@pytest.mark.slow
 def test_answers_to_the_notes_are_marked(evaluation: Evaluation) -> None:
     assert [report.mode for report in evaluation.reports] == ["rooted", "exact", "isolated"]
     for report in evaluation.reports:

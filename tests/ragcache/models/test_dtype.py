@@ -146,6 +146,7 @@ def log_shares(rag: RagCache, mode: str) -> dict[int, float]:
     return dict(answer.choices[0].chosen[0].alternatives)
 
 
+@pytest.mark.slow
 def test_states_in_bfloat16_answer_as_float32_ones(
     half_model: Path, notes: Path, tmp_path: Path
 ) -> None:

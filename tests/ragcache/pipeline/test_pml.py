@@ -372,6 +372,7 @@ def rag(tmp_path: Path) -> Iterator[RagCache]:
 
 @needs_reference_schemas
 @pytest.mark.parametrize("name", REFERENCE_PROMPTS)
+@pytest.mark.slow
 def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name: str) -> None:
     path = REFERENCE_FOLDER / name
     schema = rag.add_schema(path.read_text(encoding="utf-8"), source=str(path))
@@ -386,6 +387,7 @@ def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name:
 
 
 @needs_reference_schemas
+@pytest.mark.slow
 def test_a_stored_schema_serves_the_next_process_without_encoding(tmp_path: Path) -> None:
     name = "code_generation_bookstore.xml"
     with RagCache.open(tmp_path / "state", max_new_tokens=4) as rag:

@@ -216,6 +216,7 @@ def test_answers_fit_the_json_schema(seed: int) -> None:
     assert_all_blocks_free(core)
 
 
+@pytest.mark.slow
 def test_batched_and_preempted_answers_equal_single_ones() -> None:
     causal = tiny().causal
     alone = [

@@ -77,6 +77,7 @@ def instructions(kernel: str, capability: int, constants: dict[str, Any], warps:
         ),
     ],
 )
+@pytest.mark.slow
 def test_partial_copies_asynchronously_and_spills_nothing(
     heads: HeadLayout, capability: int, options: dict[str, Any]
 ) -> None:
@@ -113,6 +114,7 @@ def test_partial_fits_the_shared_memory_of_graphics_cards(
         ),
     ],
 )
+@pytest.mark.slow
 def test_tail_spills_little(heads: HeadLayout, rows: int) -> None:
     from ragcache.attention.triton.launch import choose_tail
 
