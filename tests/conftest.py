@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ragcache.db import Database
     from ragcache.models import LoadedModel
 
+# One thread a process: several would wait for each other in busy loops on the same cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test is timed: what an example takes says more of the machine. `make test-all` runs every
 # example (`--hypothesis-profile full`).

@@ -73,14 +73,8 @@ def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> 
     return Request(context, limit, sampling=SamplingParams(logprobs=1))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        pytest.param("phi", marks=pytest.mark.slow),
-        pytest.param("mpt", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
 def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
     causal = causal_of(family)
     expected_states = states_by(RaggedModelRunner(causal), causal)
@@ -133,7 +127,6 @@ def test_states_in_eight_bits_are_read_in_place() -> None:
     )
 
 
-@pytest.mark.slow
 def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     from ragcache.attention.triton.plan import TableCapacity
     from ragcache.engine import device_runner as module

@@ -92,6 +92,7 @@ def test_a_model_with_a_short_window_is_served(
     assert (cached.reuse.cached_tokens > 0, exact.reuse.cached_tokens) == (True, 0)
 
 
+@pytest.mark.slow
 def test_a_saved_model_answers(
     tmp_path: Path, reader: LoadedModel, notes: Path, family: str
 ) -> None:

@@ -84,6 +84,7 @@ def difference(config: Any, **changes: Any) -> float:
     return trial_difference(tiny_model(kind, tiny_config(config, family), 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_a_moved_module_answers_as_the_whole_text(model_type: str) -> None:
     assert difference(make_config(model_type)) < TOLERANCE / 10
