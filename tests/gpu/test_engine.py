@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from ragcache.engine import (
     complete,
     encode,
 )
+from ragcache.engine.constraint import pack
 from ragcache.models import CausalLM, LanguageModel, wrap
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.models.reference import tiny_gemma
-from tests.tiny_models import FAMILIES, random_tokens, tiny_model
+from tests.tiny_models import FAMILIES, VOCABULARY, random_tokens, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,6 +154,52 @@ def test_graphs_are_captured_again_for_states_in_eight_bits(
             found = [handle.result() for handle in handles]
     assert_same_answers(found, expected, 1e-3)
     assert "without CUDA graphs" not in caplog.text
+
+
+class EveryThird:
+    """Allows the tokens with the same remainder as the place, by packed and plain masks in turn."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def mask(self) -> torch.Tensor:
+        allowed = torch.arange(VOCABULARY) % 3 == len(self.taken) % 3
+        return pack(allowed[None])[0] if len(self.taken) % 2 else allowed
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.taken) == LIMIT - 1
+
+
+def test_what_confidence_and_quotations_ask_for_is_that_of_the_cpu() -> None:
+    """All log-probabilities of the first place, those of the prompt's last tokens, and masks, of
+    requests that run beside others."""
+    outputs = []
+    for causal in (on_cpu("llama"), on_gpu("llama")):
+        states, sampling = encoded(causal), SamplingParams(logprobs=2, first_logprobs=True)
+        plain = requests_over(states)
+        asked = [
+            *(replace(each, sampling=sampling) for each in plain),
+            *(replace(each, prompt_logprobs=2) for each in plain),
+            *(replace(each, constraint=EveryThird) for each in plain),
+        ]
+        outputs.append(complete(causal, asked, config()))
+    expected, found = outputs
+    assert_same_answers(found, expected, 1e-3)
+    for ours, theirs in zip(found[:9], expected[:9], strict=True):
+        first = ours.choices[0].first_logprobs
+        assert first is not None
+        torch.testing.assert_close(first, theirs.choices[0].first_logprobs, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(found[9:18], expected[9:18], strict=True):
+        assert len(theirs.prompt_logprobs) == 2
+        assert ours.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, abs=1e-3)
+    for each in found[18:]:
+        tokens = each.choices[0].token_ids
+        assert len(tokens) == LIMIT - 1
+        assert [token % 3 for token in tokens] == [place % 3 for place in range(LIMIT - 1)]
 
 
 def test_random_joins_and_leaves() -> None:
