@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -68,6 +69,11 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32}),
 }
 FAMILIES = tuple(_FAMILIES)
+# One for each kind of positions and of projections is quick.
+_QUICK = ("llama", "phi", "falcon-7b", "bloom", "gpt2")
+FAMILY_PARAMS = [
+    pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in FAMILIES
+]
 _FAMILIES["qwen3_moe"] = (Qwen3MoeConfig, _GROUPED)
 LATENT = "deepseek_v3"
 """Latent attention, which no kernel computes."""

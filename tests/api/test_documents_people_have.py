@@ -105,6 +105,7 @@ def client(tmp_path: Path, reader: LoadedModel) -> Iterator[TestClient]:
 PATH = "/v1/collections/papers/documents"
 
 
+@pytest.mark.slow
 def test_the_service_cites_every_type(client: TestClient) -> None:
     files = [("files", (name, make())) for name, make in WRITERS.items()]
     broken = ("files", ("broken.pdf", b"%PDF-1.7"))

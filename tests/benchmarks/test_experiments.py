@@ -128,6 +128,7 @@ def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
     assert all(wait["wall_s"] > 0 for wait in waits.values())
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_comes_nearer_to_exact(
     tiny_reader: LoadedModel, tmp_path: Path
 ) -> None:

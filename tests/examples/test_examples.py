@@ -134,6 +134,7 @@ def test_answers_cite_documents_of_their_prompt(
     assert re.fullmatch(rf"'{STRING}' \[.*\.md\]", lines[-1])
 
 
+@pytest.mark.slow
 def test_the_agent_searches_and_answers(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = program("agent.py")["main"]
     main.__globals__["HANDBOOK"] = small

@@ -16,7 +16,7 @@ from ragcache.db import Database
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore, Lease, LeaseRequest
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import FAMILY_PARAMS, tiny_model
 
 TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
 
@@ -117,12 +117,12 @@ def database(where: Path | str) -> Iterator[Database]:
     opened.close()
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=FAMILY_PARAMS)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[name for name in FAMILIES if name not in ("gpt2", "opt")])
+@pytest.fixture(params=[each for each in FAMILY_PARAMS if each.values[0] not in ("gpt2", "opt")])
 def movable_family(request: pytest.FixtureRequest) -> str:
     """The families whose states may stand elsewhere than where they were encoded."""
     return str(request.param)

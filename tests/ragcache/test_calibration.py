@@ -78,6 +78,7 @@ def test_as_few_as_a_fit_takes_are_cross_validated() -> None:
         cross_validate(few[1:])
 
 
+@pytest.mark.slow
 def test_risk_falls_with_coverage_and_refusals_reach_all(tmp_path: Path) -> None:
     report = judge(judge_by(fit_calibration(examples()), examples()), 0.2)
     coverage, risk = report.risk_coverage()

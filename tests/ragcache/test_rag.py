@@ -248,6 +248,7 @@ def test_a_stream_that_is_closed_holds_nothing(chats: RagCache) -> None:
     assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
 
 
+@pytest.mark.slow
 def test_threads_chat_while_documents_change(chats: RagCache) -> None:
     expected = [chats.chat(each, mode="exact").text for each in CHATS]
 
@@ -544,6 +545,7 @@ def nothing_stays_leased(bells_rag: RagCache) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_threads_ask_in_every_mode_while_others_ingest_and_delete(
     bells_rag: RagCache,
 ) -> None:

@@ -286,6 +286,7 @@ CORPORA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", CORPORA)
 def test_ten_thousand_modules_cost_a_bisection_a_place(shared: str, compared: list[int]) -> None:
     texts = [CORPORA[shared](n) for n in range(COUNT)]

@@ -189,6 +189,7 @@ def test_turns() -> None:
     assert said(prompt, chat.schema) == "You teach. Be formal.Tell me about TIDES."
 
 
+@pytest.mark.slow
 def test_names_are_stable_across_runs() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -298,6 +298,7 @@ def test_reference_files_parse(reference_files: list[Path]) -> None:
 # Speed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", ["", "\n  "])
 def test_parsing_ten_thousand_modules_is_fast(between: str) -> None:
     text = "words &amp; more " * 32

@@ -400,6 +400,7 @@ def lines_run(work: Callable[[], object]) -> int:
     return counted
 
 
+@pytest.mark.slow
 def test_resolving_against_ten_thousand_modules_is_fast() -> None:
     """The anonymous text between modules is all in the plan, at a few lines of Python each."""
     modules = "".join(

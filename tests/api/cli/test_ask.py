@@ -164,6 +164,7 @@ def test_commands_that_read_make_no_folder(run: Run, tmp_path: Path) -> None:
     assert not nowhere.exists()
 
 
+@pytest.mark.slow
 def test_names_with_brackets_are_shown_as_they_are(run: Run, notes: Path) -> None:
     (notes / "[draft] plan.md").write_text("# Plan\n\nThe jetty gets a new handrail.")
     (notes / "[red].bin").write_bytes(b"x")

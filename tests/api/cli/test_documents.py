@@ -115,6 +115,7 @@ def test_ingest_encodes_what_a_repair_removed(run: Run, notes: Path) -> None:
     assert json_of(run("ingest", "notes", notes, "--json"))["encoded"] == 0
 
 
+@pytest.mark.slow
 def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: LoadedModel) -> None:
     with RagCache.open(ingested, reader) as rag:
         rag.modules.evict("notes", ["keys.md"])

@@ -82,6 +82,7 @@ def test_eval_calibrates_on_the_questions(
     assert answer["confidence"] is not None
 
 
+@pytest.mark.slow
 def test_eval_through_a_chat_shows_how_many_agree(
     run: Run, ingested: Path, questions: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_eval_prints_a_dash_for_what_is_not_known(run: Run, ingested: Path, tmp_
     assert out.splitlines()[-1].split()[5:8] == ["-", "-", "-"], "retrieved, KL, agreement"
 
 
+@pytest.mark.slow
 def test_eval_lists_wrong_answers_on_request(run: Run, ingested: Path, questions: Path) -> None:
     status, out, _ = run("eval", "notes", questions, "--modes", "rooted", "--wrong")
     assert status == 0
@@ -130,6 +132,7 @@ def test_a_file_brings_its_documents_to_a_collection_that_stays(
     assert "bring 2 documents, and the collection 'notes' holds 3 others" in refused
 
 
+@pytest.mark.slow
 def test_documents_of_a_dash_are_forgotten(
     run: Run, squad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,11 +84,13 @@ def test_wrong_arguments_fail_before_anything_is_imported(tmp_path: Path) -> Non
     assert imported_by(*commands, status=1, among=LIBRARIES) == [[]] * (1 + len(commands))
 
 
+@pytest.mark.slow
 def test_a_collection_is_checked_before_torch_is_imported(ingested: Path) -> None:
     asked: list[object] = ["ask", "?", "-c", "absent", "--state", ingested]
     assert imported_by(asked, status=1, among=HEAVY) == [[], []]
 
 
+@pytest.mark.slow
 def test_commands_that_compute_nothing_do_without_torch(ingested: Path) -> None:
     commands = [["stats"], ["documents", "notes"], ["retrieve", "key", "-c", "notes"]]
     found = imported_by(*([*each, "--state", ingested] for each in commands), status=0, among=HEAVY)

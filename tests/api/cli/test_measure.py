@@ -14,6 +14,7 @@ from ragcache_api.cli.main import app
 runner = CliRunner()
 
 
+@pytest.mark.slow
 def test_a_plan_of_files_is_printed(notes: Path, tmp_path: Path) -> None:
     where = ["--state", str(tmp_path / "state"), "--sample", "2", "--device-bytes", "1KiB"]
     shown = runner.invoke(app, ["plan", str(notes), *where])

@@ -14,6 +14,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_a_copy_answers_where_the_disk_is_full(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,8 +195,9 @@ def test_what_is_not_served_is_refused_in_openais_shape(
 @pytest.mark.parametrize(
     "body",
     [
-        {"k": None}, {"mode": None}, {"k": None, "mode": None, "collection": "notes"},
-        {"function_call": "none"}, {"function_call": None}, {"function_call": "auto"},
+        {"k": None, "mode": None}, {"k": None, "mode": None, "collection": "notes"},
+        {"function_call": "none"}, {"function_call": None},
+        pytest.param({"function_call": "auto"}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_what_clients_send_for_nothing_is_nothing(client: TestClient, body: dict[str, Any]) -> None:
@@ -243,6 +244,7 @@ def test_unknown_fields_that_change_nothing_are_passed_over(client: TestClient) 
     assert told.status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_steps")
 def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
     late = client.post(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import signal
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import (
+    GracefulServer,
     KeyRequired,
     check_exposure,
     frozen_heap,
@@ -95,6 +98,7 @@ async def load(server: Started, clients: int, seconds: float) -> list[str]:
         return await asyncio.wait_for(asyncio.gather(*asked), 60)
 
 
+@pytest.mark.slow
 def test_every_client_gets_an_end_or_an_error(start: Start, state: Path) -> None:
     server = start(state, "--set", "grace=1")
     begun = time.monotonic()
@@ -107,6 +111,7 @@ def test_every_client_gets_an_end_or_an_error(start: Start, state: Path) -> None
         assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
 
 
+@pytest.mark.slow
 def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
     server = start(state)
     body = {**LONG, "max_tokens": 150}
@@ -123,6 +128,7 @@ def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_further_signals_do_not_keep_the_folder_from_being_closed(
     start: Start, state: Path
 ) -> None:
@@ -133,6 +139,30 @@ def test_further_signals_do_not_keep_the_folder_from_being_closed(
     assert server.process.exitcode == 0, "".join(server.log)
     with sqlite3.connect(state / "ledger.sqlite") as ledger:
         assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_what_runs_ends_with_an_error_after_grace(rag: RagCache) -> None:
+    settings = ServiceSettings.read(port=0, grace=0.2)
+    app = create_app(rag, settings)
+    config, requests = server_config(app, settings), app.state.service.requests
+    server = GracefulServer(config, requests, settings.grace, lame_duck=0.0, page=False)
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    while serving.is_alive() and not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    address = f"http://127.0.0.1:{port}/v1/answers"
+    with httpx.stream("POST", address, json=LONG, timeout=60) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        server.handle_exit(signal.SIGTERM, None)
+        rest = list(lines)
+    serving.join(60)
+    assert not serving.is_alive()
+    assert (first, "event: error" in rest) == ("event: sources", True)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
 
 
 def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
@@ -216,6 +246,7 @@ def check_nothing_left(server: Started) -> None:
     assert failed["failed"] == failed["cancelled"] == 0
 
 
+@pytest.mark.slow
 def test_fifty_clients_get_what_one_gets(server: Started) -> None:
     answers, texts = asyncio.run(stream_load(server, 50, 1.0))
     assert answers >= 50
@@ -223,6 +254,7 @@ def test_fifty_clients_get_what_one_gets(server: Started) -> None:
     check_nothing_left(server)
 
 
+@pytest.mark.slow
 def test_another_process_encodes_nothing_and_answers_the_same(
     server: Started, state: Path, reader: LoadedModel
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_service_without_telemetry_leaves_no_trace(
     assert exporter.get_finished_spans() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.enable_socket
 @pytest.mark.allow_hosts(["127.0.0.1"])
 def test_spans_go_where_the_environment_says(start: Start, state: Path) -> None:

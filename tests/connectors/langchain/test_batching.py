@@ -63,6 +63,7 @@ def answer_one_by_one(model: ChatRagCache, texts: list[str]) -> list[object]:
     return [model.invoke(text).content for text in texts]
 
 
+@pytest.mark.slow
 def test_a_batch_is_submitted_before_anything_is_waited_for(
     model: ChatRagCache, events: list[str]
 ) -> None:

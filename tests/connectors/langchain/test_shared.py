@@ -202,6 +202,7 @@ def test_every_name_is_exported_and_listed() -> None:
         _ = langchain.RagCash
 
 
+@pytest.mark.slow
 def test_importing_and_constructing_loads_no_model_and_opens_nothing() -> None:
     program = f"""
 import sys

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ class BoatDict(TypedDict):
     berth: int
 
 
+METHODS = ("json_schema", "function_calling", "json_mode")
+SCHEMAS: list[Any] = [Boat, BoatDict, Boat.model_json_schema()]
 INEXPRESSIBLE = {
     "title": "Odd",
     "description": "No grammar expresses it.",
@@ -56,8 +59,13 @@ def model(rag: RagCache) -> ChatRagCache:
     return ChatRagCache(rag=rag, max_tokens=200)
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-@pytest.mark.parametrize("schema", [Boat, BoatDict, Boat.model_json_schema()])
+@pytest.mark.parametrize(
+    ("method", "schema"),
+    [
+        pytest.param(method, schema, marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, (method, schema) in enumerate(product(METHODS, SCHEMAS))
+    ],
+)
 async def test_answers_keep_to_a_schema(model: ChatRagCache, method: str, schema: Any) -> None:
     bound = model.with_structured_output(schema, method=method)
     wanted: Any = {"name": STRING, "berth": 3}

@@ -121,7 +121,7 @@ def rms(errors: Tensor) -> float:
     return float(errors.double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("loudness", [1.0, 4.0])
+@pytest.mark.parametrize("loudness", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LARGE)
 def test_bfloat16_errs_hardly_more_than_eager_attention(name: str, loudness: float) -> None:
     shape = replace(LARGE[name], dim=64, group=7, loudness=loudness)
@@ -374,6 +374,7 @@ def test_no_shared_key_is_copied() -> None:
     assert allocated(scene) < scene.metadata.shared_kv[0].keys[LAYER].nbytes / 4
 
 
+@pytest.mark.slow
 def test_no_new_key_is_copied_per_head() -> None:
     """A square's output is as large as its queries, twice: in the kernel, and rows first."""
     scene = make_scene(Shape((1024,), (), group=7, dim=16), torch.float32)

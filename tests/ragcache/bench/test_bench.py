@@ -266,6 +266,7 @@ def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path:
             assert figures[state][f"{way}_share"] == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_the_ledger_is_measured_on_a_store_that_was_opened_again(tmp_path: Path) -> None:
     figures = bench_ledger(tmp_path, modules=150, requests=5)
     assert set(figures) == {"ledger_ms_p50", "open_s"}

@@ -193,6 +193,7 @@ def document(little_to_collect: None) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_tiny_shape(document: dict[str, Any]) -> None:
     assert document["errors"] == {}
     assert "7b attention_32x4K" in document["missed"], "a CPU has no figure for it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ MATCHES: dict[str, tuple[ModuleFilter, Callable[[ModuleListing], bool]]] = {
 }  # fmt: skip
 QUICK = ("all", "pinned", "search", "nothing", "several")
 MATCH_PARAMS = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MATCHES]
+QUICKLY_PAGED = {(0, "search"), *((1000, match) for match in QUICK)}
+PAGED = [
+    pytest.param(*case, marks=() if case in QUICKLY_PAGED else pytest.mark.slow)
+    for case in product((0, 10, 1000), MATCHES)
+]
 
 
 def state(key: KVKey, tier: str, rng: random.Random) -> dict[str, Any]:
@@ -165,8 +171,7 @@ def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -
             return rows
 
 
-@pytest.mark.parametrize("few", [0, pytest.param(10, marks=pytest.mark.slow), 1000])
-@pytest.mark.parametrize("match", MATCH_PARAMS)
+@pytest.mark.parametrize(("few", "match"), PAGED)
 def test_pages_are_what_sorting_all_modules_gives(
     filled: Database, match: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

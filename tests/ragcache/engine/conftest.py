@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ragcache.models import compiled
 from tests.ragcache.engine.channels import IntChannel, IntHandle, Wakes
 
 
@@ -29,3 +30,9 @@ def handle(channel: IntChannel) -> IntHandle:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(16) as pool:
         yield pool
+
+
+@pytest.fixture
+def eager_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners of GPUs compile no layers, for tests of what is around these: that takes seconds."""
+    monkeypatch.setattr(compiled, "compile_layers", lambda *_: False)

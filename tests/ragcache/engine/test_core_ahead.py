@@ -277,7 +277,14 @@ def over_modules(causal: CausalLM, seed: int) -> Context:
 
 
 @pytest.mark.usefixtures("little_to_collect")
-@pytest.mark.parametrize("end", ["stop token", "stop string", "limit", "cancel", "deadline"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "stop string",
+        "cancel",
+        *(pytest.param(end, marks=pytest.mark.slow) for end in ("stop token", "limit", "deadline")),
+    ],
+)
 def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) -> None:
     [output] = run_requests(core_of(causal), Request(over_modules(causal, 1), 12))
     fifth = output.token_ids[4]

@@ -207,7 +207,10 @@ def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill:
         Request(plain_context(PROMPT), 1, prompt_logprobs=9)
 
 
-@pytest.mark.parametrize(("frequency", "presence"), [(-1.5, 0.0), (2.0, 0.0), (0.5, 2.0)])
+@pytest.mark.parametrize(
+    ("frequency", "presence"),
+    [(-1.5, 0.0), pytest.param(2.0, 0.0, marks=pytest.mark.slow), (0.5, 2.0)],
+)
 def test_tokens_of_the_answer_are_penalized(
     core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
 ) -> None:

@@ -31,7 +31,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
-from tests.tiny_models import FAMILIES, random_tokens, tiny_model
+from tests.tiny_models import FAMILY_PARAMS, random_tokens, tiny_model
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 4, 5, 23, 64)]
 LIMIT = 12
@@ -51,7 +51,7 @@ def reference(model: Any, prompt: Sequence[int], **options: Any) -> tuple[int, .
     return tuple(answer)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def pair(request: pytest.FixtureRequest) -> tuple[Any, CausalLM]:
     """A model as Hugging Face runs it, and the same one patched."""
     return tiny_model(request.param), wrap_causal(tiny_model(request.param))

@@ -127,6 +127,7 @@ def test_states_in_eight_bits_are_read_in_place() -> None:
     )
 
 
+@pytest.mark.usefixtures("eager_layers")
 def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     from ragcache.attention.triton.plan import TableCapacity
     from ragcache.engine import device_runner as module

@@ -56,6 +56,7 @@ def drawn(shares: Tensor, samplings: Sequence[SamplingParams], uniforms: list[fl
     return tokens.tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(100))
 @given(
     shares=st.lists(SHARE, min_size=1, max_size=40).filter(any),

@@ -397,7 +397,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=() if shape == "dense" else pytest.mark.slow) for shape in SHAPES],
+)
 @pytest.mark.parametrize(
     "backend",
     [CpuAttentionBackend(), pytest.param(ReferenceAttentionBackend(), marks=pytest.mark.slow)],

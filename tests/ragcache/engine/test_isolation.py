@@ -110,6 +110,7 @@ def logprobs_of(output: RequestOutput) -> list[float | None]:
     return [each.logprob for each in output.choices[0].chosen]
 
 
+@pytest.mark.usefixtures("eager_layers")
 @pytest.mark.parametrize(("runner", "when", "part"), cases())
 def test_states_that_are_no_numbers_fail_their_own_request_alone(
     causal: CausalLM, runner: str, when: str, part: str

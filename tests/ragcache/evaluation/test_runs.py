@@ -114,6 +114,7 @@ def test_questions_are_asked_over_their_own_documents(tmp_path: Path, reader: Lo
         assert report.marked[0].given != report.marked[1].given
 
 
+@pytest.mark.slow
 def test_questions_through_a_chat_paste_what_was_retrieved(rag: RagCache) -> None:
     modes = ["rooted", "linked:400", "exact"]
     found = evaluate_modes(rag, "notes", ASKED[:2], modes, k=2, through="chat")

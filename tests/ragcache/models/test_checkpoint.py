@@ -58,7 +58,13 @@ def composite(model_type: str) -> Any:
     return AutoModelForImageTextToText.from_config(config).eval()
 
 
-@pytest.mark.parametrize("model_type", COMPOSITES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in ("gemma3", "qwen2_5_vl") else pytest.mark.slow)
+        for name in COMPOSITES
+    ],
+)
 def test_the_text_model_of_a_composite_checkpoint(model_type: str, tmp_path: Path) -> None:
     whole = composite(model_type)
     whole.save_pretrained(tmp_path)

@@ -82,9 +82,7 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "family",
     [
-        family
-        if family in ("llama", "phi", "gpt2", "gemma3")
-        else pytest.param(family, marks=pytest.mark.slow)
+        family if family in ("llama", "gpt2") else pytest.param(family, marks=pytest.mark.slow)
         for family in (*FAMILIES, *GEMMAS)
     ],
 )
@@ -138,6 +136,7 @@ def test_merged_projections_are_one_product_in_the_graph(
     assert sum(graphs.products()) == merged
 
 
+@pytest.mark.slow
 def test_preparing_leaves_the_fingerprint_and_greedy_answers_and_compiles_once() -> None:
     causal, graphs = deep("llama"), Graphs()
     ids = torch.tensor([random_tokens(12)])
@@ -204,6 +203,7 @@ def test_layers_that_need_a_graph_each_stay_eager(caplog: pytest.LogCaptureFixtu
     torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_long_rope_takes_its_original_frequencies_without_a_look_at_the_positions() -> None:
     """So that nothing waits for the device, whatever was computed before."""
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [8.0] * 8}

@@ -75,6 +75,7 @@ def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedMod
         load_model(folder)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_short_window_is_served(
     tmp_path: Path, notes: Path, reader: LoadedModel
 ) -> None:
@@ -317,7 +318,9 @@ def test_another_configuration_over_the_same_weights_changes_the_fingerprint(
     assert model_fingerprint(plain) != model_fingerprint(changed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_saving_and_loading_changes_no_fingerprint(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:

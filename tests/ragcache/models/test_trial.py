@@ -219,6 +219,7 @@ def test_layers_without_positions_turn_nothing() -> None:
     assert scheme.name == "rotary:default:8+rotary:none:8"
 
 
+@pytest.mark.slow
 def test_layers_that_share_states_keep_none_of_their_own() -> None:
     config = tiny_config(make_config("gemma3n_text"), FAMILIES["gemma3n_text"])
     kind = text_class(config)

@@ -263,6 +263,7 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     assert rag.ask(QUESTION, collection="notes").sources
 
 
+@pytest.mark.slow
 def test_another_model_on_the_same_folder_encodes_its_own_states(
     rag: RagCache, tmp_path: Path, reader: LoadedModel, model: LoadedModel
 ) -> None:

@@ -76,6 +76,7 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused() -> None:
         resolve_embedder("mini")
 
 
+@pytest.mark.slow
 def test_a_model_of_sentence_transformers_embeds(tmp_path: Path) -> None:
     embedder = resolve_embedder(str(write_embedder(tmp_path / "tiny")))
     assert isinstance(embedder, SentenceEmbedder)

@@ -46,6 +46,7 @@ def result(reading: int) -> object:
     return found
 
 
+@pytest.mark.slow
 def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Path | str) -> None:
     Library(tmp_path, where).close()
     start = time.monotonic() + 0.3

@@ -937,6 +937,7 @@ class TestThreads:
         first.join(10)
         assert errors == ["out of memory"]
 
+    @pytest.mark.slow
     def test_threads_that_lease_the_same_keys_in_other_orders_do_not_wait_for_ever(
         self, reopen: Open
     ) -> None:

@@ -207,7 +207,7 @@ def check_person(completion: RequestOutput) -> None:
         assert "\n" not in choice.text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_answers_fit_the_json_schema(seed: int) -> None:
     core = core_of(tiny().causal, config_of(tiny().causal, blocks=256))
     [completion] = run_requests(core, asked(seed, n=3))
@@ -267,6 +267,7 @@ def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
             assert (choice.finish_reason, choice.stopped_by) == ("stop", None)
 
 
+@pytest.mark.slow
 def test_open_ended_grammar_ends_with_a_stop_token() -> None:
     request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_new_tokens=2)
     [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 512)), request)

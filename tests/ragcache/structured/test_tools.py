@@ -100,7 +100,7 @@ def test_auto_allows_text_and_calls(style: ToolStyle) -> None:
 
 
 @styles
-@pytest.mark.parametrize("choice", ["required", "add"])
+@pytest.mark.parametrize("choice", ["required", pytest.param("add", marks=pytest.mark.slow)])
 def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: str) -> None:
     grammar = tool_call_grammar(TOOLS, choice, style=style, parallel=False)
     generation = Generation(

@@ -40,6 +40,7 @@ def test_an_ended_step_is_not_found() -> None:
         attend(*tokens(), torch.tensor(0), SCALE, handle)
 
 
+@pytest.mark.slow
 def test_the_operator_passes_the_checks_of_pytorch() -> None:
     step = OwnTokens()
     arguments = (*tokens(), torch.tensor(1), SCALE, register_step(step))
