@@ -83,6 +83,7 @@ def test_one_bad_file_is_named_and_the_status_says_so(run: Run, papers: Path) ->
     error_of(run("ingest", " ", papers), "ConfigurationError")
 
 
+@pytest.mark.slow
 def test_a_type_without_its_extra_is_skipped_and_says_which(
     run: Run, papers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -217,6 +217,7 @@ def test_structured_examples_print_what_the_page_says(
     assert shown == 2
 
 
+@pytest.mark.slow
 def test_extractive_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (REPOSITORY / "docs/extractive.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -249,6 +250,7 @@ def test_structured_styles_are_described() -> None:
     assert all(f"| `{style}` |" in STRUCTURED for style in ToolStyle)
 
 
+@pytest.mark.slow
 def test_documents_examples_run_and_types_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_tokens_stream_with_usage_and_sources_at_the_end(
     assert "[1]" in out
 
 
+@pytest.mark.slow
 def test_answers_cite_documents_of_their_prompt(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,7 @@ def chats(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
         yield opened
 
 
+@pytest.mark.slow
 def test_every_twin_gives_the_same_answer(chats: RagCache) -> None:
     expected = [chats.chat(each) for each in CHATS]
     texts = [answer.text for answer in expected]
@@ -266,9 +267,11 @@ def test_threads_chat_while_documents_change(chats: RagCache) -> None:
     assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
 
 
-@pytest.fixture
-def library(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=2, module_tokens=96) as opened:
+@pytest.fixture(scope="module")
+def library(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+    """Tests only read what is ingested."""
+    folder = tmp_path_factory.mktemp("library")
+    with RagCache.open(folder, reader, max_new_tokens=2, module_tokens=96) as opened:
         opened.ingest(
             "notes",
             [
@@ -304,6 +307,7 @@ def test_modules_come_with_the_metadata_of_their_document(library: RagCache) -> 
     )
 
 
+@pytest.mark.slow
 def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> None:
     async def ways() -> list[Answer]:
         asked = await library.aask_batch(["spare key?"], collection="notes", filters=old)
@@ -595,6 +599,7 @@ def test_a_question_is_answered_where_the_ledger_takes_no_rows(
     nothing_stays_leased(bells_rag)
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:
     long = Generation(max_new_tokens=200, ignore_eos=True)
     with pytest.raises(QueueFull):

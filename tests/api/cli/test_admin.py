@@ -248,6 +248,7 @@ def test_modules_ls_lists_sizes_and_tiers(run: Run, ingested: Path) -> None:
     assert all(row["name"] in out for row in listed)
 
 
+@pytest.mark.slow
 def test_modules_ls_counts_hits(run: Run, ingested: Path) -> None:
     run("ask", QUESTION, "-c", "notes", "-k", 1)
     hits = {row["name"]: row["hits"] for row in json_of(run("modules", "ls", "--json"))}

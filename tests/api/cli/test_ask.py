@@ -40,6 +40,7 @@ def test_ask_prints_the_answer_for_people(run: Run, ingested: Path) -> None:
     assert "keys.md" in out
 
 
+@pytest.mark.slow
 def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None:
     asked = ("ask", QUESTION, "-c", "notes")
     answer = json_of(run(*asked, "--extractive", "--json"))
@@ -54,6 +55,7 @@ def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None
     assert "»" not in free
 
 
+@pytest.mark.slow
 def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +197,11 @@ def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Pat
     error_of(run("prompt", tmp_path / "other.xml"), "UnknownSchema")
 
 
-@pytest.mark.parametrize("texts", [None, "zebra"], ids=["notes", "nothing in common"])
+@pytest.mark.parametrize(
+    "texts",
+    [None, pytest.param("zebra", marks=pytest.mark.slow)],
+    ids=["notes", "nothing in common"],
+)
 def test_demo_compares_both_modes_for_every_question(
     run: Run, notes: Path, texts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_states_that_are_used_twice_are_kept_and_others_said(
     assert "`ragcache warm notes --mode isolated`" in run(*short[:-2], "--mode", "isolated")[2]
 
 
+@pytest.mark.slow
 def test_an_error_leaves_the_conversation(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

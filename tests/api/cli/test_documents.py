@@ -128,6 +128,7 @@ def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: Lo
     error_of(run("warm", "notes", "--mode", "exact"), "ConfigurationError")
 
 
+@pytest.mark.slow
 def test_a_collection_gets_an_instruction(run: Run, ingested: Path) -> None:
     command = ("instruction", "notes")
     assert run(*command)[1] == "the folder's (--instruction)\n"

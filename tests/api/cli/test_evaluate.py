@@ -35,6 +35,7 @@ def squad(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> None:
     found = json_of(run("eval", "notes", questions, "--mode", "rooted, linked:4, exact", "--json"))
     reports = found["reports"]

@@ -205,6 +205,7 @@ def test_retrieval_counts(
     assert client.get("/admin/requests").json()["running"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_steps")
 def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
     told = client.post("/v1/answers", json=LONG, headers={"X-Request-Timeout": "2"})

@@ -72,6 +72,7 @@ def test_a_batch_is_submitted_before_anything_is_waited_for(
     assert [answer.content for answer in answers] == answer_one_by_one(model, TEXTS)
 
 
+@pytest.mark.slow
 async def test_an_async_batch_is_submitted_first(model: ChatRagCache, events: list[str]) -> None:
     answers = await model.abatch(TEXTS)
     assert events == ["submit"] * 4 + ["wait"] * 4

@@ -116,6 +116,7 @@ def test_states_that_a_request_encodes_are_counted_as_created(
     assert read["cache_read"] >= created["cache_creation"]
 
 
+@pytest.mark.slow
 async def test_all_styles_of_call_give_the_same_answer(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=6, min_tokens=6)
     model.invoke(QUESTION)  # what was private is shared from now on

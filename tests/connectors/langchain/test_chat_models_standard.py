@@ -109,6 +109,7 @@ class TestWithTools(_Integration):
             yield
 
 
+@pytest.mark.slow
 class TestWithTheReader(_Integration):
     """The embedded reader."""
 

@@ -123,7 +123,7 @@ class Indexing:
         return {document.page_content for document in self.store.get_by_ids(names)}
 
 
-@pytest.fixture(params=[False, True], ids=["index", "aindex"])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["index", "aindex"])
 def indexing(
     request: pytest.FixtureRequest, manager: RagCacheRecordManager, store: RagCacheVectorStore
 ) -> Indexing:

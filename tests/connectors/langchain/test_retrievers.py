@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,19 @@ TEXTS = {
 }
 
 
-@pytest.fixture
-def notes(rag: RagCache) -> RagCache:
-    rag.ingest(
-        "notes",
-        [
-            SourceDocument(name, text, f"file:///{name}", {"size": len(text), "name": name})
-            for name, text in TEXTS.items()
-        ],
-    )
-    return rag
+@pytest.fixture(scope="module")
+def notes(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+    """Tests only read what is ingested."""
+    folder = tmp_path_factory.mktemp("notes")
+    with RagCache.open(folder, reader, max_new_tokens=4, module_tokens=64) as opened:
+        opened.ingest(
+            "notes",
+            [
+                SourceDocument(name, text, f"file:///{name}", {"size": len(text), "name": name})
+                for name, text in TEXTS.items()
+            ],
+        )
+        yield opened
 
 
 class TestStandard(RetrieversIntegrationTests):

@@ -147,6 +147,7 @@ def test_documents_without_ids_get_new_ones(store: RagCacheVectorStore) -> None:
     assert contents(store.get_by_ids([second, first])) == ["foo", "foo"]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_pastes_what_was_found_reads_its_states(store: RagCacheVectorStore) -> None:
     store.add_texts([LONG, "\nThe spare key of the boathouse hangs in the red cupboard.\n"])
     found = [*store.similarity_search("boat", k=2), *store.similarity_search("key", k=20)[-2:]]

@@ -115,6 +115,8 @@ LARGE = {
     "a long answer": Shape((-600, -500, -550), ((200, ((0, 3, 0),)), (100, ((1, 3, 0),)))),
     "a long own prompt": Shape((150,), ((100, ((0, 150, 0),)),)),
 }
+BRIEF = ("moved documents", "decoding", "a long answer")
+LARGE_PARAMS = [pytest.param(n, marks=() if n in BRIEF else pytest.mark.slow) for n in LARGE]
 
 
 def rms(errors: Tensor) -> float:
@@ -122,7 +124,7 @@ def rms(errors: Tensor) -> float:
 
 
 @pytest.mark.parametrize("loudness", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", LARGE_PARAMS)
 def test_bfloat16_errs_hardly_more_than_eager_attention(name: str, loudness: float) -> None:
     shape = replace(LARGE[name], dim=64, group=7, loudness=loudness)
     scene = make_scene(shape, torch.bfloat16)

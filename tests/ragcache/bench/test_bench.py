@@ -292,6 +292,7 @@ def test_the_keys_are_those_that_are_promised(figures: dict[str, Any]) -> None:
     json.dumps(figures, default=str)
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_or_the_extra_is_named(figures: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "tiers.svg"
     try:

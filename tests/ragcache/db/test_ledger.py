@@ -133,6 +133,7 @@ def test_the_clock_of_uses_never_runs_backwards(
     assert other.used_since(1001) == [("disk", make_key(1), 1002, 2)]
 
 
+@pytest.mark.slow
 def test_sessions_that_count_the_same_uses_wait_in_no_circle(
     ledger: Ledger, another: Callable[[], Ledger], database: Database
 ) -> None:

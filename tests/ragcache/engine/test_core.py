@@ -226,7 +226,7 @@ class Run:
 
 
 @pytest.mark.parametrize("make", [core_of, pytest.param(late_core, marks=pytest.mark.slow)])
-@settings(max_examples=scaled(50), derandomize=True)
+@settings(max_examples=scaled(50, quick=0.1), derandomize=True)
 @given(day=DAYS)
 def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:
     engine = Run(world, day, make)

@@ -314,6 +314,7 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
     assert len(other.result(0).token_ids) == 20
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
     """Others get them at once: what they write comes after what the row reads."""
     core = late_core(causal, config_of(causal, blocks=12))

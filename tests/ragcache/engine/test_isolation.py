@@ -3,7 +3,7 @@ that cannot be made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -72,14 +72,12 @@ def device_runner(causal: CausalLM) -> ModelRunner:
 
 
 RUNNERS = {"cpu": RaggedModelRunner, "reference": reference_runner, "device": device_runner}
-QUICK = ("device", "while they decode", "values")
 
 
-def cases() -> Iterator[Any]:
-    for case in product(RUNNERS, ("while they decode", "from the start"), ("values", "keys")):
-        on_device = case[0] == "device"
-        marks = [interpreted] * on_device + [pytest.mark.slow] * (on_device and case != QUICK)
-        yield pytest.param(*case, marks=marks)
+CASES = [
+    pytest.param(*case, marks=[interpreted, pytest.mark.slow] if case[0] == "device" else [])
+    for case in product(RUNNERS, ("while they decode", "from the start"), ("values", "keys"))
+]
 
 
 def segments_of(causal: CausalLM, lengths: Sequence[int]) -> tuple[Segment, ...]:
@@ -111,7 +109,7 @@ def logprobs_of(output: RequestOutput) -> list[float | None]:
 
 
 @pytest.mark.usefixtures("eager_layers")
-@pytest.mark.parametrize(("runner", "when", "part"), cases())
+@pytest.mark.parametrize(("runner", "when", "part"), CASES)
 def test_states_that_are_no_numbers_fail_their_own_request_alone(
     causal: CausalLM, runner: str, when: str, part: str
 ) -> None:

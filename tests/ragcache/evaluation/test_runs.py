@@ -94,6 +94,7 @@ def test_first_tokens_are_compared_with_mode_exact(rag: RagCache, evaluation: Ev
     assert alone.kl_divergence is alone.agreement is None
 
 
+@pytest.mark.slow
 def test_questions_are_asked_over_their_own_documents(tmp_path: Path, reader: LoadedModel) -> None:
     from ragcache import SourceDocument
 

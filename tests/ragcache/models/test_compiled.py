@@ -82,7 +82,7 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in ("llama", "gpt2") else pytest.param(family, marks=pytest.mark.slow)
+        family if family == "llama" else pytest.param(family, marks=pytest.mark.slow)
         for family in (*FAMILIES, *GEMMAS)
     ],
 )

@@ -132,6 +132,7 @@ def test_four_bits_compute_in_bfloat16_unless_it_is_said(folder: str) -> None:
     assert loaded.causal.dtype == loaded.causal.states_dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_a_checkpoint_that_torchao_quantized_loads_as_it_was_stored(
     folder: str, tmp_path: Path, reader: LoadedModel, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ def test_what_is_all_computed_in_context_is_exact(
     assert rooted.other_documents > rooted.kl_divergence
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_a_model_that_is_unsure_of_everything_passes(family: str, reader: LoadedModel) -> None:
     """Also one whose positions are learned: its documents are encoded where they stand."""
     causal = wrap_causal(tiny_model(family, vocab_size=len(reader.tokenizer)))
@@ -130,6 +130,7 @@ def test_a_small_window_gets_smaller_prompts_or_none(
     assert (0 if result is None else result.prompts) == prompts
 
 
+@pytest.mark.slow
 def test_a_far_mode_is_refused_before_anything_is_leased(
     loud: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=scaled(60))
+@settings(max_examples=scaled(60, quick=0.1))
 @given(
     options=st.lists(OPTIONS, min_size=1, max_size=2),
     questions=st.lists(st.sampled_from(QUESTIONS), min_size=1, max_size=4),

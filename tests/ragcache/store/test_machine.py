@@ -192,7 +192,7 @@ def on_postgres(request: pytest.FixtureRequest) -> type[StoreMachine]:
 
 
 def test_hundreds_of_operations() -> None:
-    run(StoreMachine, scaled(10))
+    run(StoreMachine, scaled(10, quick=0.1))
 
 
 def test_hundreds_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:

@@ -228,6 +228,7 @@ def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_few_kills_of_a_migration(tmp_path: Path) -> None:
     assert kill_migrations(tmp_path, 5)
 
