@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ragcache import RagCache
 from ragcache.engine.core import EngineCore
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http.server import GracefulServer, server_config
 from tests.api.http.server_process import Started, start_server
 from tests.conftest import write_notes
 
@@ -52,6 +55,32 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         step(core)
 
     monkeypatch.setattr(EngineCore, "step", slow_step)
+
+
+@contextmanager
+def serving(rag: RagCache, **settings: Any) -> Iterator[tuple[GracefulServer, str]]:
+    """A server in a thread of this process, which starts in no time, and its URL."""
+    chosen = ServiceSettings.read(port=0, **settings)
+    app = create_app(rag, chosen)
+    requests = app.state.service.requests
+    config = server_config(app, chosen)
+    server = GracefulServer(config, requests, chosen.grace, lame_duck=0.0, page=False)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while thread.is_alive() and not server.started:
+        time.sleep(0.01)
+    host, port = server.servers[0].sockets[0].getsockname()
+    yield server, f"http://{host}:{port}"
+    server.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served(rag: RagCache) -> Iterator[str]:
+    """The URL of a server that the tests of a file share."""
+    with serving(rag) as (_, url):
+        yield url
 
 
 Start = Callable[..., Started]

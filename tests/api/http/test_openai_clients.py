@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from tests.api.http.conftest import LEAVE
-from tests.api.http.server_process import Started
 from tests.cluster.machines import wait_until
 
 if TYPE_CHECKING:  # their import costs seconds, which only the process that runs these tests pays
@@ -21,10 +20,10 @@ MESSAGES = [{"role": "user", "content": LEAVE}]
 
 
 @pytest.fixture(scope="module")
-def openai(server: Started) -> OpenAI:
+def openai(served: str) -> OpenAI:
     from openai import OpenAI
 
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0)
 
 
 def test_plain(openai: OpenAI) -> None:
@@ -93,36 +92,36 @@ def test_json_that_keeps_to_a_schema(openai: OpenAI) -> None:
     assert set(json.loads(made.choices[0].message.content or "")) == {"days"}
 
 
-def last_outcome(server: Started) -> str:
+def last_outcome(served: str) -> str:
     """How the last request ended, once none is left: long before the 3,000 tokens of these."""
 
     def ended() -> dict[str, Any] | None:
-        told: dict[str, Any] = httpx.get(f"{server.url}/admin/requests").json()
+        told: dict[str, Any] = httpx.get(f"{served}/admin/requests").json()
         return None if told["running"] or told["batch"]["rows"] else told
 
     return str(wait_until(30, ended)["recent"][0]["outcome"])
 
 
-def test_leaving_a_stream_ends_its_request(openai: OpenAI, server: Started) -> None:
+def test_leaving_a_stream_ends_its_request(openai: OpenAI, served: str) -> None:
     with openai.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=3000, stream=True, temperature=100
     ) as stream:
         next(iter(stream))
-    assert last_outcome(server) == "cancelled"
+    assert last_outcome(served) == "cancelled"
 
 
-def test_a_client_that_gives_up_waiting_ends_its_request(server: Started) -> None:
+def test_a_client_that_gives_up_waiting_ends_its_request(served: str) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3000, "temperature": 100}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.5)
-    assert last_outcome(server) == "cancelled"
+        httpx.post(f"{served}/v1/chat/completions", json=body, timeout=0.5)
+    assert last_outcome(served) == "cancelled"
 
 
-def test_asynchronous_clients_at_once(server: Started) -> None:
+def test_asynchronous_clients_at_once(served: str) -> None:
     from openai import AsyncOpenAI
 
     async def many() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with AsyncOpenAI(base_url=f"{served}/v1", api_key="none") as client:
             made = [
                 client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4)
                 for _ in range(8)
@@ -132,11 +131,11 @@ def test_asynchronous_clients_at_once(server: Started) -> None:
     assert len(set(asyncio.run(many()))) == 1
 
 
-def test_langchains_chat_model(server: Started) -> None:
+def test_langchains_chat_model(served: str) -> None:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model=MODEL, max_tokens=5,
+        base_url=f"{served}/v1", api_key="none", model=MODEL, max_tokens=5,
         stream_usage=True, extra_body={"collection": "notes"},
     )  # fmt: skip
     message = model.invoke(LEAVE)

@@ -7,7 +7,6 @@ import gc
 import re
 import signal
 import sqlite3
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import (
-    GracefulServer,
     KeyRequired,
     check_exposure,
     frozen_heap,
@@ -26,7 +24,7 @@ from ragcache_api.http.server import (
     server_config,
 )
 from tests.api.http.asgi import App, Caller, events
-from tests.api.http.conftest import LEAVE, Start
+from tests.api.http.conftest import LEAVE, Start, serving
 from tests.api.http.server_process import Started
 from tests.conftest import scaled
 
@@ -143,26 +141,17 @@ def test_further_signals_do_not_keep_the_folder_from_being_closed(
 
 @pytest.mark.usefixtures("slow_steps")
 def test_what_runs_ends_with_an_error_after_grace(rag: RagCache) -> None:
-    settings = ServiceSettings.read(port=0, grace=0.2)
-    app = create_app(rag, settings)
-    config, requests = server_config(app, settings), app.state.service.requests
-    server = GracefulServer(config, requests, settings.grace, lame_duck=0.0, page=False)
-    serving = threading.Thread(target=server.run, daemon=True)
-    serving.start()
-    while serving.is_alive() and not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    address = f"http://127.0.0.1:{port}/v1/answers"
-    with httpx.stream("POST", address, json=LONG, timeout=60) as response:
+    with (
+        serving(rag, grace=0.2) as (server, url),
+        httpx.stream("POST", f"{url}/v1/answers", json=LONG, timeout=60) as response,
+    ):
         lines = response.iter_lines()
         first = next(lines)
         server.handle_exit(signal.SIGTERM, None)
         rest = list(lines)
-    serving.join(60)
-    assert not serving.is_alive()
     assert (first, "event: error" in rest) == ("event: sources", True)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{port}/health")
+        httpx.get(f"{url}/health")
 
 
 def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
