@@ -2,7 +2,8 @@
 `serve run ragcache_api.cluster.app:build`, and for KubeRay's RayService.
 
 A replica is the whole service in a process of its own. The front calls it through a handle that
-`ModuleRouter` routes; the ASGI messages of the response come back as they are sent.
+`ModuleRouter` routes; the ASGI messages of the response come back as they are sent. With the data
+plane `haproxy`, connections come to replicas themselves, and the same router is only asked.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any
+from contextvars import Context
+from typing import Any, ClassVar
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.serve._private import constants as ray_constants
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -26,10 +30,17 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
-from ragcache.db import ApiKeys, Database
+from ragcache.db import ApiKeys, Database, LocatedStates
+from ragcache.errors import ConfigurationError
 from ragcache.routing import RoutingCosts
 from ragcache_api.cluster import replicas as shared
-from ragcache_api.cluster.front import create_front
+from ragcache_api.cluster.front import create_front, guard_front, open_front
+from ragcache_api.cluster.haproxy import (
+    DirectApp,
+    IngressRouter,
+    check_haproxy,
+    check_variables,
+)
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
     ReplicaLost,
@@ -46,6 +57,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
+_PICKER = "Router"  # the deployment that HAProxy asks
 _STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
 _HEALTH_SECONDS = 2.0
 _CALL_SECONDS = 5.0  # that a replica may take to say something of itself
@@ -66,6 +78,7 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     def initialize_state(self, **options: Any) -> None:  # noqa: ARG002
         """Called by Ray with `request_router_kwargs`, of which there are none here."""
         shared.PROCESS_TABLE.list_replicas = self.statuses
+        self._picks = shared.PickCounter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica],
@@ -85,15 +98,20 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             return [candidate_replicas]
         statuses = [self.status_of(each) for each in candidate_replicas]
         name = shared.PROCESS_TABLE.choose(request.located, statuses)
+        if "requests" in by_name[name].routing_stats:
+            self._picks.add(name)
         others = [each for key, each in by_name.items() if key != name]
         return [[by_name[name]], others] if others else [[by_name[name]]]
 
     def status_of(self, replica: RunningReplica) -> ReplicaStatus:
         """What is known of a replica here."""
         name, told = replica.replica_id.unique_id, replica.routing_stats
+        if "requests" in told:  # its connections do not go through here
+            requests = self._picks.load(name, told["requests"], told["time"])
+        else:
+            requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return ReplicaStatus(
-            name, told.get("session", name),
-            self.replica_queue_len_cache.get(replica.replica_id) or 0, told.get("draining", False),
+            name, told.get("session", name), requests, told.get("draining", False),
             told.get("costs", {}),
         )  # fmt: skip
 
@@ -128,14 +146,18 @@ class RayReplicas:
         return True
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        """Those that have not answered soon are left out, and not waited for: Ray's router may keep
-        a call that names its replica, and not let go of it when it is canceled."""
+        """Those that have not answered soon are left out, and not waited for: Ray's router may not
+        let go of a call when it is canceled."""
 
         async def call(name: str) -> list[Message]:
             return [message async for message in self._messages(request, only=name)]
 
         names = [each.name for each in await self.statuses()]
-        tasks = {name: asyncio.create_task(call(name)) for name in names}
+        tasks = {
+            # calls of one request have its id, and Ray's router keeps one of each id
+            name: asyncio.create_task(call(name), context=Context())
+            for name in names
+        }
         if tasks:
             await asyncio.wait(tasks.values(), timeout=_CALL_SECONDS)
         answered: dict[str, list[Message]] = {}
@@ -180,13 +202,16 @@ class Replica:
     """One service. settings: those of all; its state folder is one of its rank in theirs, which a
     replica that takes its place opens again."""
 
+    counts_rate: ClassVar[bool] = False  # the front does
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from ragcache import RagCache
         from ragcache_api.http.app import create_app
 
         rank = serve.get_replica_context().rank.rank
         every = ServiceSettings(**settings)
-        own = every.model_copy(update={"rate": None, "state": every.state / f"replica-{rank}"})
+        rate = every.rate if self.counts_rate else None
+        own = every.model_copy(update={"rate": rate, "state": every.state / f"replica-{rank}"})
         self._rag = RagCache.open(own.state, own.model, warm_up=True, **own.opening())
         self._app = create_app(self._rag, own)
         self._session = self._rag.internals.shared.store.ledger.sessions.id
@@ -230,6 +255,25 @@ class Replica:
             self._rag.close()
 
 
+class DirectReplica(Replica):
+    """A replica to which HAProxy hands connections over."""
+
+    counts_rate = True
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._lifespan = AsyncExitStack()  # Ray runs the app's
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        name = serve.get_replica_context().app_name
+        return DirectApp(self._app, RayReplicas(serve.get_deployment_handle(_PICKER, name)))
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Has the requests under way, which no handle counts."""
+        running = len(self._app.state.service.requests.active)
+        return super().record_routing_stats() | {"requests": running, "time": time.time()}
+
+
 class FrontDeployment:
     """The front, as an ingress of Ray Serve."""
 
@@ -240,6 +284,33 @@ class FrontDeployment:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_front(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
+
+
+class RouterDeployment(FrontDeployment):
+    """What HAProxy asks for replicas, and the front for the paths of all of them together."""
+
+    def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
+        super().__init__(settings, replicas)
+        self._handle = replicas
+        front, auth = open_front(
+            self._database, self._replicas, shared.PROCESS_TABLE, self._settings
+        )
+        self._guarded = guard_front(front, auth, self._settings)
+        self._router = IngressRouter(front, auth, self._pick, self._guarded)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._router
+
+    async def asgi(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Runs a request through the front."""
+        async for messages in run_app(self._guarded, request):
+            yield messages
+
+    async def _pick(self, located: LocatedStates) -> str:
+        request = ForwardedRequest({}, b"", located)
+        async with self._handle.choose_replica(request=request, _reserve=False) as selection:
+            name: str = selection._replica.replica_id.to_full_id_str()
+            return name
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -254,6 +325,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """
     settings = ServiceSettings.read(**args)
     settings.cluster_ledger()
+    if settings.data_plane == "haproxy":
+        check_haproxy(settings)
+        # Ray has the address, and with HAProxy all interfaces by default: a key is needed
+        settings = settings.model_copy(update={"host": "0.0.0.0"})
     return application(settings)
 
 
@@ -262,7 +337,8 @@ def application(
     **router_options: Any,
 ) -> serve.Application:  # fmt: skip
     """The replicas and their front. router: the path of a `ModuleRouter`; router_options: of its
-    `initialize_state`."""
+    `initialize_state`. replica: of the data plane `handle`. Raises `ConfigurationError` where Ray
+    was started for another data plane."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -284,13 +360,37 @@ def application(
         )  # fmt: skip
     else:
         options["num_replicas"] = settings.replicas or 1
-    replicas = serve.deployment(replica, name="Replica", **options)
-    front = serve.deployment(
-        serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
-        health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
-        logging_config=quiet,
-    )  # fmt: skip
-    return front.bind(values, replicas.bind(values))
+    front_options: dict[str, Any] = {
+        "max_ongoing_requests": _MOST_REQUESTS, "health_check_period_s": _HEALTH_SECONDS,
+        "ray_actor_options": {"num_cpus": 0}, "logging_config": quiet,
+    }  # fmt: skip
+    if settings.data_plane == "haproxy":
+        attach = _router_hook()
+        direct = serve.deployment(serve.ingress()(DirectReplica), name="Replica", **options)
+        picker = serve.deployment(serve.ingress()(RouterDeployment), name=_PICKER, **front_options)
+        replicas = direct.bind(values)
+        return attach(replicas, picker.bind(values, replicas))
+    replicas = serve.deployment(replica, name="Replica", **options).bind(values)
+    front = serve.deployment(serve.ingress()(FrontDeployment), name="Front", **front_options)
+    return front.bind(values, replicas)
+
+
+def _router_hook() -> Callable[[serve.Application, serve.Application], serve.Application]:
+    """Makes the second application what HAProxy asks for replicas of the first. Raises
+    `ConfigurationError`."""
+    hook = getattr(serve.Application, "_with_ingress_request_router", None)
+    if hook is None:
+        raise ConfigurationError(
+            f"data_plane `haproxy` needs `Application._with_ingress_request_router`, which Ray "
+            f"{ray.__version__} lacks: leave data_plane at `handle`"
+        )
+    check_variables({
+        "RAY_SERVE_ENABLE_HA_PROXY": f"{ray_constants.RAY_SERVE_ENABLE_HA_PROXY:d}",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY":
+            f"{ray_constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:d}",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": ray_constants.SERVE_SESSION_ID,
+    })  # fmt: skip
+    return hook
 
 
 def serve_cluster(settings: ServiceSettings) -> None:

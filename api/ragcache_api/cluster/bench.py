@@ -8,7 +8,6 @@ a given time, and so does each module that is brought to memory.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -18,13 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from itertools import count, islice
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -36,13 +34,21 @@ from ragcache.bench.routing import POLICIES, RoutingWorkload, topic_workload
 from ragcache.db import Database
 from ragcache.db.database import database_url
 from ragcache.db.tables import SessionTable
+from ragcache.errors import ConfigurationError
 from ragcache.routing import RoutingCosts
 from ragcache.store.tiers import Tier
 from ragcache_api.cluster import replicas as shared
 from ragcache_api.cluster.app import ModuleRouter, Replica, application, deploy, ray_serve
+from ragcache_api.cluster.haproxy import check_haproxy
+from ragcache_api.cluster.load import (
+    BenchClient,
+    Load,
+    ask_all,
+    check_replies,
+    repeat_calls,
+)
 from ragcache_api.settings import ServiceSettings
 
-_COLLECTION = "bench"
 _ROUTER = "ragcache_api.cluster.bench.ComparedRouter"
 _MODULE_SECONDS = 0.04  # of 50 MB over 10 GbE, which a module counts as where hits are compared
 _ENCODE_RATE = 1e-9  # so slow that moving is always cheaper
@@ -137,104 +143,6 @@ def _at_least(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
-    """What a client got. seconds: until its end; cut: a stream that ended before its answer."""
-
-    status: int
-    seconds: float
-    body: bytes = b""
-    cut: bool = False
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def failed(self) -> bool:
-        return self.status != 200 or self.cut
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """Calls a service on this machine, over a new connection each time."""
-
-    port: int
-
-    def call(self, method: str, path: str, body: Any = None) -> _Reply:
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        begun, status, content = time.perf_counter(), 0, b""
-        with suppress(OSError, http.client.HTTPException):
-            sent = None if body is None else json.dumps(body)
-            link.request(method, path, sent, {"Content-Type": "application/json"})
-            response = link.getresponse()
-            content = response.read()
-            status = response.status
-        link.close()
-        stream = isinstance(body, dict) and body.get("stream", False)
-        cut = stream and status == 200 and not content.endswith((b"[DONE]\n\n", b"}\n\n"))
-        cut = cut or (stream and b"event: error" in content)
-        return _Reply(status, time.perf_counter() - begun, content, cut)
-
-    def get(self, path: str) -> Any:
-        reply = self.call("GET", path)
-        if reply.status != 200:
-            raise RuntimeError(f"GET {path}: {reply.status} {reply.body[:500]!r}")
-        return reply.json
-
-    def ask(self, question: str, **more: Any) -> _Reply:
-        asked = {"question": question, "collection": _COLLECTION, "k": 4, "max_tokens": 1}
-        return self.call("POST", "/v1/answers", asked | more)
-
-    def chat(self, question: str, tokens: int, **more: Any) -> _Reply:
-        """An answer that has so many tokens, whatever the model says."""
-        messages = [{"role": "user", "content": question}]
-        asked = {"model": _model(self), "messages": messages, "collection": _COLLECTION, "k": 4}
-        asked |= {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
-        return self.call("POST", "/v1/chat/completions", asked | {"extractive": False} | more)
-
-    def ingest(self, texts: Sequence[str]) -> float:
-        """Seconds until documents are stored."""
-        documents = [{"id": f"{n}", "text": text} for n, text in enumerate(texts)]
-        begun = time.perf_counter()
-        path = f"/v1/collections/{_COLLECTION}/documents"
-        number = self.call("POST", path, {"documents": documents}).json["id"]
-        while (job := self.get(f"/v1/jobs/{number}"))["status"] in ("queued", "running"):
-            time.sleep(0.2)
-        if job["status"] != "done":
-            raise RuntimeError(f"the documents were not stored: {job}")
-        return time.perf_counter() - begun
-
-    def replicas(self) -> dict[str, dict[str, Any]]:
-        """The replicas that have said their session, by name."""
-        listed = self.get("/admin/replicas")["items"]
-        return {each["name"]: each for each in listed if each["session"] != each["name"]}
-
-    def wait_for(self, replicas: int, seconds: float = 240.0, without: Sequence[str] = ()) -> float:
-        """Seconds until there are so many replicas, beside those named."""
-        begun = time.perf_counter()
-        while len(self.replicas().keys() - set(without)) != replicas:
-            if time.perf_counter() - begun > seconds:
-                raise RuntimeError(f"there are not {replicas} replicas after {seconds:.0f} s")
-            time.sleep(0.2)
-        return time.perf_counter() - begun
-
-    def encoded(self) -> dict[str, int]:
-        """The states that each replica has encoded."""
-        counted: dict[str, int] = {}
-        for line in self.call("GET", "/metrics").body.decode().splitlines():
-            if line.startswith("ragcache_misses_total{"):
-                labels, _, value = line.rpartition(" ")
-                counted[labels.split('"')[1]] = int(float(value))
-        return counted
-
-
-@cache
-def _model(client: _Client) -> str:
-    """The name of the model that a service serves."""
-    return str(client.get("/v1/models")["data"][0]["id"])
-
-
-@dataclass(frozen=True, slots=True)
 class _Place:
     """Where one part runs: an empty schema of the database, and a folder."""
 
@@ -253,11 +161,11 @@ class _Place:
         return ServiceSettings.read(**(given | {"port": port, "replicas": replicas} | more))
 
     @contextmanager
-    def cluster(self, settings: ServiceSettings, **served: Any) -> Iterator[_Client]:
+    def cluster(self, settings: ServiceSettings, **served: Any) -> Iterator[BenchClient]:
         """A running service. served: as for `application`."""
         with ray_serve(settings):
             deploy(application(settings, **served))
-            client = _Client(settings.port)
+            client = BenchClient(settings.port)
             client.wait_for(settings.replicas or 1)
             yield client
 
@@ -276,46 +184,6 @@ def _place(ledger: str) -> Iterator[_Place]:
         with engine.begin() as connection:
             connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
         engine.dispose()
-
-
-@dataclass(slots=True)
-class _Load:
-    """Clients that call until the load is stopped."""
-
-    replies: list[_Reply] = field(default_factory=list)
-    _stopped: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def add(self, calls: Iterator[Callable[[], _Reply]]) -> None:
-        """Starts a client that makes these calls one after another."""
-
-        def run() -> None:
-            for call in calls:
-                if self._stopped.is_set():
-                    return
-                self.replies.append(call())
-
-        self._threads.append(threading.Thread(target=run, daemon=True))
-        self._threads[-1].start()
-
-    def wait(self) -> list[_Reply]:
-        """All replies, when the clients have no more calls."""
-        for thread in self._threads:
-            thread.join()
-        return self.replies
-
-    def stop(self) -> None:
-        """Lets each client end its last call."""
-        self._stopped.set()
-        self.wait()
-
-
-def _repeat(
-    call: Callable[[str], _Reply], questions: Sequence[str], seed: int
-) -> Iterator[Callable[[], _Reply]]:
-    """Calls for questions, for ever, in an order of their own."""
-    rng = random.Random(seed)
-    return (partial(call, rng.choice(questions)) for _ in count())
 
 
 def _word(number: int) -> str:
@@ -347,7 +215,7 @@ def measure_encodings(
     with place.cluster(place.settings(setting.replicas)) as client:
         progress(f"encodings: {len(texts)} documents")
         seconds = client.ingest(texts)
-        _ask_all(client, questions, setting.askers)
+        ask_all(client, questions, setting.askers)
         encoded = client.encoded()
         routed = [each["routed"] for each in client.replicas().values()]
     return {
@@ -409,34 +277,16 @@ def _prepare_hits(place: _Place, texts: Sequence[str]) -> tuple[int, dict[str, f
 
 
 def _hit_rate(
-    client: _Client, questions: Sequence[str], setting: ClusterSetting
+    client: BenchClient, questions: Sequence[str], setting: ClusterSetting
 ) -> dict[str, Any]:  # fmt: skip
     """Asks all questions once."""
     warm = len(questions) // 3
-    _ask_all(client, questions[:warm], setting.askers)
-    replies = _ask_all(client, questions[warm:], setting.askers)
+    ask_all(client, questions[:warm], setting.askers)
+    replies = ask_all(client, questions[warm:], setting.askers)
     tiers = [source["tier"] for each in replies for source in each.json["sources"]]
     hits = sum(tier in ("host", "device") for tier in tiers)
     routed = sorted(each["routed"] for each in client.replicas().values())
     return {"hits": hits / len(tiers), "modules": len(tiers), "routed": routed}
-
-
-def _ask_all(client: _Client, questions: Sequence[str], askers: int) -> list[_Reply]:
-    """Each question once, by clients that share them; all must be answered."""
-    load = _Load()
-    for number in range(askers):
-        load.add(partial(client.ask, question) for question in questions[number::askers])
-    return _check(load.wait())
-
-
-def _check(replies: list[_Reply]) -> list[_Reply]:
-    """The replies, all of which must be answers."""
-    if failed := [each for each in replies if each.failed]:
-        raise RuntimeError(
-            f"{len(failed)} of {len(replies)} questions failed, one with status "
-            f"{failed[0].status}: {failed[0].body[:500]!r}"
-        )
-    return replies
 
 
 def measure_kill(place: _Place, setting: ClusterSetting, progress: Progress) -> dict[str, Any]:
@@ -481,19 +331,19 @@ def measure_upgrade(place: _Place, setting: ClusterSetting, progress: Progress) 
     return _figures(load, streams) | {"upgrade_seconds": seconds, "encoded_again": encoded}
 
 
-def _begin_load(client: _Client, setting: ClusterSetting) -> tuple[_Load, _Load]:
+def _begin_load(client: BenchClient, setting: ClusterSetting) -> tuple[Load, Load]:
     """Askers, and one reader of greedy streams, over a corpus that is ingested."""
     texts, questions = _corpus(setting)
     client.ingest(texts)
-    load, streams = _Load(), _Load()
+    load, streams = Load(), Load()
     for number in range(setting.askers):
-        load.add(_repeat(client.ask, questions, number))
+        load.add(repeat_calls(client.ask, questions, number))
     stream = partial(client.chat, tokens=48, stream=True, temperature=0)
-    streams.add(_repeat(stream, questions, setting.askers))
+    streams.add(repeat_calls(stream, questions, setting.askers))
     return load, streams
 
 
-def _figures(load: _Load, streams: _Load) -> dict[str, Any]:
+def _figures(load: Load, streams: Load) -> dict[str, Any]:
     return {
         "asked": len(load.replies), "failed": sum(each.failed for each in load.replies),
         "longest_seconds": max(each.seconds for each in load.replies),
@@ -546,18 +396,18 @@ def measure_throughput(
 
 
 def _rate(
-    client: _Client, questions: Sequence[str], replicas: int, setting: ClusterSetting
+    client: BenchClient, questions: Sequence[str], replicas: int, setting: ClusterSetting
 ) -> dict[str, Any]:  # fmt: skip
-    load = _Load()
+    load = Load()
     chat = partial(client.chat, tokens=setting.tokens)
     for number in range(replicas * setting.slots):
-        load.add(_repeat(chat, questions, number))
+        load.add(repeat_calls(chat, questions, number))
     time.sleep(setting.seconds)
     first, begun = len(load.replies), time.perf_counter()
     time.sleep(setting.seconds)
     replies, seconds = load.replies[first:], time.perf_counter() - begun
     load.stop()
-    _check(load.replies)
+    check_replies(load.replies)
     tiers = [source["tier"] for each in replies for source in each.json["sources"]]
     return {
         "answers_per_second": len(replies) / seconds,
@@ -566,50 +416,68 @@ def _rate(
 
 
 def measure_front(place: _Place, setting: ClusterSetting, progress: Progress) -> dict[str, Any]:
-    """The same calls through the front to one replica, and to a service by itself, in turn."""
+    """The same calls through the front to one replica, through HAProxy to one, and to a service by
+    itself, in turn."""
     texts, questions = _corpus(setting)
     settings = place.settings(1)
-    alone = place.settings(1).port
-    with place.cluster(settings) as front, _service(place, settings, alone) as direct:
-        front.ingest(texts)
-        sides = {"front": front, "direct": direct}
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        answers: dict[str, list[float]] = {name: [] for name in sides}
-        events: dict[str, list[float]] = {name: [] for name in sides}
-        for question in questions[:24]:
-            for client in sides.values():
-                client.ask(question)
-        for number in range(setting.rounds):
-            progress(f"front: round {number + 1} of {setting.rounds}")
-            for name, client in sides.items():
-                got = _check([client.call("GET", "/v1/collections") for _ in range(30)])
-                asked = _check([client.ask(each) for each in questions[:24]])
-                seconds[name] += [each.seconds for each in got]
-                answers[name] += [each.seconds for each in asked]
-                events[name].append(_events_per_second(client, questions))
+    with ExitStack() as running:
+        sides = {"front": running.enter_context(place.cluster(settings))}
+        sides["direct"] = running.enter_context(_service(place, "direct"))
+        try:
+            check_haproxy(settings)
+        except ConfigurationError as error:
+            progress(f"front: not through HAProxy: {error}")
+        else:
+            more = ("--replicas=1", "--set=data_plane=haproxy")
+            sides["haproxy"] = running.enter_context(_service(place, "haproxy", *more))
+        sides["front"].ingest(texts)
+        return _compare_sides(sides, questions, setting, progress)
+
+
+def _compare_sides(
+    sides: Mapping[str, BenchClient], questions: Sequence[str], setting: ClusterSetting,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    answers: dict[str, list[float]] = {name: [] for name in sides}
+    events: dict[str, list[float]] = {name: [] for name in sides}
+    for question in questions[:24]:
+        for client in sides.values():
+            client.ask(question)
+    for number in range(setting.rounds):
+        progress(f"front: round {number + 1} of {setting.rounds}")
+        for name, client in sides.items():
+            got = check_replies([client.call("GET", "/v1/collections") for _ in range(30)])
+            asked = check_replies([client.ask(each) for each in questions[:24]])
+            seconds[name] += [each.seconds for each in got]
+            answers[name] += [each.seconds for each in asked]
+            events[name].append(_events_per_second(client, questions))
     middle = {name: statistics.median(each) for name, each in seconds.items()}
-    whole = {name: statistics.median(each) for name, each in answers.items()}
     rates = {name: statistics.median(each) for name, each in events.items()}
+    others = [name for name in sides if name != "direct"]
     return {
-        "get_seconds": middle, "get_added_seconds": middle["front"] - middle["direct"],
-        "answer_seconds": whole, "events_per_second": rates,
-        "events_share": rates["front"] / rates["direct"],
+        "get_seconds": middle,
+        "get_added_seconds": {name: middle[name] - middle["direct"] for name in others},
+        "answer_seconds": {name: statistics.median(each) for name, each in answers.items()},
+        "events_per_second": rates,
+        "events_share": {name: rates[name] / rates["direct"] for name in others},
         "events_per_second_by_round": events,
     }  # fmt: skip
 
 
 @contextmanager
-def _service(place: _Place, settings: ServiceSettings, port: int) -> Iterator[_Client]:
-    """`ragcache serve` over the same ledger and remote."""
+def _service(place: _Place, name: str, *more: str) -> Iterator[BenchClient]:
+    """`ragcache serve` over the same ledger and remote. more: options."""
+    settings = place.settings(1)
     names = ("ledger", "remote", "embedding", "dtype", "page", "lame_duck")
     options = [f"--set={name}={getattr(settings, name)}" for name in names[:2] + names[4:]]
     options += [f"--{name}={getattr(settings, name)}" for name in names[2:4]]
-    command = [sys.executable, "-m", "ragcache_api.cli.main", "serve", "--port", str(port)]
-    state = place.folder / "alone"
+    options += [f"--port={settings.port}", f"--state={place.folder / name}", *more]
     process = subprocess.Popen(
-        [*command, "--state", str(state), *options], stderr=subprocess.DEVNULL
-    )
-    client = _Client(port)
+        [sys.executable, "-m", "ragcache_api.cli.main", "serve", *options],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    client = BenchClient(settings.port)
     try:
         while client.call("GET", "/health/ready").status != 200:
             if process.poll() is not None:
@@ -621,13 +489,13 @@ def _service(place: _Place, settings: ServiceSettings, port: int) -> Iterator[_C
         process.wait()
 
 
-def _events_per_second(client: _Client, questions: Sequence[str], streams: int = 8) -> float:
+def _events_per_second(client: BenchClient, questions: Sequence[str], streams: int = 8) -> float:
     """Tokens a second of streams at once."""
-    load, begun = _Load(), time.perf_counter()
+    load, begun = Load(), time.perf_counter()
     stream = partial(client.chat, tokens=64, stream=True)
     for number in range(streams):
-        load.add(islice(_repeat(stream, questions, number), 2))
-    _check(load.wait())
+        load.add(islice(repeat_calls(stream, questions, number), 2))
+    check_replies(load.wait())
     seconds = time.perf_counter() - begun
     return sum(each.body.count(b'"delta":{"content":"') for each in load.replies) / seconds
 

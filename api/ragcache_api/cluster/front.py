@@ -186,11 +186,11 @@ class Front:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(receive)
         asked = _ASKS.search(scope["path"]) is not None and scope["method"] == "POST"
-        value = _json(body) if asked else None
+        value = parse_json(body) if asked else None
         located, sealed = LocatedStates(), ""
         if isinstance(value, dict):
             caller: Caller = scope["state"]["caller"]
-            located, sealed = await asyncio.to_thread(self._read, caller, scope["path"], value)
+            located, sealed = await asyncio.to_thread(self.locate, caller, scope["path"], value)
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OWN_HEADERS]
         headers.append((_REQUEST_ID, (request_id() or "").encode()))
         if sealed:
@@ -208,10 +208,11 @@ class Front:
                 task.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
-    def _read(
+    def locate(
         self, caller: Caller, path: str, body: Mapping[str, Any]
     ) -> tuple[LocatedStates, str]:  # fmt: skip
-        """What a request reads; nothing where it is wrong, which the replica will say."""
+        """What a request reads, and the sealed selection; nothing where it is wrong, which the
+        replica will say. May read rows."""
         try:
             return self._reader(caller.namespace).read(path, body)
         except (RagCacheError, PMLError, LookupError, TypeError, ValueError, AttributeError) as no:
@@ -260,6 +261,11 @@ class Front:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
+def is_operator_path(path: str) -> bool:
+    """Whether a path is about all replicas together."""
+    return path == "/metrics" or _REPLICAS.match(path) is not None
+
+
 def _lost(error: ReplicaLost) -> HTTPProblem:
     return HTTPProblem(503, "replica-lost", str(error), {"Retry-After": "2"})
 
@@ -293,7 +299,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _json(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
+    """The value of a body; None for one that is no JSON."""
     try:
         return json.loads(body)
     except ValueError:
@@ -322,6 +329,30 @@ def label_metrics(texts: Mapping[str, bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
 
+def open_front(
+    database: Database, replicas: ReplicaSet, table: RoutingTable, settings: ServiceSettings
+) -> tuple[Front, APIKeyAuth]:
+    """The front over a ledger, and what checks its keys; the arguments of `create_front`."""
+    keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
+    front = Front(
+        database, replicas, table, Residency(database), SelectionCipher(keys.service_secret()),
+        settings.stale_seconds, resolve_embedder(settings.embedding),
+        resolve_reranker(settings.reranker),
+    )  # fmt: skip
+    return front, APIKeyAuth(keys)
+
+
+def guard_front(front: Front, auth: APIKeyAuth, settings: ServiceSettings) -> ASGIApp:
+    """A front with keys, rates and limits for the whole service."""
+    access = AccessMiddleware(
+        front, auth=auth, rate=RateLimit(settings.rate, settings.rate_storage),
+        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
+        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
+        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
+    )  # fmt: skip
+    return RequestIds(access)
+
+
 def create_front(
     database: Database, replicas: ReplicaSet, table: RoutingTable, settings: ServiceSettings
 ) -> ASGIApp:
@@ -333,16 +364,4 @@ def create_front(
         table: That by which the replicas choose.
         settings: Those of all replicas.
     """
-    keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
-    front = Front(
-        database, replicas, table, Residency(database), SelectionCipher(keys.service_secret()),
-        settings.stale_seconds, resolve_embedder(settings.embedding),
-        resolve_reranker(settings.reranker),
-    )  # fmt: skip
-    access = AccessMiddleware(
-        front, auth=APIKeyAuth(keys), rate=RateLimit(settings.rate, settings.rate_storage),
-        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
-        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
-        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
-    )  # fmt: skip
-    return RequestIds(access)
+    return guard_front(*open_front(database, replicas, table, settings), settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -123,6 +124,29 @@ class RoutingTable:
                 measured.setdefault(name, []).append(value)
         medians: dict[str, Any] = {name: median(each) for name, each in measured.items()}
         return replace(self.costs, **medians)
+
+
+@dataclass(slots=True)
+class PickCounter:
+    """Estimates the requests of replicas that say them only now and then: a request that was sent
+    there since counts for the time of an answer, `seconds`."""
+
+    seconds: float = RoutingCosts().service_seconds
+    _picks: dict[str, list[float]] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str) -> None:
+        """A request was sent to a replica."""
+        self._picks.setdefault(name, []).append(time.monotonic())
+
+    def load(self, name: str, requests: int, told: float) -> int:
+        """The requests of a replica that said how many it had at the time `told`."""
+        if self._told.get(name) != told:
+            self._told[name] = told
+            self._picks[name] = []
+        after = time.monotonic() - self.seconds
+        recent = self._picks[name] = [each for each in self._picks[name] if each > after]
+        return requests + len(recent)
 
 
 PROCESS_TABLE = RoutingTable()

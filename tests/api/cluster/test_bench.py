@@ -42,7 +42,7 @@ class LocalPlace:
     def cluster(self, settings: ServiceSettings, **_: Any) -> Iterator[Any]:
         cluster = LocalCluster(self.folder, self.reader)
         with serving(cluster.front(cluster.replicas())) as port:
-            yield bench._Client(port)
+            yield bench.BenchClient(port)
         cluster.close()
 
 
