@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
 _PICKER = "Router"  # the deployment that HAProxy asks
+_Hook = Callable[[serve.Application, serve.Application], serve.Application]
 _STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
 _HEALTH_SECONDS = 2.0
 _CALL_SECONDS = 5.0  # that a replica may take to say something of itself
@@ -296,7 +297,9 @@ class RouterDeployment(FrontDeployment):
             self._database, self._replicas, shared.PROCESS_TABLE, self._settings
         )
         self._guarded = guard_front(front, auth, self._settings)
-        self._router = IngressRouter(front, auth, self._pick, self._guarded)
+        self._router = IngressRouter(
+            front, auth, self._pick, self._guarded, self._settings.body_bytes
+        )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._router
@@ -375,14 +378,15 @@ def application(
     return front.bind(values, replicas)
 
 
-def _router_hook() -> Callable[[serve.Application, serve.Application], serve.Application]:
+def _router_hook() -> _Hook:
     """Makes the second application what HAProxy asks for replicas of the first. Raises
     `ConfigurationError`."""
-    hook = getattr(serve.Application, "_with_ingress_request_router", None)
+    name = "_with_ingress_request_router"
+    hook: _Hook | None = getattr(serve.Application, name, None)
     if hook is None:
         raise ConfigurationError(
-            f"data_plane `haproxy` needs `Application._with_ingress_request_router`, which Ray "
-            f"{ray.__version__} lacks: leave data_plane at `handle`"
+            f"data_plane `haproxy` needs `Application.{name}`, which Ray {ray.__version__} lacks: "
+            "leave data_plane at `handle`"
         )
     check_variables({
         "RAY_SERVE_ENABLE_HA_PROXY": f"{ray_constants.RAY_SERVE_ENABLE_HA_PROXY:d}",

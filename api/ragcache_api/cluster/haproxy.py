@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache_api.cluster.front import Front, is_operator_path, parse_json, read_body
 from ragcache_api.cluster.replicas import ForwardedRequest, ReplicaLost, ReplicaSet
 from ragcache_api.cluster.selection import SELECTION_HEADER
-from ragcache_api.http.auth import APIKeyAuth
+from ragcache_api.http.auth import APIKeyAuth, bounded_receive
 from ragcache_api.http.errors import HTTPProblem, error_info, error_response
 from ragcache_api.settings import ServiceSettings
 
@@ -40,6 +42,7 @@ _REQUIRED = {
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": "authorization",  # one header goes along: the key's
 }
+_FIXED_PORTS = (8404, 8500, 9101)  # HAProxy's statistics and metrics, and Ray's own proxy behind it
 _BODY_BYTES = 256 * 2**10  # of a request, which the router sees; longer ones are not routed by it
 _ROUTER_SECONDS = 30  # that HAProxy waits for those bytes, and for the router
 
@@ -49,10 +52,12 @@ def prepare_haproxy(settings: ServiceSettings) -> None:
     before Ray is imported.
 
     Raises:
-        ConfigurationError: As `check_haproxy`.
+        ConfigurationError: As `check_haproxy`; or a port is taken, as by another such service,
+            whose requests would come here or the other way.
     """
     check_haproxy(settings)
     if "RAY_ADDRESS" not in os.environ:
+        _check_ports()
         os.environ.update(_REQUIRED)
         for name, value in {
             "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": _BODY_BYTES,
@@ -61,6 +66,20 @@ def prepare_haproxy(settings: ServiceSettings) -> None:
             "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         }.items():
             os.environ.setdefault(name, str(value))
+
+
+def _check_ports() -> None:
+    for port in _FIXED_PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"data_plane `haproxy` needs port {port}, which is taken ({error.strerror}): "
+                    "one such service runs on a machine; end what has it, or leave data_plane at "
+                    "`handle`"
+                ) from None
 
 
 def check_haproxy(settings: ServiceSettings) -> None:
@@ -122,22 +141,30 @@ class IngressRouter:
         auth: Checks the key, for its namespace.
         pick: Gives the name of the replica by which HAProxy knows it.
         others: The front with its checks.
+        body_bytes: The most bytes of a body.
     """
 
     front: Front
     auth: APIKeyAuth
     pick: Callable[[LocatedStates], Awaitable[str]]
     others: ASGIApp
+    body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == _ROUTE:
-            located, sealed = await self._locate(scope, await read_body(receive))
-            answer: dict[str, Any] = {"replica_id": await self.pick(located)}
-            if sealed:
-                answer["request_headers"] = {SELECTION_HEADER: sealed}
-            await JSONResponse(answer)(scope, receive, send)
-        else:
+        if scope["type"] != "http" or scope["path"] != _ROUTE:
             await self.others(scope, receive, send)
+            return
+        end = time.monotonic() + _ROUTER_SECONDS
+        try:
+            body = await read_body(bounded_receive(receive, self.body_bytes, end))
+            located, sealed = await self._locate(scope, body)
+            answer: dict[str, Any] = {"replica_id": await self.pick(located)}
+        except HTTPProblem as problem:
+            await _respond(problem, scope, receive, send)
+            return
+        if sealed:
+            answer["request_headers"] = {SELECTION_HEADER: sealed}
+        await JSONResponse(answer)(scope, receive, send)
 
     async def _locate(self, scope: Scope, body: bytes) -> tuple[LocatedStates, str]:
         """What a request reads; nothing where that cannot be said in time."""
@@ -167,14 +194,17 @@ class DirectApp:
         if scope["type"] != "http" or not is_operator_path(scope["path"]):
             await self.app(scope, receive, send)
             return
+        request = ForwardedRequest.of(scope, b"", LocatedStates(), scope["headers"])
         try:
-            body = await read_body(receive)
-            request = ForwardedRequest.of(scope, body, LocatedStates(), scope["headers"])
             async with aclosing(self.router.open(request)) as messages:
                 async for message in messages:
                     await send(message)
         except ReplicaLost as lost:
             problem = HTTPProblem(503, "replica-lost", str(lost), {"Retry-After": "2"})
-            error = error_info(problem)
-            assert error is not None
-            await error_response(error, scope["path"])(scope, receive, send)
+            await _respond(problem, scope, receive, send)
+
+
+async def _respond(problem: HTTPProblem, scope: Scope, receive: Receive, send: Send) -> None:
+    error = error_info(problem)
+    assert error is not None
+    await error_response(error, scope["path"])(scope, receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ragcache_api.http import ServiceSettings
 from tests.api.cluster.local import LocalCluster, LocalReplicas
 
 LEAVE = {"question": "How much leave?", "collection": "notes", "k": 1, "max_tokens": 2}
+PROBLEM = "urn:ragcache:problem:"
 HEADER = "x-ragcache-selection"
 SHARED = {"ledger": "postgresql://ragcache@localhost/ragcache", "remote": "file:///states"}
 
@@ -63,7 +65,7 @@ def router_of(cluster: LocalCluster, replicas: LocalReplicas) -> TestClient:
     async def pick(located: LocatedStates) -> str:
         return replicas.table.choose(located, await replicas.statuses())
 
-    made = IngressRouter(front, auth, pick, guard_front(front, auth, settings))
+    made = IngressRouter(front, auth, pick, guard_front(front, auth, settings), 1000)
     return TestClient(made, base_url="http://localhost")
 
 
@@ -115,6 +117,12 @@ def test_what_cannot_be_read_gets_any_replica(
     told = route(router, body, **headers)
     assert told["replica_id"] in ("a", "b")
     assert "request_headers" not in told
+
+
+def test_a_body_beyond_the_limit_is_refused(router: TestClient) -> None:
+    """The router's own port may be reached by others."""
+    answered = router.post("/internal/route", json=LEAVE | {"question": "x" * 1000})
+    assert (answered.status_code, answered.json()["type"]) == (413, PROBLEM + "body-too-large")
 
 
 def test_nothing_is_read_for_a_caller_without_the_key_of_the_collection(
@@ -188,10 +196,23 @@ def test_variables_are_set_for_a_ray_that_is_started_here(
     monkeypatch: pytest.MonkeyPatch, address: dict[str, str], ours: bool
 ) -> None:
     monkeypatch.setattr(haproxy, "check_haproxy", lambda _: None)
+    monkeypatch.setattr(haproxy, "_FIXED_PORTS", ())
     monkeypatch.setattr(os, "environ", dict(address))
     haproxy.prepare_haproxy(ServiceSettings())
     assert (os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1") is ours
     assert (os.environ.get("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S") == "5.0") is ours
+
+
+def test_a_second_service_beside_another_is_refused(
+    socket_enabled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "check_haproxy", lambda _: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(haproxy, "_FIXED_PORTS", (port,))
+        with pytest.raises(ConfigurationError, match=f"needs port {port}, which is taken"):
+            haproxy.prepare_haproxy(ServiceSettings())
 
 
 def test_a_ray_without_the_variables_is_named() -> None:
