@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve._private import constants as ray_constants
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -388,11 +387,13 @@ def _router_hook() -> _Hook:
             f"data_plane `haproxy` needs `Application.{name}`, which Ray {ray.__version__} lacks: "
             "leave data_plane at `handle`"
         )
+    from ray.serve._private import constants  # of the versions that were tried
+
     check_variables({
-        "RAY_SERVE_ENABLE_HA_PROXY": f"{ray_constants.RAY_SERVE_ENABLE_HA_PROXY:d}",
+        "RAY_SERVE_ENABLE_HA_PROXY": f"{constants.RAY_SERVE_ENABLE_HA_PROXY:d}",
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY":
-            f"{ray_constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:d}",
-        "RAY_SERVE_SESSION_ID_HEADER_KEY": ray_constants.SERVE_SESSION_ID,
+            f"{constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:d}",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": constants.SERVE_SESSION_ID,
     })  # fmt: skip
     return hook
 
