@@ -213,6 +213,7 @@ def test_a_folder_without_questions_is_named(reader: LoadedModel, tmp_path: Path
 SETTING = RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2)
 
 
+@pytest.mark.slow
 def test_the_theory_is_relay_attentions(tmp_path: Path) -> None:
     result = {"relay": bench_relay(SETTING)}
     assert [(row["batch"], row["shared"]) for row in result["relay"]] == [(2, 16), (2, 32)]

@@ -9,10 +9,10 @@ from ragcache.bench.gpu.suite import PARTS, SuiteRun
 from ragcache.bench.gpu.table import GpuWorkload
 from ragcache.bench.harness import LlamaShape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 SMALL = LlamaShape(2, 512, 8, 2, 1024, 1024, 8192, tied=False)
 LOAD = GpuWorkload(

@@ -29,10 +29,10 @@ from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.models.reference import tiny_gemma
 from tests.tiny_models import FAMILIES, VOCABULARY, random_tokens, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 LIMIT = 12
 LENGTHS = (70, 130, 33, 200)

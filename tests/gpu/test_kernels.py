@@ -30,10 +30,10 @@ from tests.ragcache.attention.triton.steps import (
     written_as_given,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 DOCUMENTS = (1000, 777, 64, 300, 129)
 REQUESTS = {

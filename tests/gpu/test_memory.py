@@ -14,10 +14,10 @@ from ragcache.states.quantization import StoredStates, kv_dtype_of, restored
 from ragcache.store.tiers import DeviceTier, HostTier
 from tests.ragcache.conftest import make_key, make_states, same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU with CUDA", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 TOKENS = 20_000
 GIB = 1 << 30
 

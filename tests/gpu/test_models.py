@@ -23,10 +23,10 @@ from tests.ragcache.attention.triton.own_tokens import OwnTokens
 from tests.ragcache.models.reference import tiny_gemma
 from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 ROW_COUNTS = (2, 64, 96, 700)
 SHAPE: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4}
 

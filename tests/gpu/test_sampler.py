@@ -12,10 +12,10 @@ from ragcache.engine.device_sampler import BLOCK, DeviceSampler
 from ragcache.engine.sampler import SamplerState, draw, keep_likeliest, sample_tokens, shares_of
 from ragcache.engine.sampling_params import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 V = 152_064
 MIXED = (

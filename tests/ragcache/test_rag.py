@@ -101,6 +101,7 @@ def test_isolated_states_are_encoded_at_first_use_and_kept(rag: RagCache) -> Non
     assert second.reuse.cached_tokens > first.reuse.cached_tokens
 
 
+@pytest.mark.slow
 def test_a_batch_answers_as_one_by_one(rag: RagCache) -> None:
     questions = [QUESTION, "How many days of leave are there?", "Who serviced the engine?"]
     together = rag.ask_batch(questions, collection="notes")

@@ -194,9 +194,14 @@ def test_streamed_text_and_calls_keep_their_places(
         CALL.replace("}}", "}} junk"),
         CALL.replace("1}", '1}, "arguments": {"a": 2}'),
         CALL.replace("1}}", "1"),
-        f"{CALL} {CALL[:-14]}",
-        "<tool_call>no call</tool_call>",
-        "<tool_call></tool_call>",
+        *(
+            pytest.param(written, marks=pytest.mark.slow)
+            for written in (
+                f"{CALL} {CALL[:-14]}",
+                "<tool_call>no call</tool_call>",
+                "<tool_call></tool_call>",
+            )
+        ),
     ],
 )
 def test_invalid_calls_are_invalid_in_a_stream_too(rag: RagCache, written: str) -> None:

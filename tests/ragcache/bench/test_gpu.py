@@ -211,12 +211,14 @@ def test_every_part_runs_on_a_tiny_shape(document: dict[str, Any]) -> None:
     assert results["profile"] == {"skipped": "there is no device"}
 
 
+@pytest.mark.slow
 def test_the_document_is_json_and_gives_the_same_table_again(document: dict[str, Any]) -> None:
     again = json.loads(json.dumps(document))
     assert rows_of(again) == document["rows"]
     assert render_text(again) == render_text(document)
 
 
+@pytest.mark.slow
 def test_decoding_steps_are_counted_while_every_request_decodes(document: dict[str, Any]) -> None:
     for name, rows, _ in LOAD.decode:
         found = document["results"]["7b"]["decode"][name]

@@ -108,11 +108,9 @@ MATCHES: dict[str, tuple[ModuleFilter, Callable[[ModuleListing], bool]]] = {
         and "#2" in row.name,
     ),
 }  # fmt: skip
-QUICK = ("all", "pinned", "search", "nothing", "several")
-MATCH_PARAMS = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MATCHES]
-QUICKLY_PAGED = {(0, "search"), *((1000, match) for match in QUICK)}
+QUICK = ((0, "search"), (1000, "all"), (1000, "several"))
 PAGED = [
-    pytest.param(*case, marks=() if case in QUICKLY_PAGED else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
     for case in product((0, 10, 1000), MATCHES)
 ]
 

@@ -351,7 +351,7 @@ def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
     "scheme", [Exact(), Exact(window=9), Alibi()], ids=["rotary", "window", "alibi"]
 )
 @given(data=st.data())
-@settings(max_examples=scaled(40))
+@settings(max_examples=scaled(40, quick=0.1))
 def test_rows_of_random_histories_equal_the_definition(
     scheme: Exact | Alibi, data: st.DataObject
 ) -> None:

@@ -70,7 +70,7 @@ def llama() -> tuple[Any, CausalLM]:
     return tiny_model("llama"), wrap_causal(tiny_model("llama"))
 
 
-@pytest.mark.parametrize("penalty", [0.6, 1.4])
+@pytest.mark.parametrize("penalty", [pytest.param(0.6, marks=pytest.mark.slow), 1.4])
 def test_repetitions_are_penalized_as_by_generate(
     llama: tuple[Any, CausalLM], penalty: float
 ) -> None:
@@ -98,7 +98,9 @@ class DeviceSampledRunner(SmallBlockRunner):
         return DeviceSampler(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("runner", [SmallBlockRunner, DeviceSampledRunner])
+@pytest.mark.parametrize(
+    "runner", [pytest.param(SmallBlockRunner, marks=pytest.mark.slow), DeviceSampledRunner]
+)
 def test_repetitions_of_cached_tokens_are_penalized_as_by_generate(
     llama: tuple[Any, CausalLM], runner: type[SmallBlockRunner]
 ) -> None:

@@ -169,6 +169,7 @@ def test_one_row_is_compiled_apart_and_refused_during_capture() -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
 def test_a_failing_compiler_leaves_the_eager_modules(caplog: pytest.LogCaptureFixture) -> None:
     def fail(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         raise RuntimeError("no compiler on this machine")

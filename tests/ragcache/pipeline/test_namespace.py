@@ -156,7 +156,7 @@ def test_closing_a_view_closes_nothing(rag: RagCache, other: RagCache) -> None:
         other.ingest("notes", [SourceDocument("oven", "The oven is hot.")])
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "é", "x" * 65, "a\n"])
-def test_a_name_that_cannot_be_used_is_refused(rag: RagCache, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="cannot name a namespace"):
-        rag.within(name)
+def test_a_name_that_cannot_be_used_is_refused(rag: RagCache) -> None:
+    for name in ("", "a b", "a/b", "é", "x" * 65, "a\n"):
+        with pytest.raises(ConfigurationError, match="cannot name a namespace"):
+            rag.within(name)

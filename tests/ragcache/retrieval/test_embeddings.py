@@ -86,6 +86,7 @@ def test_a_model_of_sentence_transformers_embeds(tmp_path: Path) -> None:
     assert embedder_name(embedder).endswith(f"SentenceEmbedder:{tmp_path / 'tiny'}")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_fetched_names_the_ways_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,7 +90,7 @@ def boundaries(text: str) -> set[int]:
 
 
 @pytest.mark.parametrize("loaded", KINDS, indirect=True)
-@settings(max_examples=scaled(100))
+@settings(max_examples=scaled(100, quick=0.1))
 @given(data=st.data())
 def test_any_choice_of_tokens_is_a_run_of_words(loaded: LoadedModel, data: st.DataObject) -> None:
     letters = st.text(alphabet=" ab3.,-(é\n中文ﬁ☕\u0301", max_size=30)
