@@ -16,9 +16,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# With what takes a second or more, of which `make test` runs a little: kills, state machines, loads,
-# the page in a browser, requests by schema, second processes, scripts; and with every example of a
-# property. Where there is a PostgreSQL, also tests/cluster, whose soak takes RAGCACHE_SOAK_SECONDS (900).
+# With what takes a third of a second or more, of which `make test` runs a part: kills, state machines,
+# loads, the page in a browser, requests by schema, second processes, scripts, most families of models;
+# and with every example of a property. Where there is a PostgreSQL, also tests/cluster, whose soak
+# takes RAGCACHE_SOAK_SECONDS (900).
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
 
