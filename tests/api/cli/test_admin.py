@@ -219,7 +219,14 @@ def test_an_option_comes_before_the_environment_and_that_before_the_file(
 
 
 @pytest.mark.parametrize(
-    "name", ["state", "host", "port", "model", "dtype", "embedding", "instruction"]
+    "name",
+    [
+        *("state", "model"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("host", "port", "dtype", "embedding", "instruction")
+        ),
+    ],
 )
 def test_a_setting_with_an_option_of_its_own_is_refused(folder: Path, name: str) -> None:
     result = runner.invoke(app, ["serve", "--set", f"{name}=x"])

@@ -86,6 +86,7 @@ def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> N
     assert "confidence" not in run(*asked, "--no-confidence")[1]
 
 
+@pytest.mark.slow
 def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
     asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
     answer = json_of(run(*asked, "--json"))

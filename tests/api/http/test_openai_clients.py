@@ -131,6 +131,7 @@ def test_asynchronous_clients_at_once(served: str) -> None:
     assert len(set(asyncio.run(many()))) == 1
 
 
+@pytest.mark.slow
 def test_langchains_chat_model(served: str) -> None:
     from langchain_openai import ChatOpenAI
 

@@ -79,6 +79,7 @@ async def test_an_async_batch_is_submitted_first(model: ChatRagCache, events: li
     assert [a.content for a in answers] == await asyncio.to_thread(answer_one_by_one, model, TEXTS)
 
 
+@pytest.mark.slow
 async def test_generate_submits_all_lists_first(model: ChatRagCache, events: list[str]) -> None:
     lists = [[HumanMessage(text)] for text in TEXTS]
     generated = model.generate(lists, stop=["never"], tags=["a"])

@@ -79,6 +79,7 @@ def test_an_extractive_answer_quotes_what_was_recognized(rag: RagCache) -> None:
         model.invoke("Where is the boat?")
 
 
+@pytest.mark.slow
 def test_an_answer_that_the_documents_do_not_bear_out_is_refused(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, confidence=True, max_tokens=4)
     said = model.invoke(QUESTION)
