@@ -94,17 +94,20 @@ def notes(tmp_path: Path) -> Path:
 def float_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded reader's folder with float32 weights: processors without AVX-512 multiply
     bfloat16 at a fraction of the speed."""
+    import torch
     from safetensors.torch import load_file, save_file
 
     from ragcache.models.loader import READER
+    from ragcache.models.reader import dequantize_rows
 
     folder = tmp_path_factory.mktemp("model") / "reader"
     shutil.copytree(READER, folder)
-    weights = load_file(READER / "model.safetensors")
+    weights = dequantize_rows(load_file(READER / "model.safetensors"), torch.float32)
     floats = {name: weight.float() for name, weight in weights.items()}
     save_file(floats, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}), "utf-8")
+    config |= {"int8_rows": False, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder
 
 

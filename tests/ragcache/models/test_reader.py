@@ -59,23 +59,25 @@ def logits(causal: CausalLM, token_ids: torch.Tensor, positions: torch.Tensor) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_transformers_to_the_bit(dtype: torch.dtype) -> None:
-    patched = wrap_causal(AutoModelForCausalLM.from_pretrained(READER, dtype=dtype))
-    causal = ReaderLM(read_reader(READER)[0].to(dtype))
+def test_logits_are_those_of_transformers_to_the_bit(
+    float_reader: Path, dtype: torch.dtype
+) -> None:
+    patched = wrap_causal(AutoModelForCausalLM.from_pretrained(float_reader, dtype=dtype))
+    causal = ReaderLM(read_reader(float_reader)[0].to(dtype))
     assert causal.dtype == dtype
     assert isinstance(patched.scheme, Rotary)
     assert isinstance(causal.scheme, Rotary)
     assert torch.equal(causal.scheme.inverse_frequency, patched.scheme.inverse_frequency)
     assert causal.scheme.name == patched.scheme.name
-    token_ids = torch.randint(8, 8192, (48,), generator=torch.Generator().manual_seed(3))
+    token_ids = torch.randint(8, 16384, (48,), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(48) + torch.arange(48) // 7 * 100  # with gaps, as prompts of PML
     assert torch.equal(logits(causal, token_ids, positions), logits(patched, token_ids, positions))
 
 
 def test_its_sizes_are_those_of_the_checkpoint() -> None:
     causal = ReaderLM(read_reader(READER)[0])
-    assert (causal.num_layers, causal.num_heads, causal.num_kv_heads) == (8, 6, 2)
-    assert (causal.head_dim, causal.window, causal.vocabulary) == (64, 4096, 8192)
+    assert (causal.num_layers, causal.num_heads, causal.num_kv_heads) == (8, 8, 2)
+    assert (causal.head_dim, causal.window, causal.vocabulary) == (64, 4096, 16384)
     assert (causal.scheme.name, causal.dtype) == ("rotary:default:32", torch.bfloat16)
 
 

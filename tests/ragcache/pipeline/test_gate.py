@@ -116,7 +116,7 @@ def test_a_model_that_is_unsure_of_everything_passes(family: str, reader: Loaded
     assert result.limit == gate.LEAST_LIMIT
 
 
-@pytest.mark.parametrize(("window", "prompts"), [(200, 12), (100, 0)])
+@pytest.mark.parametrize(("window", "prompts"), [(175, 12), (100, 0)])
 def test_a_small_window_gets_smaller_prompts_or_none(
     window: int, prompts: int, reader: LoadedModel
 ) -> None:
