@@ -142,7 +142,7 @@ QUESTIONS = (
     "Who do I ring first if the cold store alarm goes off?",
     "How long may I stay inside the freezer at most?",
     "Where does the key of the pool car hang?",
-    "By what time on the day before do I have to order a packed lunch?",
+    "For how many hours is sediment dried at 60 degrees?",
     "What are fires in the boat hall fought with?",
 )
 UNANSWERABLE = "Who painted the ceiling of the chapel?"
