@@ -39,7 +39,7 @@ QUESTIONS = (
     "Who do I ring first if the cold store alarm goes off?",
     "How long may I stay inside the freezer at most?",
     "Where does the key of the pool car hang?",
-    "For how many hours is sediment dried at 60 degrees?",
+    "By what time on the day before do I have to order a packed lunch?",
     "What are fires in the boat hall fought with?",
 )
 PROMPT = ChatPromptTemplate.from_messages(

@@ -28,8 +28,8 @@ from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import print_figures
 
 SHAPES: Mapping[str, LlamaShape] = {
-    "tiny": LlamaShape(2, 64, 4, 2, 128, 16_000, 8192),
-    "small": LlamaShape(4, 512, 8, 2, 1408, 16_000, 8192),
+    "tiny": LlamaShape(2, 64, 4, 2, 128, 16_384, 8192),
+    "small": LlamaShape(4, 512, 8, 2, 1408, 16_384, 8192),
     **harness.SHAPES,
 }
 """By name; those of the papers are near `7b`, with as many key heads as query heads."""

@@ -108,6 +108,7 @@ class Request:
         tenant: Requests of equal tenants may share private states; None shares with no other.
         priority: Each level counts as `AGEING` seconds of waiting; higher comes sooner.
         timeout: Seconds from submission until the request fails with `DeadlineExceeded`.
+        suppress_tokens: Tokens that are never chosen.
         prompt_logprobs: The log-probabilities of so many of the prompt's last own tokens are
             reported, computed with the prompt in one pass. Its private states are then its own.
         constraint: Makes the constraint of one answer. A finished constraint ends its answer with
@@ -130,6 +131,7 @@ class Request:
     priority: int = 0
     timeout: float | None = None
     constraint: MakeConstraint | None = None
+    suppress_tokens: frozenset[int] = frozenset()
     prompt_logprobs: int = 0
 
     def __post_init__(self) -> None:

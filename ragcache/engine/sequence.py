@@ -154,7 +154,8 @@ class Sequence:
         early = self.generated < request.min_new_tokens
         # after a stop token that ends nothing, a constraint has nothing more to say
         endless = request.ignore_eos and self.constraint is not None
-        return request.stop_ids if early or endless else NO_TOKENS
+        stops = request.stop_ids if early or endless else NO_TOKENS
+        return stops | request.suppress_tokens
 
     def mask(self) -> Tensor | None:
         """The tokens that its constraint allows next. See `Constraint.mask`."""

@@ -91,7 +91,10 @@ class Lineup:
             each.tokens_left - 1 - (share.chunk.follows is not None)
             for each, share in zip(sequences, shares, strict=True)
         )
-        self.free = not any(each.constraint or each.request.min_new_tokens for each in sequences)
+        self.free = not any(
+            each.constraint or each.request.min_new_tokens or each.request.suppress_tokens
+            for each in sequences
+        )
         self.room = 0
         self.measure()
 

@@ -32,6 +32,7 @@ INSTRUCTION = (
     "Answer the question from the documents below. "
     "Be brief: give only the answer, in the words of the documents."
 )
+NO_ANSWER = "<|no_answer|>"
 FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know none
 _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
@@ -68,6 +69,12 @@ class LoadedModel:
         listed = config.eos_token_id if config is not None else None
         ids = listed if isinstance(listed, list) else [listed]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    @cached_property
+    def no_answer_id(self) -> int | None:
+        """The token by which a reader says that the documents hold no answer, if it has one."""
+        found: int | None = self.tokenizer.get_vocab().get(NO_ANSWER)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a template's text; control tokens in it are recognized."""

@@ -26,9 +26,6 @@ from ragcache.models.reader import READER
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
 
-NO_ANSWER = "<|no_answer|>"
-"""The control token with which a reader that was trained to says that no document answers."""
-
 REFUSAL = "The documents do not answer this question."
 """The text of a refused answer, unless `Generation.refusal` is another one."""
 
@@ -194,18 +191,12 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def no_answer_id(model: LoadedModel) -> int | None:
-    """The model's no-answer token, if it was trained with one."""
-    found: int | None = model.tokenizer.get_vocab().get(NO_ANSWER)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
     """How the confidence in one request's answers is found, and what becomes of them.
 
     evidence: of retrieval. min_confidence: answers below are refused. no_answer: see
-    `no_answer_id`. score: submits a pass that scores tokens behind the question without documents;
+    `LoadedModel`. score: submits a pass that scores tokens behind the question without documents;
     None where the calibration does without. logprobs: what the caller asked to see.
     """
 

@@ -34,7 +34,6 @@ from ragcache.pipeline.confidence import (
     AnswerCheck,
     Calibration,
     calibration_key,
-    no_answer_id,
     read_calibrations,
     reader_calibration,
 )
@@ -164,12 +163,13 @@ class Generation:
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
         sampling = self.sampling if logprobs is None else replace(self.sampling, logprobs=logprobs)
+        suppressed = {model.no_answer_id} - {None} if constraint is None else set[int]()
         return partial(
             Request,
             max_new_tokens=most, min_new_tokens=self.min_new_tokens,
             stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
             sampling=sampling, n=self.n, ignore_eos=self.ignore_eos,
-            text=text, constraint=constraint,
+            text=text, constraint=constraint, suppress_tokens=frozenset(suppressed),
             tenant=tenant if self.share else None, priority=self.priority, timeout=self.timeout,
         )  # fmt: skip
 
@@ -273,7 +273,7 @@ class Submitter:
             least = 0.0 if generation.grammar is not None else calibration.min_confidence
         score = partial(self._score, prompt.bare) if "lift" in calibration.weights else None
         return AnswerCheck(
-            calibration, prompt.evidence, least, generation.refusal, no_answer_id(self.model),
+            calibration, prompt.evidence, least, generation.refusal, self.model.no_answer_id,
             score, generation.sampling.logprobs,
         )  # fmt: skip
 

@@ -106,6 +106,7 @@ def test_a_collection_answers_the_last_question(client: TestClient) -> None:
 
 def test_extractive_answers_tell_their_spans(client: TestClient, rag: RagCache) -> None:
     body = {"collection": "notes", "extractive": True, "n": 2, "temperature": 2.0, "seed": 1}
+    body |= {"min_confidence": 0}
     told = ask(client, **body, max_tokens=12).json()
     texts = [choice["message"]["content"] for choice in told["choices"]]
     spans = told["ragcache"]["spans"]
@@ -146,13 +147,14 @@ def test_documents_in_a_message_are_recognized(client: TestClient) -> None:
 
 
 def test_log_probabilities_have_openais_form(client: TestClient) -> None:
-    told = ask(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    wanted = {"logprobs": True, "top_logprobs": 2, "min_tokens": 4}
+    told = ask(client, **wanted).json()["choices"][0]["logprobs"]["content"]
     assert len(told) == 4
     for entry in told:
         assert entry["logprob"] <= 0
         assert len(entry["top_logprobs"]) == 2
         assert bytes(entry["bytes"]).decode() == entry["token"]
-    streamed = chunks(ask(client, logprobs=True, top_logprobs=2, stream=True).text)
+    streamed = chunks(ask(client, **wanted, stream=True).text)
     entries = [
         entry
         for chunk in streamed

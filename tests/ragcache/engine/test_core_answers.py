@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,14 @@ def test_stop_tokens_may_be_ignored(core: EngineCore, answer: tuple[int, ...]) -
     stops = frozenset({answer[4]})
     completion = one(core, stop_ids=stops, ignore_eos=True)
     assert (completion.token_ids, completion.finish_reason) == (answer, "length")
+
+
+def test_suppressed_tokens_are_never_chosen(core: EngineCore, answer: tuple[int, ...]) -> None:
+    plain = Request(plain_context(PROMPT), 12)
+    found, beside = run_requests(core, replace(plain, suppress_tokens=frozenset(answer)), plain)
+    assert len(found.token_ids) == 12
+    assert not set(found.token_ids) & set(answer)
+    assert beside.token_ids == answer
 
 
 def test_no_stop_token_is_chosen_too_early(core: EngineCore, answer: tuple[int, ...]) -> None:

@@ -120,7 +120,7 @@ def test_a_sure_answer_from_a_single_document_is_not_refused(rag: RagCache) -> N
     assert shipped is not None
     rag.ingest("one", SourceDocument("lighthouse", "The lighthouse is 43 metres high."))
     found = Evidence.of_selection(rag.retrieve("How tall is the lighthouse?", collection="one"))
-    sure = replace(found, span=-0.01, free=-0.01)
+    sure = replace(found, span=-0.01, free=-0.01, no_answer=-8.0)
     assert shipped.confidence(sure) > shipped.min_confidence
 
 

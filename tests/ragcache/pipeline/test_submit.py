@@ -105,6 +105,15 @@ def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
         Generation.of(regex="[a").request_maker(model, 4, "local")(CONTEXT)
 
 
+def test_free_answers_never_hold_the_no_answer_token(reader: LoadedModel) -> None:
+    assert reader.no_answer_id is not None
+    assert reader.decode([reader.no_answer_id]) == ""
+    free = Generation().request_maker(reader, 4, "local")(CONTEXT)
+    assert free.suppress_tokens == {reader.no_answer_id}
+    grammar = Generation.of(regex="[ab]+").request_maker(reader, 4, "local")(CONTEXT)
+    assert grammar.suppress_tokens == set(), "its masks allow no control tokens"
+
+
 @dataclass
 class FakeLease:
     """What a submitter uses of a lease."""
