@@ -163,13 +163,14 @@ class Generation:
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
         sampling = self.sampling if logprobs is None else replace(self.sampling, logprobs=logprobs)
-        unsaid = model.no_answer_id if constraint is None else None
+        unsaid = None if constraint is not None else model.no_answer_id
+        suppressed = frozenset[int]() if unsaid is None else frozenset({unsaid})
         return partial(
             Request,
             max_new_tokens=most, min_new_tokens=self.min_new_tokens,
             stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
             sampling=sampling, n=self.n, ignore_eos=self.ignore_eos,
-            text=text, constraint=constraint, suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
+            text=text, constraint=constraint, suppress_tokens=suppressed,
             tenant=tenant if self.share else None, priority=self.priority, timeout=self.timeout,
         )  # fmt: skip
 
