@@ -150,11 +150,12 @@ class Generation:
 
     def request_maker(
         self, model: LoadedModel, default_tokens: int, tenant: Hashable,
-        quoted: QuotationSources | None = None, logprobs: int | None = None,
+        quoted: QuotationSources | None = None, check: AnswerCheck | None = None,
     ) -> MakeRequest:  # fmt: skip
         """Makes the engine's request once its context is known. All options are checked here.
         Raises `InvalidRequest`, or `MissingExtra` for a grammar. quoted: what the answer quotes.
-        logprobs: in place of the sampling's, where the engine has to report others."""
+        check: of the confidence in it. Where it refuses nothing, a reader does not say that there
+        is no answer."""
         constraint = None if self.grammar is None else compile_constraint(self.grammar, model)
         text: MakeText = partial(_plain_text, model, self.skip_special_tokens)
         if quoted is not None:
@@ -162,8 +163,10 @@ class Generation:
             text = partial(QuotationText, quoted.index)
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
-        sampling = self.sampling if logprobs is None else replace(self.sampling, logprobs=logprobs)
-        unsaid = None if constraint is not None else model.no_answer_id
+        sampling, refuses = self.sampling, check is not None and check.holds
+        if check is not None:
+            sampling = replace(sampling, logprobs=check.wanted_logprobs)
+        unsaid = None if refuses or constraint is not None else model.no_answer_id
         suppressed = frozenset[int]() if unsaid is None else frozenset({unsaid})
         return partial(
             Request,
@@ -338,8 +341,7 @@ class Submitter:
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
-        logprobs = None if plan.check is None else plan.check.wanted_logprobs
-        request = generation.request_maker(self.model, default, tenant, plan.quoted, logprobs)
+        request = generation.request_maker(self.model, default, tenant, plan.quoted, plan.check)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + recomputed,
             recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message
 from ragcache import RagCache
 from ragcache.db import Database
 from ragcache.models import LoadedModel
+from ragcache.retrieval import Retriever
 from ragcache_api.cluster.front import create_front
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
@@ -151,3 +153,22 @@ def serving(app: ASGIApp) -> Iterator[int]:
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     thread.join()
+
+
+def flush(cluster: LocalCluster) -> None:
+    """Memory rows are written now instead of within a second."""
+    for rag in cluster.rags:
+        rag.internals.shared.store.sweep()
+
+
+def recorded_searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The queries of all retrievals from now on, in replicas and before them."""
+    searched: list[str] = []
+    retrieve = Retriever.retrieve
+
+    def recorded(self: Retriever, query: str, *others: Any) -> Any:
+        searched.append(query)
+        return retrieve(self, query, *others)
+
+    monkeypatch.setattr(Retriever, "retrieve", recorded)
+    return searched

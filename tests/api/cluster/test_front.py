@@ -9,10 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache.models import LoadedModel
-from ragcache.retrieval import Retriever
 from ragcache_api.cluster.replicas import RoutingTable
 from ragcache_api.cluster.selection import SELECTION_HEADER
-from tests.api.cluster.local import LocalCluster, LocalReplicas
+from tests.api.cluster.local import LocalCluster, LocalReplicas, flush, recorded_searches
 from tests.api.http.asgi import events
 from tests.conftest import write_notes
 
@@ -41,12 +40,6 @@ def client(cluster: LocalCluster, replicas: LocalReplicas) -> TestClient:
     return cluster.client(replicas)
 
 
-def flush(cluster: LocalCluster) -> None:
-    """Memory rows are written now instead of within a second."""
-    for rag in cluster.rags:
-        rag.internals.shared.store.sweep()
-
-
 def test_questions_go_where_the_states_are(
     cluster: LocalCluster,
     client: TestClient,
@@ -54,14 +47,7 @@ def test_questions_go_where_the_states_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Retrieval runs once, in the front, and nothing is encoded twice."""
-    searched: list[str] = []
-    retrieve = Retriever.retrieve
-
-    def counted(self: Retriever, query: str, *others: Any) -> Any:
-        searched.append(query)
-        return retrieve(self, query, *others)
-
-    monkeypatch.setattr(Retriever, "retrieve", counted)
+    searched = recorded_searches(monkeypatch)
     flush(cluster)
     encoded = replicas.encoded
     for _ in range(3):

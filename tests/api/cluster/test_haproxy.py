@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 from ragcache.db import LocatedStates
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
-from ragcache.retrieval import Retriever
 from ragcache_api.cli.main import app
 from ragcache_api.cluster import haproxy
 from ragcache_api.cluster.front import guard_front, open_front
 from ragcache_api.cluster.haproxy import DirectApp, IngressRouter
 from ragcache_api.cluster.replicas import PickCounter
 from ragcache_api.http import ServiceSettings
-from tests.api.cluster.local import LocalCluster, LocalReplicas
+from tests.api.cluster.local import LocalCluster, LocalReplicas, flush, recorded_searches
 
 LEAVE = {"question": "How much leave?", "collection": "notes", "k": 1, "max_tokens": 2}
 PROBLEM = "urn:ragcache:problem:"
@@ -83,16 +82,8 @@ def test_the_replica_that_has_the_states_answers_from_the_selection_of_the_route
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Retrieval runs once, in the router."""
-    searched: list[str] = []
-    retrieve = Retriever.retrieve
-
-    def counted(self: Retriever, query: str, *others: Any) -> Any:
-        searched.append(query)
-        return retrieve(self, query, *others)
-
-    monkeypatch.setattr(Retriever, "retrieve", counted)
-    for rag in cluster.rags:
-        rag.internals.shared.store.sweep()  # memory rows are written now
+    searched = recorded_searches(monkeypatch)
+    flush(cluster)
     told = route(router, LEAVE)
     assert told["replica_id"] == "a"
     assert replicas.table.routed_bytes["held"] > 0 == replicas.table.routed_bytes["moved"]

@@ -17,6 +17,7 @@ from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Generation, Submitter
 from ragcache.pipeline.answer import Timestamps
+from ragcache.pipeline.confidence import LIKELIHOOD, AnswerCheck, Evidence
 from ragcache.pipeline.prompt import CachedSpan
 from ragcache.pipeline.submit import prepare_answer
 from ragcache.states import KVKey, KVStates
@@ -105,11 +106,17 @@ def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
         Generation.of(regex="[a").request_maker(model, 4, "local")(CONTEXT)
 
 
-def test_free_answers_never_hold_the_no_answer_token(reader: LoadedModel) -> None:
+def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
+    reader: LoadedModel,
+) -> None:
     assert reader.no_answer_id is not None
     assert reader.decode([reader.no_answer_id]) == ""
     free = Generation().request_maker(reader, 4, "local")(CONTEXT)
     assert free.suppress_tokens == {reader.no_answer_id}
+    for least, suppressed in ((0.5, set()), (0.0, {reader.no_answer_id})):
+        check = AnswerCheck(LIKELIHOOD, Evidence(), least, no_answer=reader.no_answer_id)
+        made = Generation().request_maker(reader, 4, "local", None, check)(CONTEXT)
+        assert made.suppress_tokens == suppressed
     grammar = Generation.of(regex="[ab]+").request_maker(reader, 4, "local")(CONTEXT)
     assert grammar.suppress_tokens == set(), "its masks allow no control tokens"
 
