@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,11 @@ def _end_at_once() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of several machines come first: they mostly wait, while others use the processors."""
+    items.sort(key=lambda item: "cluster" not in item.nodeid.split("/"))
 
 
 def pytest_collectstart() -> None:
@@ -118,12 +124,10 @@ def _default_model(float_reader: Path) -> Iterator[None]:
     from ragcache.models import load_model, loader
 
     default = cache(load_model)
+    usual = {each.name: each.default for each in signature(load_model).parameters.values()}
 
     def load(name: str | Path | None = None, **options: Any) -> LoadedModel:
-        usual = {
-            "device": "cpu", "dtype": "auto", "states_dtype": "auto", "long_context": False,
-        }  # fmt: skip
-        if name is None and options == usual:
+        if usual | {"name": name} | options == usual:
             return default()
         return load_model(name, **options)
 

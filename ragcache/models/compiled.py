@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
+from ragcache.cuda import prefer_cublaslt
 from ragcache.models.hf_patch import SegmentCache, number_layers
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.models.projections import merge_projections
@@ -38,11 +39,14 @@ Backend = str | Callable[..., Any]
 
 
 def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
-    """Takes the model's fingerprint, merges its projections and compiles its layers, in place.
+    """Takes the model's fingerprint, merges its projections and compiles its layers, in place, and
+    chooses the library of products.
 
     Call it once the model is on its device, on the thread and stream that compute. A second call
     changes nothing.
     """
+    if causal.device.type == "cuda":
+        prefer_cublaslt()
     merge_projections(causal)
     compile_layers(causal, backend)
 

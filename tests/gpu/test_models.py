@@ -81,6 +81,7 @@ def test_compiled_and_merged_equals_eager_in_float32(family: str, dtype: torch.d
     causal = on_gpu(model_of(family, dtype, **sizes))
     prepare_for_device(causal)
     assert isinstance(decoder_layers(causal)[0].forward, CompiledForward)
+    assert torch.backends.cuda.preferred_blas_library().name == "Cublaslt"
     with no_recompiles():
         for ours, theirs in zip(logits(causal), expected, strict=True):
             assert_near(ours, theirs, dtype)

@@ -164,6 +164,12 @@ def test_langchain_and_source_documents_are_taken(tmp_path: Path, reader: Loaded
         assert (again.updated, again.encoded) == (1, 0), "new metadata encodes nothing"
 
 
+def test_folders_of_tests_share_one_reader(tmp_path: Path) -> None:
+    """Opening it for each would be half the time of most tests."""
+    with RagCache.open(tmp_path / "one") as one, RagCache.open(tmp_path / "other") as other:
+        assert one.internals.shared.model is other.internals.shared.model
+
+
 def test_nothing_is_made_up_where_nothing_is_found(rag: RagCache) -> None:
     answer = rag.ask("Zyxwv?", collection="notes")
     assert (answer.text, answer.sources, answer.finish_reason) == ("", (), "no_documents")
