@@ -158,6 +158,7 @@ def test_haproxy_hands_connections_over_to_where_the_states_are(
     assert exposed_ports(service.process) == STATISTICS
 
     name, lost = next(iter(service.replicas().items()))
+    assert psutil.Process(service.pid(lost)).nice() == psutil.Process().nice()
     os.kill(service.pid(lost), signal.SIGKILL)
     killed = time.monotonic()
     failed = [service.asks() for _ in range(12)].count(False)

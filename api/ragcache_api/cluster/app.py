@@ -443,6 +443,7 @@ def _start_ray(settings: ServiceSettings) -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
     os.environ.setdefault(_PROXY_PATIENCE, "60")  # a busy machine takes longer than Ray's 5 s
+    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas do not stand back for other work
     bounds = settings.autoscale_bounds
     most = bounds[1] if bounds else settings.replicas or 1
     ray.init(
