@@ -117,10 +117,13 @@ def check_argument(name: str, value: object, annotation: Any) -> None:
 
 
 def check_fields(instance: DataclassInstance) -> None:
-    """Checks the fields of a dataclass by their annotations (`check_argument`)."""
+    """Checks the fields of a dataclass by their annotations (`check_argument`); their defaults
+    fit."""
     hints = _hints(type(instance))
     for each in fields(instance):
-        check_argument(each.name, getattr(instance, each.name), hints[each.name])
+        value = getattr(instance, each.name)
+        if value is not each.default:
+            check_argument(each.name, value, hints[each.name])
 
 
 def checks_arguments(method: Callable[P, T]) -> Callable[P, T]:

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
-from ragcache.db.database import Database, LastKnown
+from ragcache.db.database import Database, LastKnown, Unchanged
 from ragcache.db.documents import (
     Deletion,
     DocumentChange,
@@ -96,6 +96,8 @@ class Catalog:
         stale_seconds: how old the stamps may be while the ledger does not answer."""
         self._stamp = LastKnown[Stamp](stale_seconds)
         self._stamps = LastKnown[dict[str, tuple[int, int]]](stale_seconds)
+        self._same_stamp = Unchanged[Stamp](database)
+        self._same_stamps = Unchanged[dict[str, tuple[int, int]]](database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
@@ -337,8 +339,11 @@ class Catalog:
         return stamp, changes[0] if changes else None
 
     def _read_stamp(self, collection: str) -> Stamp:
-        with self._database.reading() as session:
-            return self._stamp_of(session, collection)
+        def read() -> Stamp:
+            with self._database.reading() as session:
+                return self._stamp_of(session, collection)
+
+        return self._same_stamp.read(collection, read)
 
     def _stamp_of(self, session: Session, collection: str) -> Stamp:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
@@ -358,8 +363,11 @@ class Catalog:
         return self._stamps.read("", self._read_stamps)
 
     def _read_stamps(self) -> dict[str, tuple[int, int]]:
-        rows = self._database.fetch(_STAMPS, namespace=self.namespace)
-        return {name: (number, revision) for name, number, revision in rows}
+        def read() -> dict[str, tuple[int, int]]:
+            rows = self._database.fetch(_STAMPS, namespace=self.namespace)
+            return {name: (number, revision) for name, number, revision in rows}
+
+        return self._same_stamps.read("", read)
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""

@@ -68,6 +68,9 @@ class KVKey:
 
     digest: str
 
+    def __hash__(self) -> int:
+        return hash(self.digest)  # which a string remembers
+
     def __str__(self) -> str:
         return self.digest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import select, text
 
 from ragcache.db import Database, migrations
-from ragcache.db.database import LastKnown
+from ragcache.db.database import LastKnown, Unchanged
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.db.tables import Base, NamespaceTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
+    EngineClosed,
     LedgerOutdated,
     LedgerTooNew,
     LedgerUnavailable,
@@ -286,3 +288,37 @@ def test_what_was_read_last_stands_in_for_a_ledger_that_is_away() -> None:
         known.read("a", unknown)
     with pytest.raises(LedgerUnavailable):
         known.read("a", away)
+
+
+def test_changes_of_anybody_are_noticed_without_a_query(tmp_path: Path) -> None:
+    asked = 0
+
+    def count() -> int:
+        nonlocal asked
+        asked += 1
+        return asked
+
+    with (
+        closing(Database.open(tmp_path / "ledger.sqlite")) as database,
+        closing(Database.open(tmp_path / "ledger.sqlite")) as other,
+    ):
+        known = Unchanged[int](database)
+        assert [known.read("a", count), known.read("a", count), known.read("b", count)] == [1, 1, 2]
+        for writer in (database, other):
+            with writer.transaction() as session:
+                session.execute(text("CREATE TABLE IF NOT EXISTS scratch (number INTEGER)"))
+                session.execute(text("INSERT INTO scratch VALUES (1)"))
+            before = asked
+            assert [known.read("a", count), known.read("a", count)] == [before + 1] * 2
+        database.close()
+        with pytest.raises(EngineClosed):
+            known.read("a", count)
+
+
+def test_where_changes_are_not_told_every_read_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Database.open(tmp_path / "ledger.sqlite")) as database:
+        monkeypatch.setattr(database, "changes", lambda: None)
+        known, answers = Unchanged[int](database), iter([1, 2])
+        assert [known.read("a", lambda: next(answers)) for _ in range(2)] == [1, 2]

@@ -75,7 +75,12 @@ def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
-def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
+def test_answers_are_those_of_the_ragged_runner(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """With compiled layers once; those of all families are compared in `tests/ragcache/models`."""
+    if family != "llama":
+        request.getfixturevalue("eager_layers")
     causal = causal_of(family)
     expected_states = states_by(RaggedModelRunner(causal), causal)
     found_states = states_by(device_runner(causal), causal)
@@ -111,6 +116,7 @@ def logits_over(runner: ModelRunner, causal: CausalLM, segments: list[Segment]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
 def test_states_in_eight_bits_are_read_in_place() -> None:
     causal = causal_of("llama")
     runner = device_runner(causal)
@@ -144,6 +150,7 @@ def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
 def test_states_in_eight_bits_are_read_after_memory_for_that_has_ended_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +223,7 @@ def logits_of_steps(
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
 def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
     defined, causal = windowed_pair(family)
@@ -237,6 +245,7 @@ def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+@pytest.mark.usefixtures("eager_layers")
 def test_answers_through_windows_are_those_of_the_definition(family: str) -> None:
     """Prefilled in portions, and longer than the window."""
     defined, causal = windowed_pair(family)
