@@ -191,7 +191,7 @@ class _Watch:
     Thread-safe."""
 
     def __init__(self, file: str | None) -> None:
-        self._file = file
+        self._file = None if file is None else Path(file).absolute()
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
 
