@@ -302,7 +302,7 @@ def test_changes_of_anybody_are_noticed_without_a_query(tmp_path: Path) -> None:
         closing(Database.open(tmp_path / "ledger.sqlite")) as database,
         closing(Database.open(tmp_path / "ledger.sqlite")) as other,
     ):
-        known = Unchanged[int](database)
+        known = Unchanged(database)
         assert [known.read("a", count), known.read("a", count), known.read("b", count)] == [1, 1, 2]
         for writer in (database, other):
             with writer.transaction() as session:
@@ -320,5 +320,5 @@ def test_where_changes_are_not_told_every_read_asks(
 ) -> None:
     with closing(Database.open(tmp_path / "ledger.sqlite")) as database:
         monkeypatch.setattr(database, "changes", lambda: None)
-        known, answers = Unchanged[int](database), iter([1, 2])
+        known, answers = Unchanged(database), iter([1, 2])
         assert [known.read("a", lambda: next(answers)) for _ in range(2)] == [1, 2]

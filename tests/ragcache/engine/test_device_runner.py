@@ -75,12 +75,7 @@ def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
-def test_answers_are_those_of_the_ragged_runner(
-    family: str, request: pytest.FixtureRequest
-) -> None:
-    """With compiled layers once; those of all families are compared in `tests/ragcache/models`."""
-    if family != "llama":
-        request.getfixturevalue("eager_layers")
+def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
     causal = causal_of(family)
     expected_states = states_by(RaggedModelRunner(causal), causal)
     found_states = states_by(device_runner(causal), causal)
@@ -223,7 +218,6 @@ def logits_of_steps(
     ],
 )
 @pytest.mark.slow
-@pytest.mark.usefixtures("eager_layers")
 def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
     defined, causal = windowed_pair(family)

@@ -207,7 +207,7 @@ def test_a_few_kills(tmp_path: Path, where: Path | str) -> None:
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path, where: Path | str) -> None:
     """Two hundred under the profile `full`."""
-    kills = scaled(200, quick=0.1)
+    kills = scaled(200)
     assert kill_often(tmp_path, where, kills, 1000) > kills / 2
 
 
