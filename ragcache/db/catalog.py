@@ -96,8 +96,7 @@ class Catalog:
         stale_seconds: how old the stamps may be while the ledger does not answer."""
         self._stamp = LastKnown[Stamp](stale_seconds)
         self._stamps = LastKnown[dict[str, tuple[int, int]]](stale_seconds)
-        self._same_stamp = Unchanged[Stamp](database)
-        self._same_stamps = Unchanged[dict[str, tuple[int, int]]](database)
+        self._unchanged = Unchanged(database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
@@ -343,7 +342,7 @@ class Catalog:
             with self._database.reading() as session:
                 return self._stamp_of(session, collection)
 
-        return self._same_stamp.read(collection, read)
+        return self._unchanged.read(("stamp", collection), read)
 
     def _stamp_of(self, session: Session, collection: str) -> Stamp:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
@@ -367,7 +366,7 @@ class Catalog:
             rows = self._database.fetch(_STAMPS, namespace=self.namespace)
             return {name: (number, revision) for name, number, revision in rows}
 
-        return self._same_stamps.read("", read)
+        return self._unchanged.read("stamps", read)
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""

@@ -7,7 +7,7 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -159,9 +159,9 @@ class Database:
             return connection.execute(statement, parameters).all()
 
     def changes(self) -> int | None:
-        """A number that is another one once anybody has changed the ledger, in a hundredth of the
-        time that a query takes. None where only queries tell: of PostgreSQL, or of a file that does
-        not answer."""
+        """A number that is another one once anybody has changed the ledger, in a tenth of the time
+        that a query takes. None where only queries tell: of PostgreSQL, or of a file that does not
+        answer."""
         self._check_open()
         return self._watch.version()
 
@@ -191,18 +191,19 @@ class _Watch:
     Thread-safe."""
 
     def __init__(self, file: str | None) -> None:
-        self._file = None if file is None else Path(file).absolute()
+        # a file that is gone is not made again
+        self._uri = None if file is None else f"{Path(file).absolute().as_uri()}?mode=rw"
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
 
     def version(self) -> int | None:
         """SQLite's `data_version`; None where there is no file, or it does not answer."""
-        if self._file is None:
+        if self._uri is None:
             return None
         with self._lock:
             try:
                 if self._connection is None:
-                    self._connection = sqlite3.connect(self._file, check_same_thread=False)
+                    self._connection = sqlite3.connect(self._uri, uri=True, check_same_thread=False)
                 found: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
             except sqlite3.Error:
                 return None
@@ -215,19 +216,20 @@ class _Watch:
                 self._connection = None
 
 
-class Unchanged(Generic[T]):
+class Unchanged:
     """What was read last, by name, while nobody has changed the ledger. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._values: dict[str, tuple[int, T]] = {}
+        self._values: dict[Hashable, tuple[int, Any]] = {}
 
-    def read(self, name: str, query: Callable[[], T]) -> T:
+    def read(self, name: Hashable, query: Callable[[], T]) -> T:
         """The query's result, or that of the same name before. Raises what the query raises."""
         changes = self._database.changes()  # before the query, which may see more
         known = self._values.get(name)
         if known is not None and known[0] == changes:
-            return known[1]
+            value: T = known[1]
+            return value
         value = query()
         if changes is not None:
             self._values[name] = changes, value

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from operator import itemgetter
@@ -33,7 +33,6 @@ Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 
 PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
 MAX_COUNTED = 4096  # selections that are counted, those seen last
-MAX_KEYS = 4096  # of modules that are remembered, those used last
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -79,7 +78,6 @@ class ModuleEncoder(StateEncoder):
     ) -> None:
         super().__init__(model, store, encode, salt)
         self.frame = frame
-        self._known_key = lru_cache(MAX_KEYS)(self._state_key)  # hashing a document takes long
         self._variants: dict[str, ModuleEncoder] = {}  # by the instructions of collections
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
@@ -117,8 +115,7 @@ class ModuleEncoder(StateEncoder):
         """The key of a module's states. mode: `rooted`, which sees the preamble, or `isolated`.
         start: where it is encoded, None is right after the preamble."""
         root = self.preamble_key if mode == "rooted" else None
-        first = self._first if start is None else start
-        return self._known_key(tuple(token_ids), mode, first, root)
+        return self._state_key(token_ids, mode, self._first if start is None else start, root)
 
     def lease(
         self, modules: Sequence[Sequence[int]], mode: str, origin: Origin = "question",

@@ -132,7 +132,7 @@ def _simulate_steps(runner: Any, seconds: float, slots: int) -> None:
 
 def _simulate_moves(tier: Tier, seconds: float) -> None:
     get = tier.get
-    tier.get = lambda key: _at_least(seconds, partial(get, key))  # type: ignore[method-assign]
+    tier.get = lambda key: _at_least(seconds, partial(get, key))  # type: ignore[method-assign]  # of this one alone
 
 
 def _at_least(seconds: float, call: Callable[[], Any]) -> Any:
