@@ -45,13 +45,14 @@ class Scheme:
     def angles(self, positions: Tensor) -> Tensor:
         """[P, R/2], float64."""
         powers = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated
+        powers = powers.to(positions.device)
         return positions.double()[:, None] * 1000.0**-powers
 
     def moved(self, keys: Tensor, delta: int) -> Tensor:
         """Keys [..., D] moved by delta positions, in float64."""
         if not self.rotated:
             return keys.double()
-        angle = self.angles(torch.tensor([delta]))[0]
+        angle = self.angles(torch.tensor([delta], device=keys.device))[0]
         turned, half = keys.double().clone(), self.rotated // 2
         left, right = slice(0, half), slice(half, self.rotated)
         if self.interleaved:
@@ -83,6 +84,9 @@ class Seen:
     keys: Tensor
     values: Tensor
     positions: Tensor
+
+    def until(self, end: int) -> Seen:
+        return Seen(self.keys[:, :end], self.values[:, :end], self.positions[:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,7 @@ class _Making:
         key = merged[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1)
         value = merged[:, -scheme.kv_heads :].transpose(0, 1)
         states = [self.document(n) for n in documents]
-        wide = [self.exact(each) for each in states]
+        wide = [[side.to(self.device) for side in self.exact(each)] for each in states]
         seen: list[list[Seen]] = []
         reads = [Read(1 + n, 3, 3 + length, []) for n, length in enumerate(documents)]
         needed = [-(-(each.past + each.new) // BLOCK) for each in requests]
@@ -242,23 +246,28 @@ class _Making:
             for side in pool:
                 side[:, :, past] = self.normal(LAYERS, scheme.kv_heads, request.past)
             before = sum(documents[n] for n, _ in request.reads) + 5
+            origins = [11 * n + delta for n, delta in request.reads]  # of the bases' token 0
+            cached = [
+                Seen(
+                    scheme.moved(wide[n][0], delta), wide[n][1],
+                    torch.arange(origin + 3, origin + 3 + documents[n], device=self.device),
+                )
+                for (n, delta), origin in zip(request.reads, origins, strict=True)
+            ]  # fmt: skip
+            old = [side[LAYER][:, past].double() for side in pool]
+            new = [side[:, row : row + request.new].double() for side in (key, value)]
             own = torch.arange(before, before + request.past + request.new)
+            written = Seen(
+                *(torch.cat(pair, 1).to(self.device) for pair in zip(old, new, strict=True)),
+                own.to(self.device),
+            )
             for i in range(request.new):
                 at = row + i
                 position = before + request.past + i
                 positions[at], slots[at] = position, places[request.past + i]
-                found = []
-                for n, delta in request.reads:
-                    keys, values = wide[n]
-                    origin = 11 * n + delta  # of the base's token 0
+                for (n, delta), origin in zip(request.reads, origins, strict=True):
                     reads[n].entries.append((at, delta, origin, ALL))
-                    where = torch.arange(origin + 3, origin + 3 + documents[n])
-                    found.append(Seen(scheme.moved(keys, delta), values, where))
-                old = [side[LAYER][:, past].double() for side in pool]
-                new = [side[:, row : at + 1].double() for side in (key, value)]
-                keys, values = (torch.cat(pair, 1) for pair in zip(old, new, strict=True))
-                found.append(Seen(keys, values, own[: request.past + i + 1]))
-                seen.append(found)
+                seen.append([*cached, written.until(request.past + i + 1)])
             early = count if self.kind == "mixed" else request.early
             for i, block in enumerate(blocks[:early]):
                 begin, end = block * BLOCK, min(BLOCK, request.past + request.new - i * BLOCK)
@@ -272,11 +281,10 @@ class _Making:
                 tails[row] = request.past - BLOCK * request.early
                 pages[row][: count - request.early] = blocks[request.early :]
             row += request.new
-        expected = [
-            self.attention(query[:, at].double(), found, positions[at])
-            for at, found in enumerate(seen)
-        ]
-        expected += [torch.zeros(scheme.num_heads, scheme.dim, dtype=torch.float64)] * padding
+        queries = query.double().to(self.device)
+        expected = torch.zeros(total, scheme.num_heads, scheme.dim, dtype=torch.float64)
+        for at, found in enumerate(seen):
+            expected[at] = self.attention(queries[:, at], found, positions[at])
         moved = merged.to(self.device)
         return Step(
             scheme, self.kind, self.dtype, self.device,
@@ -286,7 +294,7 @@ class _Making:
             (pool[0].to(self.device), pool[1].to(self.device)),
             [self.on_device(each) for each in states],
             [read for read in reads if read.entries],
-            positions, slots, tails, pages, torch.stack(expected),
+            positions, slots, tails, pages, expected,
         )  # fmt: skip
 
     def document(self, length: int) -> KVStates | QuantizedStates:
@@ -326,17 +334,19 @@ class _Making:
     def attention(self, query: Tensor, seen: Sequence[Seen], position: int) -> Tensor:
         """By definition, of one row [Hq, D]."""
         scheme = self.scheme
-        keys = torch.cat([each.keys for each in seen], 1).repeat_interleave(scheme.group, 0)
-        values = torch.cat([each.values for each in seen], 1).repeat_interleave(scheme.group, 0)
+        keys = torch.cat([each.keys for each in seen], 1)
+        values = torch.cat([each.values for each in seen], 1)
         distance = torch.cat([each.positions for each in seen]) - position
-        scores = (keys @ query[..., None])[..., 0] * scheme.dim**-0.5
+        grouped = query.view(scheme.kv_heads, scheme.group, scheme.dim)
+        scores = (grouped @ keys.mT).flatten(0, 1) * scheme.dim**-0.5
         if scheme.softcap:
             scores = scheme.softcap * (scores / scheme.softcap).tanh()
         if scheme.alibi:
-            scores = scores + scheme.slopes()[:, None].double() * distance
+            scores = scores + scheme.slopes()[:, None].to(scores) * distance
         if scheme.window is not None:
             scores = scores.masked_fill(distance <= -scheme.window, -torch.inf)
-        return (scores.softmax(-1)[:, None] @ values)[:, 0]
+        weights = scores.softmax(-1).view(scheme.kv_heads, scheme.group, -1)
+        return (weights @ values).flatten(0, 1)
 
 
 def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
