@@ -27,7 +27,13 @@ VIEWS = (
     "overview", "ask", "documents", "ingestion", "modules", "reuse", "batch", "schemas", "replicas",
     "keys", "log",
 )  # fmt: skip
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+# One process draws every page: others would be started ahead of each visit, and not be needed.
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--in-process-gpu",
+    "--disable-site-isolation-trials", "--renderer-process-limit=1",
+    "--disable-features=BackForwardCache,SpareRendererForSitePerProcess,"
+    "ProactivelySwapBrowsingInstance",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
