@@ -29,8 +29,8 @@ VIEWS = (
 )  # fmt: skip
 # One process draws every page: others would be started ahead of each visit, and not be needed.
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--in-process-gpu",
-    "--disable-site-isolation-trials", "--renderer-process-limit=1",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--in-process-gpu",
+    "--disable-dev-shm-usage", "--disable-site-isolation-trials", "--renderer-process-limit=1",
     "--disable-features=BackForwardCache,SpareRendererForSitePerProcess,"
     "ProactivelySwapBrowsingInstance",
 )  # fmt: skip

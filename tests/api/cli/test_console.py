@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_api.cli import console, overlay
+from ragcache_api.cli import console
 from tests.api.cli.conftest import QUESTION, Run, json_of
 
 
@@ -30,8 +30,8 @@ def test_a_copy_answers_where_the_disk_is_full(
 
 
 def test_an_overlay_is_made_only_where_there_is_room(ingested: Path) -> None:
-    assert overlay.place_with_room(2**62) is None
-    with overlay.overlay_of(ingested) as folder:
+    assert console.place_with_room(2**62) is None
+    with console.overlay_of(ingested) as folder:
         assert folder is not None
         blobs = [file for file in folder.rglob("*.safetensors") if file.is_symlink()]
         assert len(blobs) == 4
