@@ -44,9 +44,8 @@ class Scheme:
 
     def angles(self, positions: Tensor) -> Tensor:
         """[P, R/2], float64."""
-        powers = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated
-        powers = powers.to(positions.device)
-        return positions.double()[:, None] * 1000.0**-powers
+        steps = torch.arange(0, self.rotated, 2, dtype=torch.float64, device=positions.device)
+        return positions.double()[:, None] * 1000.0 ** -(steps / self.rotated)
 
     def moved(self, keys: Tensor, delta: int) -> Tensor:
         """Keys [..., D] moved by delta positions, in float64."""
