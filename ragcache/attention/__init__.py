@@ -7,6 +7,7 @@ from ragcache.attention.metadata import (
     CausalBlock,
     ContiguousWrite,
     KVWrite,
+    LayersComputed,
     PagedQueries,
     PagedWrite,
     SharedKV,
@@ -28,6 +29,7 @@ from ragcache.attention.reference import ReferenceAttentionBackend
 
 __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
+    "LayersComputed",
     "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
     "SharedQueries", "attention_bytes", "backend_for", "causal_bias", "grouped", "has_kernels",
     "merge_state", "merge_states", "over_heads", "partial_attention", "read_values", "rotate",

@@ -112,6 +112,10 @@ def read_values(keys: Tensor, values: Tensor) -> Tensor:
     return values if values.shape[-1] else keys
 
 
+class LayersComputed(Exception):
+    """Ends a pass of which only the states of the first layers are wanted: they are written."""
+
+
 class KVWrite(Protocol):
     """Where new keys and values go."""
 
@@ -161,7 +165,8 @@ class AttentionMetadata:
     row's entries in the `SharedQueries`, M where it has no more. slopes: [Hq] float32 where the
     position scheme is a bias (ALiBi). windows: of each layer, how many positions up to its own a
     row sees, or None for all; empty where no layer has one. positions: [T] float32, with slopes or
-    windows. softcap: scores are cap * tanh(score / cap).
+    windows. softcap: scores are cap * tanh(score / cap). layers: how many layers' states alone are
+    wanted; None for a whole pass.
     """
 
     shared_queries: SharedQueries | None
@@ -175,15 +180,19 @@ class AttentionMetadata:
     positions: Tensor | None = None
     windows: tuple[int | None, ...] = ()
     softcap: float | None = None
+    layers: int | None = None
 
     def window_of(self, layer: int) -> int | None:
         """How many positions up to its own a row of this layer sees; None for all."""
         return self.windows[layer] if self.windows else None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the step's own states of a layer. key, value: as in `KVWrite`."""
+        """Writes the step's own states of a layer. key, value: as in `KVWrite`. Raises
+        `LayersComputed` behind the last layer that is wanted."""
         for write in self.writes:
             write.write_states(layer, key, value)
+        if self.layers == layer + 1:
+            raise LayersComputed
 
     def shared_parts(self, most: int) -> Iterator[AttentionMetadata]:
         """This metadata with some of the shared states at a time: as many as have at most `most`

@@ -53,6 +53,8 @@ class ScheduledChunk:
     scored: rows begin:end, counted from the chunk's first, whose logits are wanted besides.
     follows: None, or the row of the tokens sampled by the step before that is this chunk's only
     token; the host does not know it yet, and the one in `token_ids` means nothing.
+    layers: None, or how many of the first layers are computed, for their states alone; such a chunk
+    is a pass of its own.
     """
 
     segments: tuple[Segment, ...]
@@ -62,6 +64,7 @@ class ScheduledChunk:
     wants_logits: bool = True
     follows: int | None = None
     scored: Rows = (0, 0)
+    layers: int | None = None
 
     def logit_rows(self, end: int) -> list[int]:
         """The rows whose logits are wanted, ascending. end: the row after the chunk's last."""
@@ -237,7 +240,8 @@ class BatchBuilder:
         self._frame: _Frame | None = None
 
     def build_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
-        """Flattens the chunks to rows 0..T-1. Logits are wanted of each chunk's `logit_rows`."""
+        """Flattens the chunks to rows 0..T-1. Logits are wanted of each chunk's `logit_rows`. The
+        chunks have the same `layers`."""
         signature = tuple(_signature(chunk) for chunk in chunks)
         if self._frame is None or None in signature or signature != self._signature:
             self._frame = _Frame.of(self.model, chunks)
@@ -293,6 +297,7 @@ class _Frame:
             slopes=model.scheme.slopes,
             windows=model.windows,
             softcap=model.softcap,
+            layers=chunks[0].layers,
         )
         ends = [end for _, end in layout.rows]
         wanted = [

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragcache.attention import Rotation
+from ragcache.attention import LayersComputed, Rotation
 from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKernels
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.attention.triton.plan import (
@@ -41,6 +41,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.device_sampler import DeviceSampler
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
+from ragcache.engine.runner import passes_of
 from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
@@ -83,6 +84,7 @@ class _StepAttention:
     kind: StepKind = "mixed"
     arrivals: Sequence[Arrival] = ()
     before_layer: Callable[[], None] | None = None
+    layers: int | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `DeviceStep.attend`."""
@@ -95,6 +97,8 @@ class _StepAttention:
         self.kernels.attend(
             self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]
         )
+        if self.layers == layer + 1:
+            raise LayersComputed
         return out
 
 
@@ -179,9 +183,16 @@ class DeviceModelRunner:
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """See `AsynchronousRunner.prepare_batch`."""
+        """See `AsynchronousRunner.prepare_batch`. Passes over the first layers are launched at
+        once."""
         self._prepare()
-        launch = self._last = self._plan(chunks)
+        *some, last = passes_of(chunks)
+        for each in some:
+            self._run_first_layers(each)
+        if last[0].layers is not None:
+            logits = self._run_first_layers(last)
+            return lambda: logits
+        launch = self._last = self._plan(last)
         return partial(self._run, launch, previous)
 
     def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
@@ -265,6 +276,17 @@ class DeviceModelRunner:
             finally:  # memory may end; a capture must not wait for what arrived here
                 self._step.arrivals = ()
         return logits[: launch.batch.logits]
+
+    def _run_first_layers(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Launches a pass that ends with the states of the first layers; there are no logits."""
+        launch = self._plan(chunks)
+        launch.tables.upload()
+        self._step.layers, self._step.arrivals = chunks[0].layers, launch.arrivals
+        rows = max(launch.batch.rows, FEWEST_ROWS)
+        try:
+            return self._compute(launch.batch.kind, launch.tables, rows, launch.batch.logits)
+        finally:
+            self._step.layers, self._step.arrivals = None, ()
 
     def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
         """Copies tokens that only the device knows to their rows."""

@@ -26,19 +26,27 @@ class EncodeJob:
 
     Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
     sink and the instructions are where the model expects them. `position_ids` ascend from
-    `start`; None where they have no gaps.
+    `start`; None where they have no gaps. `layers`: how many of the model's first layers are
+    computed, for states to compare (`blend`); None for all.
     """
 
     token_ids: Sequence[int]
     start: int = 0
     root: Segment | None = None
     position_ids: Sequence[int] | None = None
+    layers: int | None = None
 
     @property
     def positions(self) -> Sequence[int]:
         if self.position_ids is not None:
             return self.position_ids
         return range(self.start, self.start + len(self.token_ids))
+
+    def computed_bytes(self, model: LanguageModel) -> int:
+        """What its states take while they are computed."""
+        layers = model.num_layers
+        nbytes = len(self.token_ids) * model.computed_bytes_per_token
+        return nbytes * (self.layers or layers) // layers
 
 
 def check_job(job: EncodeJob, model: LanguageModel) -> None:
@@ -52,7 +60,7 @@ class Encoding:
 
     def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
         self.job = job
-        self.kv = ContiguousKV.allocate(model, len(job.token_ids))
+        self.kv = ContiguousKV.allocate(model, len(job.token_ids), job.layers)
         self._steps = 0  # under way
 
     @property
@@ -73,7 +81,9 @@ class Encoding:
         here = slice(begin, begin + count)
         root = () if self.job.root is None else (self.job.root,)
         tokens, positions = self.job.token_ids[here], self.job.positions[here]
-        return ScheduledChunk(root, self.kv, tokens, positions, wants_logits=False)
+        return ScheduledChunk(
+            root, self.kv, tokens, positions, wants_logits=False, layers=self.job.layers
+        )
 
     def launched(self, count: int) -> None:
         """A step that computes its next `count` tokens was launched."""
@@ -218,8 +228,7 @@ class EncodeQueue:
             return True
         if task.short:
             return False
-        room = len(task.jobs[0].token_ids) * self.model.computed_bytes_per_token
-        fits = held + room <= self.budget_bytes
+        fits = held + task.jobs[0].computed_bytes(self.model) <= self.budget_bytes
         return fits or (not task.running and task.channel.waiter_count > 0)
 
     def _run_short(self, task: _EncodeTask, error: torch.OutOfMemoryError) -> None:
@@ -228,7 +237,7 @@ class EncodeQueue:
             task.short = True
             return
         tokens = len(task.jobs[0].token_ids)
-        nbytes = tokens * self.model.computed_bytes_per_token
+        nbytes = task.jobs[0].computed_bytes(self.model)
         failure = EncodingOutOfMemory(
             f"{self.model.device} has no room for the states of {tokens:,} tokens, which take "
             f"{nbytes:,} bytes; give a smaller module_tokens, or "

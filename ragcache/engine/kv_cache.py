@@ -451,8 +451,11 @@ class ContiguousKV:
         self.positions: list[int] = []
 
     @classmethod
-    def allocate(cls, model: LanguageModel, capacity: int) -> ContiguousKV:
-        return cls(*model.new_states(capacity), model.states_dtype)
+    def allocate(
+        cls, model: LanguageModel, capacity: int, layers: int | None = None
+    ) -> ContiguousKV:
+        """layers: the first ones alone; None is all."""
+        return cls(*model.new_states(capacity, layers=layers), model.states_dtype)
 
     @property
     def length(self) -> int:

@@ -95,8 +95,8 @@ class RaggedModelRunner:
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         await_segments(chunks, self.model.device)
-        step = self.builder.build_batch(chunks)
-        return lambda: self.model.forward(step)
+        passes = [self.builder.build_batch(each) for each in passes_of(chunks)]
+        return lambda: [self.model.forward(each) for each in passes][-1]
 
     def release_states(self, private: RequestKV) -> None:
         """Nothing to do: the blocks are the pool's."""
@@ -106,6 +106,16 @@ class RaggedModelRunner:
 
     def warm_up(self) -> None:
         """Nothing to do."""
+
+
+def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:
+    """The chunks of each pass of a step, in order: one of which only the first layers are computed
+    is a pass of its own, and the last one, which alone has logits, is that of all others."""
+    whole = [chunk for chunk in chunks if chunk.layers is None]
+    if len(whole) == len(chunks):
+        return [chunks]
+    some = [[chunk] for chunk in chunks if chunk.layers is not None]
+    return [*some, whole] if whole else [*some]
 
 
 def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:

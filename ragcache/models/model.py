@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragcache.attention import AttentionBackend, AttentionMetadata, attention_bytes
+from ragcache.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    LayersComputed,
+    attention_bytes,
+)
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.positions import PositionScheme, changes_at_length
@@ -100,11 +105,12 @@ class LanguageModel:
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def new_states(
-        self, capacity: int, device: torch.device | None = None
+        self, capacity: int, device: torch.device | None = None, layers: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Room for `capacity` tokens, in the dtype that the model computes in: keys and values,
-        [L, Hkv, capacity, D], D of the values `value_dim`. device: None is the model's."""
-        shape = (self.num_layers, self.num_kv_heads, capacity)
+        [L, Hkv, capacity, D], D of the values `value_dim`. device: None is the model's. layers: the
+        first ones alone; None is all."""
+        shape = (layers or self.num_layers, self.num_kv_heads, capacity)
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
 
@@ -174,8 +180,16 @@ class CausalLM(LanguageModel):
         """Logits of the wanted rows: [R, vocabulary]. Writes the rows' own states.
 
         The whole Hugging Face model is called, so that heads and the scaling of logits are its
-        own. A model that takes no positions (ALiBi) passes over them.
+        own. A model that takes no positions (ALiBi) passes over them. There are no logits where the
+        pass ends with the states of the first layers (`LayersComputed`).
         """
+        try:
+            return self._call(batch)
+        except LayersComputed:
+            return torch.empty(0, self.vocabulary, dtype=self.dtype, device=self.device)
+
+    def _call(self, batch: ForwardBatch) -> Tensor:
+        """Calls the model itself."""
         from ragcache.models.hf_patch import SegmentCache, step_in_context  # transformers
 
         with step_in_context(batch.metadata, self.backend):

@@ -207,9 +207,8 @@ class ReaderLM(CausalLM):
         scheme = Rotary(model.inverse_frequency)
         super().__init__(model, scheme, backend_for(model.device), Dimensions.of(model.config))
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM.forward`."""
+    def _call(self, batch: ForwardBatch) -> Tensor:
+        """See `CausalLM._call`."""
         assert not isinstance(batch.metadata, OperatorMetadata)
         logits: Tensor = self.model(batch, self.backend)
         return logits

@@ -17,13 +17,20 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Self
 
-from ragcache.config import GATED_MODES, encoded_mode, linked_tokens, measured_mode
+from ragcache.config import (
+    GATED_MODES,
+    blend_percent,
+    encoded_mode,
+    linked_tokens,
+    measured_mode,
+)
 from ragcache.db import Ledger
 from ragcache.engine import Choice, Context, EncodeJob, LLMEngine, Request, SamplingParams, Segment
 from ragcache.errors import ModeRefused, PromptTooLong, StoreError
 from ragcache.fidelity import compare_first_tokens
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.ask import lay_out, question_ids
+from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
 
@@ -116,7 +123,7 @@ class GateResult:
     """What the built-in prompts say of a mode on a model.
 
     Attributes:
-        mode: `rooted`, `isolated` or `linked:N`, where N is a power of two.
+        mode: `rooted`, `isolated`, `linked:N` or `blend:R`, where N and R are powers of two.
         prompts: How many.
         kl_divergence: The mean Kullback-Leibler divergence of the mode's first-token distribution
             from that of `exact`, in nats.
@@ -306,11 +313,15 @@ class _Measurement:
         jobs = [EncodeJob(self.documents[each], start, before) for each, start in slots]
         encoded = dict(zip(slots, self.engine.encode(jobs), strict=True))
         contexts = []
+        percent = blend_percent(mode)
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
             prompt = BuiltPrompt(
                 "", mode, tuple(layout.own), layout.length, spans=tuple(layout.spans)
             )
+            if percent:
+                token_ids = [group.token_ids for group in layout.groups]
+                prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
             contexts.append(build_context(prompt, [KVKey("")] * len(states), states))
         return self._first_tokens(contexts)
 

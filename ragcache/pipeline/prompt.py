@@ -154,6 +154,11 @@ class BuiltPrompt:
     timestamps: Timestamps = field(default_factory=Timestamps)
 
     @property
+    def own_mode(self) -> str:
+        """The mode, without what a chat says of the texts that it recognized."""
+        return self.mode.removeprefix("recognized:")
+
+    @property
     def read_tokens(self) -> int:
         """Tokens whose states are read."""
         return sum(span.length for span in self.spans)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from ragcache.config import NAMESPACE, RagCacheConfig, check_argument, check_fields
+from ragcache.config import (
+    NAMESPACE,
+    RagCacheConfig,
+    blend_percent,
+    check_argument,
+    check_fields,
+)
 from ragcache.engine import (
     Choice,
     Context,
@@ -28,6 +34,7 @@ from ragcache.engine.request import MakeText, check_options
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
+from ragcache.pipeline.blend import blend_prompt, most_blended
 from ragcache.pipeline.confidence import (
     LIKELIHOOD,
     REFUSAL,
@@ -330,20 +337,21 @@ class Submitter:
     def _check_modes(self, prompts: Sequence[BuiltPrompt]) -> None:
         """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
         if self.gate is not None:
-            for mode in {p.mode for p in prompts if p.answerable and p.states is not None}:
-                self.gate.check_mode(mode.removeprefix("recognized:"))
+            for mode in {p.own_mode for p in prompts if p.answerable and p.states is not None}:
+                self.gate.check_mode(mode)
 
     def _check(self, prompt: BuiltPrompt, generation: Generation, plan: _Plan) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         checker = self.engine.core.checker
-        computed, recomputed = len(prompt.own), prompt.recomputed
+        blended = most_blended(prompt, blend_percent(prompt.own_mode))
+        computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
         default = self.config.max_new_tokens
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
         request = generation.request_maker(self.model, default, tenant, plan.quoted, plan.check)
         checker.check_sizes(
-            own=computed - recomputed, documents=prompt.read_tokens + recomputed,
+            own=computed - recomputed, documents=prompt.read_tokens + prompt.recomputed,
             recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
         )  # fmt: skip
         return request
@@ -368,6 +376,8 @@ class Submitter:
         self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None, plan: _Plan
     ) -> PendingAnswer:
         """Queues the request. The lease remains the caller's until this returns."""
+        if lease is not None:
+            prompt = self._blended(prompt, lease)
         found = ((), ()) if lease is None else (lease.keys, lease.states)
         context = build_context(prompt, *found)
         prepared = prepare_answer(prompt, lease, time.perf_counter(), plan)
@@ -375,6 +385,14 @@ class Submitter:
         pending = PendingAnswer(prepared, handle, lease, self.deferred)
         self.monitor.begin(self.namespace, prepared, handle.channel)
         return pending
+
+    def _blended(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
+        """The prompt laid out in mode `blend:R`, now that there are states; any other as it is."""
+        percent = blend_percent(prompt.own_mode)
+        if not percent or prompt.states is None:
+            return prompt
+        token_ids, model = prompt.states.token_ids, self.model.causal
+        return blend_prompt(prompt, percent, lease.states, token_ids, model, self.engine)
 
     def _answer_at_once(self, prompt: BuiltPrompt) -> PendingAnswer:
         """Retrieval found no module that shares anything with the question: nothing is made up."""

@@ -403,7 +403,7 @@ class TestBadInput:
             rag.ask(QUESTION, collection="recipes")
 
     def test_an_unknown_mode_or_k(self, rag: RagCache) -> None:
-        with pytest.raises(ConfigurationError, match="modes: rooted, linked:N, isolated"):
+        with pytest.raises(ConfigurationError, match="modes: rooted, linked:N, blend:R"):
             rag.ask(QUESTION, collection="notes", mode="fast")
         with pytest.raises(ConfigurationError, match="k is 0"):
             rag.ask(QUESTION, collection="notes", k=0)

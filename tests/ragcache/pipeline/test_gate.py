@@ -70,7 +70,8 @@ def test_every_question_is_asked_and_documents_stand_at_many_places() -> None:
 @pytest.mark.parametrize(
     ("mode", "measured"),
     [("rooted", "rooted"), ("isolated", "isolated"), ("linked:1", "linked:1"),
-     ("linked:31", "linked:16"), ("linked:32", "linked:32"), ("linked:5000", "linked:32")],
+     ("linked:31", "linked:16"), ("linked:32", "linked:32"), ("linked:5000", "linked:32"),
+     ("blend:1", "blend:1"), ("blend:15", "blend:8"), ("blend:99", "blend:64")],
 )  # fmt: skip
 def test_few_modes_are_measured(mode: str, measured: str) -> None:
     assert measured_mode(mode) == measured
@@ -96,10 +97,12 @@ def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
 def test_what_is_all_computed_in_context_is_exact(
     tiny_reader: LoadedModel, engine: LLMEngine
 ) -> None:
-    found = measure_modes(tiny_reader, engine, ["linked:400", "rooted", "isolated"])
+    modes = ["linked:400", "blend:99", "blend:64", "rooted", "isolated"]
+    found = measure_modes(tiny_reader, engine, modes)
     assert found is not None
-    linked, rooted, isolated = found
+    linked, blended, some, rooted, isolated = found
     assert linked.kl_divergence < 1e-6 < rooted.kl_divergence < isolated.kl_divergence
+    assert blended.kl_divergence < some.kl_divergence < rooted.kl_divergence
     assert linked.agreement == 1.0
     assert rooted.other_documents > rooted.kl_divergence
 
