@@ -399,10 +399,10 @@ def plot_recomputation(means: Sequence[dict[str, Any]], file: Path) -> None:
     for axes, panel in zip(columns, panels, strict=True):
         own = [row for row in means if (row["model"], row["set"]) == panel]
         start = next(row["kl"] for row in own if row["variant"] == "rooted")
-        for choice in ("linked", "blend", "oracle", "random"):
+        for choice in ("linked", "blend", "blend of tokens", "oracle", "random"):
             curve = [(row["cost"], row["kl"]) for row in own if row["variant"] == choice]
             if curve:
-                free = [(0.0, start)] * (choice != "blend")
+                free = [(0.0, start)] * (not choice.startswith("blend"))
                 costs, divergences = zip(*free, *curve, strict=True)
                 axes.plot([100 * cost for cost in costs], divergences, "o-", label=choice)
         pairs = next(row["kl"] for row in own if row["variant"] == "scaffolds of two")

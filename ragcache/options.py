@@ -38,6 +38,7 @@ class AskOptions(TypedDict, total=False):
         k: The most modules to retrieve; 4 by default.
         mode: How the modules' states were encoded. `rooted` (default): after the preamble;
             `linked:N`: likewise, but the first N tokens of each module are computed in context;
+            `blend:R`: likewise, but the R percent of their tokens that it changes most;
             `isolated`: without the preamble; `exact`: no states are reused.
         generation: How the answer is generated; one greedy answer by default, which the embedded
             reader quotes from the documents (`Generation.extractive`).
@@ -105,9 +106,9 @@ class ChatOptions(TypedDict, total=False):
     """Options of `chat` and its variants.
 
     Attributes:
-        mode: How recognized modules' states were encoded: `rooted` (default), `linked:N` or
-            `isolated`, as in `AskOptions`. In a chat the modules follow another beginning, so the
-            answer may differ from that of `exact`, which computes everything.
+        mode: How recognized modules' states were encoded: `rooted` (default), `linked:N`,
+            `blend:R` or `isolated`, as in `AskOptions`. In a chat the modules follow another
+            beginning, so the answer may differ from that of `exact`, which computes everything.
         recognize: Whether texts of ingested modules in the prompt are read from their kept states,
             from any collection; True by default. A text may lack the module's outer whitespace but
             must otherwise be equal; texts under 32 characters are not searched for.

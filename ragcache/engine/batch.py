@@ -73,6 +73,16 @@ class ScheduledChunk:
         return [*rows, end - 1] if self.wants_logits else rows
 
 
+def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:
+    """The chunks of each pass of a step, in order: one of which only the first layers are computed
+    is a pass of its own, and the last one, which alone has logits, is that of all others."""
+    whole = [chunk for chunk in chunks if chunk.layers is None]
+    if len(whole) == len(chunks):
+        return [chunks]
+    some = [[chunk] for chunk in chunks if chunk.layers is not None]
+    return [*some, whole] if whole else [*some]
+
+
 @dataclass(slots=True)
 class SharedPrefixGroup:
     """Contiguous states and their readers: rows of the step, and for each reader how far the states

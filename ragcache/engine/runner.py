@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragcache.engine.batch import BatchBuilder, ScheduledChunk
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
 from ragcache.engine.kv_cache import BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import CausalLM, LanguageModel
@@ -106,16 +106,6 @@ class RaggedModelRunner:
 
     def warm_up(self) -> None:
         """Nothing to do."""
-
-
-def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:
-    """The chunks of each pass of a step, in order: one of which only the first layers are computed
-    is a pass of its own, and the last one, which alone has logits, is that of all others."""
-    whole = [chunk for chunk in chunks if chunk.layers is None]
-    if len(whole) == len(chunks):
-        return [chunks]
-    some = [[chunk] for chunk in chunks if chunk.layers is not None]
-    return [*some, whole] if whole else [*some]
 
 
 def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:

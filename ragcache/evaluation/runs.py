@@ -185,7 +185,7 @@ def evaluate_modes(
         rag: Where the collection is.
         collection: Its name.
         questions: What to ask.
-        modes: Of `rooted`, `linked:N`, `isolated`, `exact`; each once.
+        modes: Of `rooted`, `linked:N`, `blend:R`, `isolated`, `exact`; each once.
         setting: Kept in the result.
         seed: Of the bootstraps.
         progress: Called with the mode and the numbers of marked and of all questions.

@@ -163,8 +163,9 @@ def checked_mode(mode: str) -> str:
 
 
 ModeOption = Annotated[
-    str, typer.Option("--mode", callback=checked_mode, help="rooted, linked:N, isolated or exact.")
-]
+    str, typer.Option("--mode", callback=checked_mode,
+                      help="rooted, linked:N, blend:R, isolated or exact.")
+]  # fmt: skip
 
 
 def _parsed_filter(text: str | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ const MODES = [
   ["isolated", "isolated: each module alone"],
   ["linked:4", "linked:4: first 4 tokens anew"],
   ["linked:16", "linked:16: first 16 tokens anew"],
+  ["blend:15", "blend:15: the 15 % that change most anew"],
   ["exact", "exact: nothing reused"],
 ];
 
