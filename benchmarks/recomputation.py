@@ -255,8 +255,8 @@ def choose_tokens(
     layers = slice(None) if choice == "oracle" else slice(1, 2)
     deviation = _deviations(exact, states, layers)
     if choice == "blend":
-        modules = [deviation[begin:end] for begin, end in pairwise(bounds)]
-        runs = zip(bounds, choose_runs(modules, count), strict=False)
+        modules = [deviation[begin:end] for begin, end in pairwise(bounds[1:])]
+        runs = zip(bounds[1:], choose_runs(modules, count), strict=False)
         return [at + n for at, own in runs for begin, end in own for n in range(begin, end)]
     best = deviation[later.start : later.stop].topk(count).indices + later.start
     return sorted(best.tolist())

@@ -15,7 +15,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment, check_tokens
-from ragcache.errors import EncodingOutOfMemory
+from ragcache.errors import EncodingOutOfMemory, InvalidRequest
 from ragcache.models import LanguageModel
 from ragcache.states import Arrival, KVStates
 
@@ -52,6 +52,10 @@ class EncodeJob:
 def check_job(job: EncodeJob, model: LanguageModel) -> None:
     """Raises `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute, or not
     without harm to what it computes beside it."""
+    if job.layers is not None and not 1 <= job.layers <= model.num_layers:
+        raise InvalidRequest(
+            f"the states of {job.layers} layers were asked for; the model has {model.num_layers}"
+        )
     check_tokens(job.token_ids, job.positions, vocabulary=model.vocabulary, window=model.window)
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ragcache.attention import rotate
 from ragcache.engine import EncodeJob, Segment
@@ -79,9 +80,9 @@ def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[in
     """The runs begin:end of each span that deviate most, by their mean: so many that they hold at
     least `tokens`. In order, neighbors joined. deviations: [S] of each span's tokens."""
     runs = [
-        (float(span[at : at + RUN].mean()), number, at, min(at + RUN, len(span)))
-        for number, span in enumerate(each.cpu() for each in deviations)
-        for at in range(0, len(span), RUN)
+        (mean, number, at * RUN, min((at + 1) * RUN, len(span)))
+        for number, span in enumerate(deviations)
+        for at, mean in enumerate(_means(span))
     ]
     chosen: list[list[tuple[int, int]]] = [[] for _ in deviations]
     for _, number, begin, end in sorted(runs, key=lambda run: (-run[0], *run[1:])):
@@ -90,6 +91,13 @@ def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[in
         chosen[number].append((begin, end))
         tokens -= end - begin
     return [list(_joined(sorted(each))) for each in chosen]
+
+
+def _means(deviations: Tensor) -> list[float]:
+    """Those of each run; the last one may be shorter."""
+    sums = functional.pad(deviations, (0, -len(deviations) % RUN)).view(-1, RUN).sum(1)
+    *full, last = sums.tolist()
+    return [*(total / RUN for total in full), last / (len(deviations) - RUN * len(full))]
 
 
 def _wanted(tokens: int, percent: int) -> int:
@@ -132,13 +140,14 @@ def _deviations(
     keys serve as values, the keys, turned to where the kept ones are. computed: in context, with
     all that stands between the preamble and the end of the last module."""
     wait_for_arrival(kept)
-    own = restored(kept.part(span.begin, span.end, kept.start + span.offset))
+    part = kept.part(span.begin, span.end, kept.start + span.offset)
+    own = restored(part.layer(layer))
     at = span.start - computed.start
     here = slice(at, at + span.length)
     if model.value_dim:
-        one, other = computed.values[layer][:, here], own.values[layer]
+        one, other = computed.values[layer][:, here], own.values[0]
     else:
-        one, other = computed.keys[layer][:, here], own.keys[layer]
+        one, other = computed.keys[layer][:, here], own.keys[0]
         one = _turned(model, one, own.start - span.start, layer)
     return (one.float() - other.float()).square().sum((0, 2))
 

@@ -53,6 +53,11 @@ class KVStates:
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         return KVStates(keys, values, start, arrival=self.arrival)
 
+    def layer(self, number: int) -> KVStates:
+        """One layer alone. A view."""
+        here = slice(number, number + 1)
+        return KVStates(self.keys[here], self.values[here], self.start, arrival=self.arrival)
+
 
 FORMAT_VERSION = 3
 """Raised when encoding or the blob format changes, so that older states are not found."""

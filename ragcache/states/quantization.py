@@ -69,6 +69,14 @@ class QuantizedStates:
             arrival=self.arrival,
         )  # fmt: skip
 
+    def layer(self, number: int) -> QuantizedStates:
+        """One layer alone. A view."""
+        here = slice(number, number + 1)
+        return QuantizedStates(
+            self.keys[here], self.values[here], self.key_scales[here], self.value_scales[here],
+            self.start, self.dtype, arrival=self.arrival,
+        )  # fmt: skip
+
     @keeps_no_workers
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """States in `dtype`, by default the one that they had before, on the same device.

@@ -133,7 +133,11 @@ def test_what_is_computed_again_comes_nearer_to_exact(
     tiny_reader: LoadedModel, tmp_path: Path
 ) -> None:
     """Where all tokens but the first module's are computed again, any choice of them is exact."""
-    texts = "The boat has one oar.\n\n", "The oar is made of ash.\n\n", "Ash trees grow here.\n\n"
+    texts = (
+        "The boat has one oar, which hangs on the wall of the shed behind the house.\n\n",
+        "The oar is made of ash and was painted white by the man who keeps the boat.\n\n",
+        "Ash trees grow here by the water, and their wood is what a boat is mended with.\n\n",
+    )
     asked = AskedQuestion("What is the oar of the boat made of?", ("ash",), texts)
     setting = RecomputationSetting(shares=(0.2, 1.0), questions=1, answer_tokens=2)
     result = bench_recomputation(tiny_reader, {"boats": lambda _: [asked]}, setting)

@@ -21,7 +21,7 @@ from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.errors import EncodingOutOfMemory
+from ragcache.errors import EncodingOutOfMemory, InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
@@ -115,6 +115,12 @@ def test_the_first_layers_are_computed_beside_requests_in_portions(causal: Causa
     same(first, KVStates(whole.keys[:1], whole.values[:1], 3))
     same(all_layers, whole)
     assert answer.result().choices[0].token_ids == alone.choices[0].token_ids
+
+
+@pytest.mark.parametrize("layers", [0, -1, 3])
+def test_as_many_layers_as_the_model_has_can_be_asked_for(causal: CausalLM, layers: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"states of {layers} layers .* the model has 2"):
+        list(encode(causal, [EncodeJob(random_tokens(4), layers=layers)]))
 
 
 def test_a_job_of_few_layers_takes_their_room(causal: CausalLM) -> None:
