@@ -75,7 +75,12 @@ def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
-def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
+def test_answers_are_those_of_the_ragged_runner(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """One family is compiled; `tests/ragcache/models/test_compiled.py` traces every one."""
+    if family != "llama":
+        request.getfixturevalue("eager_layers")
     causal = causal_of(family)
     expected_states = states_by(RaggedModelRunner(causal), causal)
     found_states = states_by(device_runner(causal), causal)
@@ -241,6 +246,7 @@ def logits_of_steps(
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
 def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
     defined, causal = windowed_pair(family)
