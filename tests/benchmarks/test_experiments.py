@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blend import BlendSetting, bench_blend
 from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ from retrieval import RetrievalSetting, bench_retrieval, ndcg
 from scaffolds import simulate
 from weights import WeightsSetting, bench_weights
 
+from ragcache.bench.gpu.table import GpuWorkload
+from ragcache.bench.harness import LlamaShape
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
 from ragcache.evaluation import Dataset, Question
@@ -289,3 +292,17 @@ def test_small_weights_are_measured_beside_those_in_bfloat16() -> None:
     assert set(four["time_ratio"]) == {1, 4}
     assert 0 <= four["exact_match"] <= four["f1"] <= 1
     assert json.dumps(told)
+
+
+@pytest.mark.slow
+def test_what_blending_takes_is_measured_beside_the_other_modes() -> None:
+    shape = LlamaShape(3, 32, 4, 2, 48, 64, 1024, tied=False)
+    load = GpuWorkload(preamble=4, documents=4, document_tokens=32, question=4, placed=(2, 4))
+    setting = BlendSetting(("rooted", "blend:25", "exact"), warm=1, runs=1, new_tokens=3)
+    rows = bench_blend({"tiny": shape}, "cpu", load, setting)["rows"]
+    assert [(row["documents"], row["mode"]) for row in rows] == [
+        (count, mode) for count in (2, 4) for mode in setting.modes
+    ]
+    assert [row["computed"] for row in rows] == [4, 20, 72, 4, 36, 136]
+    assert all(row["first_token_ms"] > row["choosing_ms"] >= 0 for row in rows)
+    assert all(0 < row["segments"] <= 12 for row in rows if row["mode"] == "blend:25")
