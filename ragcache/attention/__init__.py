@@ -29,8 +29,8 @@ from ragcache.attention.reference import ReferenceAttentionBackend
 
 __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
-    "LayersComputed",
-    "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
-    "SharedQueries", "attention_bytes", "backend_for", "causal_bias", "grouped", "has_kernels",
-    "merge_state", "merge_states", "over_heads", "partial_attention", "read_values", "rotate",
+    "LayersComputed", "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend",
+    "Rotation", "SharedKV", "SharedQueries", "attention_bytes", "backend_for", "causal_bias",
+    "grouped", "has_kernels", "merge_state", "merge_states", "over_heads", "partial_attention",
+    "read_values", "rotate",
 ]  # fmt: skip

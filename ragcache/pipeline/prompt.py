@@ -154,8 +154,8 @@ class BuiltPrompt:
     timestamps: Timestamps = field(default_factory=Timestamps)
 
     @property
-    def own_mode(self) -> str:
-        """The mode, without what a chat says of the texts that it recognized."""
+    def requested_mode(self) -> str:
+        """The mode that was asked for: that of a chat says `recognized:` before it."""
         return self.mode.removeprefix("recognized:")
 
     @property

@@ -337,13 +337,14 @@ class Submitter:
     def _check_modes(self, prompts: Sequence[BuiltPrompt]) -> None:
         """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
         if self.gate is not None:
-            for mode in {p.own_mode for p in prompts if p.answerable and p.states is not None}:
+            reading = [p for p in prompts if p.answerable and p.states is not None]
+            for mode in {prompt.requested_mode for prompt in reading}:
                 self.gate.check_mode(mode)
 
     def _check(self, prompt: BuiltPrompt, generation: Generation, plan: _Plan) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         checker = self.engine.core.checker
-        blended = most_blended(prompt, blend_percent(prompt.own_mode))
+        blended = most_blended(prompt, blend_percent(prompt.requested_mode))
         computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
         default = self.config.max_new_tokens
         if generation.unbounded:
@@ -388,7 +389,7 @@ class Submitter:
 
     def _blended(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
         """The prompt laid out in mode `blend:R`, now that there are states; any other as it is."""
-        percent = blend_percent(prompt.own_mode)
+        percent = blend_percent(prompt.requested_mode)
         if not percent or prompt.states is None:
             return prompt
         token_ids, model = prompt.states.token_ids, self.model.causal

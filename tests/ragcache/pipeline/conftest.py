@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -10,6 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from ragcache import RagCache, SourceDocument
 from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
@@ -20,6 +24,21 @@ from ragcache.models import CausalLM, LoadedModel
 def model(tiny_reader: LoadedModel) -> LoadedModel:
     """A tiny random model behind the embedded reader's tokenizer."""
     return tiny_reader
+
+
+DOCUMENTS = [
+    SourceDocument("boats", "The survey boat Pipit is moored at the north quay."),
+    SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse."),
+    SourceDocument("leave", "Requests for leave go to Ines Marlow, who keeps the key figures."),
+]
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    """A folder that holds `DOCUMENTS` in the collection `notes`."""
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
 
 
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:

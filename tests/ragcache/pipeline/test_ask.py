@@ -6,7 +6,6 @@ that is built by hand from what each token saw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from datetime import date, datetime, tzinfo
@@ -36,22 +35,10 @@ from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, bu
 from ragcache.retrieval import Hit, SearchParams, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore
-from tests.ragcache.pipeline.conftest import last_logits, spaced_tokenizer
+from tests.ragcache.pipeline.conftest import DOCUMENTS, last_logits, spaced_tokenizer
 from tests.tiny_models import random_tokens, tiny_model
 
-DOCUMENTS = [
-    SourceDocument("boats", "The survey boat Pipit is moored at the north quay."),
-    SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse."),
-    SourceDocument("leave", "Requests for leave go to Ines Marlow, who keeps the key figures."),
-]
 QUESTION = "Where is the spare key of the boat?"
-
-
-@pytest.fixture
-def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
-        opened.ingest("notes", DOCUMENTS)
-        yield opened
 
 
 def test_one_rooted_module_answers_as_exact_does(rag: RagCache) -> None:

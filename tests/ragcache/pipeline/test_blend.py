@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache import RagCache, SourceDocument
+from ragcache import RagCache
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import PromptTooLong
 from ragcache.models import CausalLM, LanguageModel, LoadedModel, prompt_frame, wrap_causal
@@ -22,7 +22,7 @@ from ragcache.pipeline.blend import RUN, blend_prompt, choose_runs, most_blended
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, quantize
-from tests.ragcache.pipeline.conftest import last_logits
+from tests.ragcache.pipeline.conftest import DOCUMENTS, last_logits
 from tests.tiny_models import LATENT, random_tokens, tiny_model
 
 PREAMBLE, QUESTION = random_tokens(7, seed=1), random_tokens(6, seed=2)
@@ -214,19 +214,7 @@ def test_a_prompt_without_modules_stays_as_it_is(tiny_reader: LoadedModel) -> No
     assert most_blended(prompt, 30) == 0
 
 
-DOCUMENTS = [
-    SourceDocument("boats", "The survey boat Pipit is moored at the north quay of the harbor."),
-    SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse."),
-    SourceDocument("leave", "Requests for leave go to Ines Marlow, who keeps the key figures."),
-]
 ASKED = "Where is the spare key of the boat?"
-
-
-@pytest.fixture
-def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
-        opened.ingest("notes", DOCUMENTS)
-        yield opened
 
 
 def test_answers_say_what_was_read_and_computed(rag: RagCache, model: LoadedModel) -> None:
