@@ -48,5 +48,5 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	tools/install.sh .venv -e '.[dev]'
 	touch $@

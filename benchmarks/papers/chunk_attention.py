@@ -47,7 +47,7 @@ PLUGINS = {
 @dataclass(frozen=True, slots=True)
 class PluginSetting:
     """prompt: tokens of the shared prompt. requests: as a Poisson process, `rate` of them in the
-    time that a lone request takes."""
+    time that a lone request takes, all at once where it is infinite."""
 
     prompt: int = 1766
     requests: int = 16
@@ -144,18 +144,13 @@ def _serve(
         begin = time.perf_counter()
         engine.submit_request(Request(requests[0].context, new)).result()
         gap = (time.perf_counter() - begin) / setting.rate
-        pool, used, handles = engine.core.pool, 0, []
-        due = time.perf_counter()
+        handles, due = [], time.perf_counter()
         for request in requests:
-            due += rng.expovariate(1 / gap)
-            while (left := due - time.perf_counter()) > 0:
-                used = max(used, pool.used_count)
-                time.sleep(min(left, 0.005))
+            due += gap * rng.expovariate(1.0)
+            time.sleep(max(0.0, due - time.perf_counter()))
             handles.append(engine.submit_request(request))
-        for handle in handles:
-            for _ in handle:
-                used = max(used, pool.used_count)
         done = [handle.result() for handle in handles]
+        used = engine.core.pool.peak_count
     latencies = [(each.finished_at - each.submitted_at) / len(each.token_ids) for each in done]
     return Served(statistics.mean(latencies), used)
 

@@ -211,15 +211,13 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     core.step()  # the questions
     core.stats = EngineStats()
     steps: list[float] = []
-    used = 0
     while core.busy:
-        used = max(used, core.pool.used_count)
         begin = time.perf_counter()
         core.step()
         steps.append(time.perf_counter() - begin)
     for handle in handles:
         handle.result()
-    return _Decoded(steps, core.stats, used * core.pool.bytes_per_block)
+    return _Decoded(steps, core.stats, core.pool.peak_count * core.pool.bytes_per_block)
 
 
 def generate_copies(

@@ -45,6 +45,7 @@ class BlockPool:
         self.keys, self.values, self.block_size = keys, values, block_size
         self._clears = clears
         self.num_blocks = keys.shape[2] // block_size
+        self.peak_count = 0  # the most blocks that were allocated at once
         self._free = _FreeRuns(self.num_blocks)
         # free ones behind a block in use, which its sequence may continue into: see `ahead`
         self._kept: dict[int, range] = {}
@@ -106,6 +107,7 @@ class BlockPool:
             self._give_up(list(self._kept))
         taken += self._free.take_run(missing)
         taken += self._free.take_lowest(count - len(taken))
+        self.peak_count = max(self.peak_count, self.used_count)
         if self._clears:
             self.clear_blocks(taken)
         return taken
