@@ -84,8 +84,16 @@ class LLMEngine:
         """The core, to read from; only the engine's thread may change it."""
         return self._core
 
-    def submit_request(self, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
+    def submit_request(
+        self, request: Request, *, follow_up: bool = False
+    ) -> RequestHandle[TokenDelta, RequestOutput]:
         """Queues a request. Returns a handle to iterate, wait for or await.
+
+        Args:
+            request: The request.
+            follow_up: Whether it completes one that has ended, such as a pass that scores its
+                answer. It takes no place of the queue and meets no full one, so that what is
+                computed already is not lost.
 
         Raises:
             PromptTooLong: It could never run, or goes beyond the model's window.
@@ -101,7 +109,8 @@ class LLMEngine:
         now = time.perf_counter()
         with self._lock:
             self._check_open()
-            self._take_place(channel)
+            if not follow_up:
+                self._take_place(channel)
             self._inbox.put(lambda: self._core.add_request(request, channel, now))
         return RequestHandle(channel)
 

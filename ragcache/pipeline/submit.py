@@ -307,7 +307,7 @@ class Submitter:
         tokens = (*bare(), *answer)
         context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
         request = Request(context, max_new_tokens=1, prompt_logprobs=len(answer))
-        return self.engine.submit_request(request)
+        return self.engine.submit_request(request, follow_up=True)
 
     def _quoted(self, prompt: BuiltPrompt, generation: Generation) -> QuotationSources | None:
         """What the answer may quote; None where it need not quote. Raises `InvalidRequest`."""

@@ -213,6 +213,18 @@ def test_full_queue_refuses_requests(engine: LLMEngine, gate: Gate) -> None:
     assert len(engine.submit_request(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
+def test_what_completes_a_request_meets_no_full_queue(engine: LLMEngine, gate: Gate) -> None:
+    gate.shut()
+    first = engine.submit_request(request())
+    gate.wait()
+    handles = [engine.submit_request(request(n % 16)) for n in range(20)]
+    handles.append(engine.submit_request(request(), follow_up=True))
+    with pytest.raises(QueueFull, match="20 requests wait already"):
+        engine.submit_request(request())
+    gate.open.set()
+    assert {len(handle.result(LONG).token_ids) for handle in (first, *handles)} == {8}
+
+
 def test_cancelled_requests_free_their_queue_places_at_once(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     first = engine.submit_request(request())

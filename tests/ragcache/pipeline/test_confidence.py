@@ -14,7 +14,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.engine import Choice, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
-from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline.confidence import (
     REFUSAL,
@@ -206,6 +206,19 @@ def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag:
     stream = rag.stream(QUESTION, generation=asked, **ASK)
     assert "".join(stream).strip() == answer.text
     assert stream.answer.confidence == pytest.approx(answer.confidence, abs=1e-3)
+
+
+def test_an_answer_is_not_lost_where_the_queue_is_full_when_it_is_scored(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rag.internals.shared.engine
+    asked = Generation.of(extractive=True, confidence=True)
+    stream = rag.stream(QUESTION, generation=asked, **ASK)
+    monkeypatch.setattr(engine, "config", replace(engine.config, queue=0))
+    "".join(stream)
+    assert stream.answer.confidence is not None
+    with pytest.raises(QueueFull):
+        rag.ask(QUESTION, generation=asked, **ASK)
 
 
 def test_a_chat_is_checked_by_what_its_documents_add(rag: RagCache) -> None:
