@@ -43,7 +43,7 @@ class RetrievalSetting:
 
     k: int = 4
     shares: tuple[float, ...] = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-    answered: tuple[float, ...] = (0.0, 0.4)
+    answered: tuple[float, ...] = (0.0, 0.4, 0.5, 0.6, 0.8)
     questions: int = 200
     answers: int = 100
     seed: int = 7

@@ -44,7 +44,7 @@ MOST_LINKED = 32
 DEFAULT_K = 4
 """The number of modules that a question retrieves."""
 
-DEFAULT_RELATIVE_THRESHOLD = 0.4
+DEFAULT_RELATIVE_THRESHOLD = 0.5
 """The share of the best score that a module must have to be retrieved. With it no question of the
 handbook, XQuAD and QED loses its module to BM25 (docs/benchmarks.md)."""
 

@@ -45,7 +45,7 @@ class AskOptions(TypedDict, total=False):
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
         threshold: The lowest score of a module, as in `SearchOptions` for `hybrid`: fused from
             ranks, with an embedder or without. `relative_threshold` says more.
-        relative_threshold: The share of the best score, as in `SearchOptions`; 0.4 by default.
+        relative_threshold: The share of the best score, as in `SearchOptions`; 0.5 by default.
         rerank: The candidates that the reranker reads, as in `SearchOptions`; 20 by default.
         chat_template_kwargs: Variables of the model's chat template, such as
             `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what

@@ -41,6 +41,20 @@ def find_headings(text: str) -> list[Heading]:
     return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
 
 
+def headings_above(headings: Sequence[Heading], position: int) -> list[str]:
+    """The headings above a position, outermost first."""
+    path = path_after([], [each for each in headings if each.start < position])
+    opened = next((each.level for each in headings if each.start == position), None)
+    return [each.line for each in path if opened is None or each.level < opened]
+
+
+def path_after(path: Sequence[Heading], headings: Sequence[Heading]) -> list[Heading]:
+    """The path of headings after some more, outermost first."""
+    for heading in headings:
+        path = [*(each for each in path if each.level < heading.level), heading]
+    return list(path)
+
+
 def hide_comments(text: str) -> str:
     """The text with another character of no meaning for each `#` that begins a line of fenced code,
     so that it is not taken for a heading. Places stay the same."""

@@ -13,8 +13,10 @@ from ragcache.documents.markdown import (
     Heading,
     find_headings,
     find_tables,
+    headings_above,
     hide_comments,
     is_heading,
+    path_after,
 )
 from ragcache.documents.source import DocumentPart, SourceDocument
 from ragcache.errors import ConfigurationError
@@ -72,7 +74,7 @@ def split_document(
                 modules.append(SplitModule(piece.text, tokenize(piece.text), metadata))
             progress(len(portion))
         if not part.language:
-            above = _path_after(above, find_headings(part.text))
+            above = path_after(above, find_headings(part.text))
     return modules
 
 
@@ -97,7 +99,7 @@ def _split(
     before = [Heading(-1, each.level, each.line) for each in above]
     headings = before if language else [*before, *find_headings(text)]
     if count(text) <= limit:
-        path = _above(headings, 0) if before else []
+        path = headings_above(headings, 0) if before else []
         whole = _with_headings(path, text.strip(), limit, count)
         return [_Piece(whole, _titles(headings, text, 0))]
     room = limit - count(_END) - _SPARE
@@ -106,7 +108,7 @@ def _split(
     pieces: list[_Piece] = []
     for start, cut in cuts:
         start += len(cut) - len(cut.lstrip())
-        whole = _with_headings(_above(headings, start), cut.strip(), limit, count)
+        whole = _with_headings(headings_above(headings, start), cut.strip(), limit, count)
         if pieces and _only_headings(pieces[-1].text) and whole.startswith(pieces[-1].text):
             pieces.pop()
         pieces.append(_Piece(whole, _titles(headings, cut.strip(), start)))
@@ -228,20 +230,6 @@ def _only_headings(piece: str) -> bool:
     return all(is_heading(line) for line in piece.splitlines() if line)
 
 
-def _above(headings: Sequence[Heading], position: int) -> list[str]:
-    """The headings above a position, outermost first."""
-    path = _path_after([], [each for each in headings if each.start < position])
-    opened = next((each.level for each in headings if each.start == position), None)
-    return [each.line for each in path if opened is None or each.level < opened]
-
-
-def _path_after(path: Sequence[Heading], headings: Sequence[Heading]) -> list[Heading]:
-    """The path of headings after some more, outermost first."""
-    for heading in headings:
-        path = [*(each for each in path if each.level < heading.level), heading]
-    return list(path)
-
-
 def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, ...]:
     """The titles above the first words of a piece, with those that it begins with."""
     ahead = 0
@@ -249,7 +237,7 @@ def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, .
         if line.strip() and not is_heading(line.rstrip()):
             break
         ahead += len(line)
-    path = _path_after([], [each for each in headings if each.start < start + max(ahead, 1)])
+    path = path_after([], [each for each in headings if each.start < start + max(ahead, 1)])
     return tuple(each.title for each in path)
 
 
@@ -258,7 +246,7 @@ def _room_for_headings(headings: Sequence[Heading], limit: int, count_tokens: Co
     path: list[Heading] = []
     paths = set()
     for heading in headings:
-        path = _path_after(path, [heading])
+        path = path_after(path, [heading])
         paths.add(tuple(each.line for each in path))
     return min(limit // 3, max((count_tokens(_join(path)) for path in paths), default=0))
 
@@ -297,7 +285,7 @@ def _portions(
         until = [each for each in headings if each.start < begin]
         inside = next((a for a, b in tables if a < begin < b), None)
         header = "" if inside is None else "".join(text[inside:begin].splitlines(True)[:2])
-        yield header + text[begin:end], _path_after(above, until)
+        yield header + text[begin:end], path_after(above, until)
         begin = end
 
 

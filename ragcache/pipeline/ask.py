@@ -17,6 +17,7 @@ from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
+from ragcache.pipeline.support import AnswerSupport
 from ragcache.retrieval import Retriever, SearchParams, Selection
 
 
@@ -75,6 +76,7 @@ class AskPipeline:
             encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
             self.scaffolds, collection,
         )  # fmt: skip
+        modules = tuple(hit.module for hit in selection.hits)
         return BuiltPrompt(
             question=selection.query,
             mode=mode,
@@ -87,8 +89,9 @@ class AskPipeline:
             collection=collection,
             shares=not exact,
             answerable=bool(selection.hits),
-            modules=tuple(hit.module for hit in selection.hits),
+            modules=modules,
             evidence=Evidence.of_selection(selection),
+            support=None if selection.words is None else AnswerSupport(selection.words, modules),
             calibrations=selection.stamp.calibrations,
             bare=lambda: (*encoder.preamble_ids, *question),
         )

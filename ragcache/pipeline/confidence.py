@@ -22,6 +22,7 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
 from ragcache.models.reader import READER
+from ragcache.pipeline.support import AnswerSupport
 
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
@@ -45,8 +46,9 @@ class Evidence:
         no_answer: The log-odds of the no-answer token against the answer's first token.
         coverage: The best module's BM25 score, as a share of the most that any text could score
             for the question.
-        gap: How far the second module is below that, as the same share.
+        gap: How far the second module is below that, as the same share, whether it is read or not.
         cosine: That of the best module by its vector.
+        support: How much of the question stands around the answer (`AnswerSupport`).
         lift: How much more likely the documents make each token of the answer, as the mean of the
             differences of log-probabilities.
     """
@@ -57,17 +59,19 @@ class Evidence:
     coverage: float | None = None
     gap: float | None = None
     cosine: float | None = None
+    support: float | None = None
     lift: float | None = None
 
     @classmethod
     def of_selection(cls, selection: Selection) -> Evidence:
         """What retrieval found."""
         cosines = [hit.cosine for hit in selection.hits if hit.cosine is not None]
-        cosine, most = max(cosines, default=None), selection.most_bm25
-        if most is None:
+        cosine = max(cosines, default=None)
+        if selection.words is None:
             return cls(cosine=cosine)
-        scores = sorted((hit.bm25 or 0.0 for hit in selection.hits), reverse=True)
-        best, second = ([min(1.0, each / (most or 1.0)) for each in scores] + [0.0, 0.0])[:2]
+        most = sum(selection.words.values())
+        shares = [min(1.0, each / (most or 1.0)) for each in selection.best_bm25]
+        best, second = [*shares, 0.0, 0.0][:2]
         return cls(coverage=best, gap=best - second, cosine=cosine)
 
     def with_answer(self, choice: Choice, no_answer: int | None) -> Evidence:
@@ -195,14 +199,16 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
 class AnswerCheck:
     """How the confidence in one request's answers is found, and what becomes of them.
 
-    evidence: of retrieval. min_confidence: answers below are refused. no_answer: see
-    `LoadedModel`. score: submits a pass that scores tokens behind the question without documents;
-    None where the calibration does without. logprobs: what the caller asked to see.
+    evidence: of retrieval. min_confidence: answers below are refused. support: of an answer, None
+    where nothing was searched by words. no_answer: see `LoadedModel`. score: submits a pass that
+    scores tokens behind the question without documents; None where the calibration does without.
+    logprobs: what the caller asked to see.
     """
 
     calibration: Calibration
     evidence: Evidence
     min_confidence: float
+    support: AnswerSupport | None = None
     refusal: str = REFUSAL
     no_answer: int | None = None
     score: ScorePass | None = None
@@ -243,7 +249,8 @@ class AnswerCheck:
 
     def evidence_of(self, choice: Choice, scored: RequestOutput | None = None) -> Evidence:
         """All that is known of an answer. scored: the pass without documents."""
-        evidence = self.evidence.with_answer(choice, self.no_answer)
+        support = None if self.support is None else self.support.share(choice.text)
+        evidence = replace(self.evidence.with_answer(choice, self.no_answer), support=support)
         if scored is None or not choice.chosen:
             return evidence
         pairs = zip(choice.chosen, scored.prompt_logprobs, strict=True)

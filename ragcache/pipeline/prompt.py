@@ -11,6 +11,7 @@ from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
+from ragcache.pipeline.support import AnswerSupport
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.store import Lease
@@ -131,6 +132,7 @@ class BuiltPrompt:
     it is read from, None where it is computed. shares: whether the states of its own tokens may be
     shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
     modules: those that an extractive answer may quote, the best first. evidence: of retrieval;
+    support: of an answer by the words of the question, None where nothing was searched by words;
     calibrations: of the collection (`read_calibrations`). bare: makes the prompt's tokens without
     its modules, for the answer to be scored behind them; None where that is not offered.
     """
@@ -149,6 +151,7 @@ class BuiltPrompt:
     answerable: bool = True
     modules: tuple[ModuleRow, ...] = ()
     evidence: Evidence = field(default_factory=Evidence)
+    support: AnswerSupport | None = None
     calibrations: str | None = None
     bare: Callable[[], Sequence[int]] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)

@@ -284,8 +284,8 @@ class Submitter:
             least = 0.0 if generation.grammar is not None else calibration.min_confidence
         score = partial(self._score, prompt.bare) if "lift" in calibration.weights else None
         return AnswerCheck(
-            calibration, prompt.evidence, least, generation.refusal, self.model.no_answer_id,
-            score, generation.sampling.logprobs,
+            calibration, prompt.evidence, least, prompt.support, generation.refusal,
+            self.model.no_answer_id, score, generation.sampling.logprobs,
         )  # fmt: skip
 
     def _calibration(self, prompt: BuiltPrompt, *, extractive: bool) -> Calibration | None:

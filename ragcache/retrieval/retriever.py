@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -136,14 +137,16 @@ class Hit:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
-    collection when it was asked for. rerank_seconds: what the reranker took. most_bm25: what any
-    module could score at most for the words of the query; None where only vectors were searched."""
+    collection when it was asked for. rerank_seconds: what the reranker took. words: of each word
+    of the query what it adds to a BM25 score at most; None where only vectors were searched.
+    best_bm25: the two best of these scores, those of modules that a threshold left out too."""
 
     query: str
     hits: tuple[Hit, ...]
     stamp: Stamp
     rerank_seconds: float = field(default=0.0, compare=False)
-    most_bm25: float | None = field(default=None, compare=False)
+    words: Mapping[str, float] | None = field(default=None, compare=False)
+    best_bm25: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +295,8 @@ class Retriever:
             Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
             for n, score in ranking[: params.k]
         )
-        most = None if params.search == "dense" else indexed.index.most_bm25(query)
-        return Selection(query, tuple(hits), stamp, took, most)
+        words = None if params.search == "dense" else indexed.index.word_weights(query)
+        return Selection(query, tuple(hits), stamp, took, words, tuple(nlargest(2, bm25.values())))
 
     def _rescored(
         self, query: str, ranking: Ranking, indexed: _Indexed, params: SearchParams

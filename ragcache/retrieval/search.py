@@ -110,9 +110,9 @@ class CollectionIndex:
         best = np.argsort(-scores, kind="stable")[:limit]
         return [(int(self.ids[i]), float(scores[i])) for i in best if scores[i] > 0]
 
-    def most_bm25(self, query: str) -> float:
-        """The most that any module could score for a query by its words."""
-        return self._words.most(query)
+    def word_weights(self, query: str) -> dict[str, float]:
+        """Of each word of a query what it adds to the BM25 score of a module at most."""
+        return self._words.weights(query)
 
     def search_dense(
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None

@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -70,12 +70,14 @@ class WordIndex:
         """Scores [N] float32 of all texts; 0 where no word is shared with the query."""
         return _sum_of_scores(self.build(), query)
 
-    def most(self, query: str) -> float:
-        """The most that a text could score: the sum of the words' inverse document frequencies,
-        where those that no text has count as those of one."""
-        return sum(
-            bm25.weight(words) for bm25, words in zip(self.build(), _spelled(query), strict=True)
-        )
+    def weights(self, query: str) -> dict[str, float]:
+        """Of each word of a query what it adds to the score of a text at most: its inverse document
+        frequency, where one that no text has counts as one of a single text."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for bm25, words in zip(self.build(), _spelled(query), strict=True):
+            for word in words:
+                found[word] += bm25.idf(word, least=1)
+        return dict(found)
 
     def update(self, ids: np.ndarray, texts: Sequence[str]) -> WordIndex | UpdatedWords:
         """An index over other modules; built anew only where that is quick or there is none yet."""
@@ -118,9 +120,9 @@ class UpdatedWords:
                 scores[self._came] += [bm25.score(each, words) for each in counts]
         return scores
 
-    def most(self, query: str) -> float:
-        """As `WordIndex.most`."""
-        return self._built.most(query)
+    def weights(self, query: str) -> dict[str, float]:
+        """As `WordIndex.weights`."""
+        return self._built.weights(query)
 
     def update(self, ids: np.ndarray, texts: Sequence[str]) -> WordIndex | UpdatedWords:
         """As `WordIndex.update`."""
@@ -142,14 +144,12 @@ class _Bm25:
         relative = max(1, counts.total()) / self.mean_length
         saturation = index.k1 * (1 - index.b + index.b * relative)
         shares = ((word, counts[word] / (saturation + counts[word])) for word in words)
-        return float(sum(self._idf(word) * share for word, share in shares if share))
+        return float(sum(self.idf(word) * share for word, share in shares if share))
 
-    def weight(self, words: Sequence[str]) -> float:
-        """The sum of the words' inverse document frequencies, where those that no text has count as
-        those of one: among few texts, whose words are all frequent, they would outweigh these."""
-        return sum(self._idf(word, least=1) for word in words)
-
-    def _idf(self, word: str, least: int = 0) -> float:
+    def idf(self, word: str, least: int = 0) -> float:
+        """The inverse document frequency of a word. least: in how many texts it counts as standing
+        where it stands in fewer: among few texts, whose words are all frequent, those that none has
+        would outweigh these."""
         frequency = 0
         if self.index is not None and (number := self.index.vocab_dict.get(word)) is not None:
             starts = self.index.scores["indptr"]

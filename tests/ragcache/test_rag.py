@@ -518,13 +518,13 @@ class TestOptions:
     def test_the_defaults_are_those_that_are_documented(self, rag: RagCache) -> None:
         explicit = rag.ask(
             QUESTION, collection="notes", k=4, mode="rooted", generation=Generation(),
-            filters=None, threshold=None, relative_threshold=0.4,
+            filters=None, threshold=None, relative_threshold=0.5,
         )  # fmt: skip
         assert rag.ask(QUESTION, collection="notes").text == explicit.text
         found = rag.retrieve(QUESTION, collection="notes")
         assert found == rag.retrieve(
             QUESTION, collection="notes", k=4, search="hybrid", filters=None, threshold=None,
-            relative_threshold=0.4, mmr=None, candidates=50,
+            relative_threshold=0.5, mmr=None, candidates=50,
         )  # fmt: skip
         chat = rag.chat(QUESTION, mode="rooted", recognize=True, tools=None)
         assert rag.chat(QUESTION).text == chat.text

@@ -30,7 +30,9 @@ class SelectionCipher:
     def seal(self, selection: Selection, collection: str, namespace: str) -> str:
         """The value of the header."""
         hits = [[h.module.id, h.score, h.bm25, h.cosine, h.rerank] for h in selection.hits]
-        content = [collection, list(selection.stamp), hits, selection.rerank_seconds]
+        words = selection.words and dict(selection.words)
+        evidence = [selection.rerank_seconds, words, selection.best_bm25]
+        content = [collection, list(selection.stamp), hits, evidence]
         return self._key(namespace).encrypt(json.dumps(content).encode()).decode()
 
     def open(self, sealed: str, question: str, collection: str, catalog: Catalog) -> Selection:
@@ -43,12 +45,12 @@ class SelectionCipher:
             raise InvalidRequest(
                 f"the header {SELECTION_HEADER} is not of a front of this service; leave it out"
             ) from None
-        chosen, stamp, hits, seconds = json.loads(content)
+        chosen, stamp, hits, (seconds, words, best) = json.loads(content)
         if chosen != collection:
             raise InvalidRequest(f"the selection is of {chosen!r}, not of {collection!r}")
         rows = catalog.modules_by_id(collection, [each[0] for each in hits])
         found = tuple(Hit(rows[each[0]], *each[1:]) for each in hits if each[0] in rows)
-        return Selection(question, found, Stamp(*stamp), seconds)
+        return Selection(question, found, Stamp(*stamp), seconds, words, tuple(best))
 
     def _key(self, namespace: str) -> Fernet:
         key = hmac.digest(self.secret, b"selection\0" + namespace.encode(), "sha256")

@@ -200,6 +200,16 @@ def test_the_selection_is_of_the_front_alone(
     ).is_success
 
 
+def test_an_answer_through_the_front_is_as_confident_as_without(
+    client: TestClient, replicas: LocalReplicas
+) -> None:
+    direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
+    asked = {**LEAVE, "mode": "exact"}
+    through, alone = (each.post("/v1/answers", json=asked).json() for each in (client, direct))
+    assert through["text"] == alone["text"]
+    assert through["confidence"] == pytest.approx(alone["confidence"], abs=1e-3)
+
+
 def test_metrics_and_the_list_name_each_replica(
     client: TestClient, replicas: LocalReplicas
 ) -> None:

@@ -23,6 +23,7 @@ from ragcache.pipeline.confidence import (
     Evidence,
     reader_calibration,
 )
+from ragcache.pipeline.support import AnswerSupport
 
 LEAVE = SourceDocument("leave", "Everybody has 28 days of leave. Requests go to Ines Marlow.")
 KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse.")
@@ -92,12 +93,12 @@ def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Pa
     shipped = reader_calibration()
     assert shipped is not None
     assert 0 < shipped.min_confidence < 0.5
-    assert shipped.weights["coverage"] > 0 < shipped.weights["span"]
+    assert shipped.weights["support"] > 0 < shipped.weights["span"]
     assert reader_calibration(tmp_path / "calibration.json") is None
 
 
 def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
-    check = AnswerCheck(SPAN, Evidence(), 0.5, "No.", logprobs=1)
+    check = AnswerCheck(SPAN, Evidence(), 0.5, refusal="No.", logprobs=1)
     sure = Choice((0,), "sure", "stop", 7, sampled(-0.1))
     doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0), first_logprobs=FIRST)
     output = RequestOutput((sure, doubtful), 0, 0.0, 0.0, 0.0, 1.0)
@@ -136,6 +137,33 @@ def test_a_search_of_vectors_alone_says_nothing_of_words(
         }
     assert set(found["hybrid"]) == {"coverage", "gap", "cosine"}
     assert set(found["dense"]) == {"cosine"}, "none of it is 0"
+
+
+def test_how_far_the_second_module_is_below_counts_where_it_is_left_out(rag: RagCache) -> None:
+    found = [
+        rag.retrieve("What does everybody have in the cupboard?", relative_threshold=share, **ASK)
+        for share in (0, 1)
+    ]
+    assert [len(each.hits) for each in found] == [2, 1]
+    one, other = map(Evidence.of_selection, found)
+    assert one == other
+    assert one.coverage is not None
+    assert one.gap is not None
+    assert 0 < one.gap < one.coverage
+
+
+def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
+    asked = Generation.of(extractive=True, confidence=True)
+    found = rag.retrieve(QUESTION, **ASK)
+    assert found.words is not None
+    support = AnswerSupport(found.words, [hit.module for hit in found.hits])
+    [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), "rooted")
+    checked = rag.internals.submitter.run([prompt], asked)[0].checked()
+    [evidence], [choice] = checked.evidence, checked.output.choices
+    assert evidence.support == support.share(choice.text)
+    assert evidence.support is not None
+    sure = replace(NOBODY, bias=0.0, weights={"support": 9.0}, means={"support": 0.0})
+    assert sure.confidence(Evidence(support=1.0)) > 0.99 > sure.confidence(Evidence(support=0.1))
 
 
 def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:

@@ -1,0 +1,95 @@
+"""What of a question stands around its answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache.db import ModuleRow
+from ragcache.pipeline.support import AnswerSupport, passages_with
+from ragcache.retrieval.words import terms
+
+GUIDE = """# Harbour
+
+## Keys
+
+The pool car is grey. Its key hangs in the office. Sign for it
+in the ledger. Bring it back full.
+
+- The boathouse has no key.
+- The chandlery has two.
+
+## Masts
+
+| Name | Height |
+| --- | --- |
+| Tern | 12 m |
+| Pipit | 9 m |
+"""
+
+
+def module(text: str, *headings: str) -> ModuleRow:
+    return ModuleRow(
+        1, "guide.md#1", "guide.md", "guide.md", text, details={"headings": [*headings]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "passages"),
+    [
+        ("grey", ["## Keys ## Keys The pool car is grey."]),
+        ("the office", ["## Keys The pool car is grey. Its key hangs in the office."]),
+        ("the ledger", ["## Keys Its key hangs in the office. Sign for it in the ledger."]),
+        ("two", ["## Keys - The boathouse has no key. - The chandlery has two."]),
+        ("9 m", ["## Masts | Name | Height | | Tern | 12 m | | Pipit | 9 m |"]),
+        ("grey. Its", ["## Keys ## Keys The pool car is grey. Its key hangs in the office."]),
+        ("nowhere", []),
+        (" ", []),
+    ],
+)
+def test_an_answer_stands_in_its_sentence_below_its_titles(
+    answer: str, passages: list[str]
+) -> None:
+    found = [" ".join(each.split()) for each in passages_with(answer, module(GUIDE))]
+    assert found == [f"# Harbour {passage}" for passage in passages]
+
+
+def test_titles_that_the_module_does_not_repeat_count() -> None:
+    [passage] = passages_with("two", module("It has two.", "Harbour", "Keys"))
+    assert passage == "Harbour\nKeys\nIt has two."
+
+
+def test_the_place_with_most_of_the_question_counts() -> None:
+    modules = (module("The pool has a key. " * 9), module("The car has a key. Or not."))
+    support = AnswerSupport({"pool": 1.0, "car": 2.0, "rust": 1.0}, modules)
+    assert support.share("key") == 0.5
+    assert support.share("Or not") == 0.5
+    assert support.share("pool") == 0.25
+    assert support.share("rust") is None
+    assert AnswerSupport({}, modules).share("key") is None, "a question without words"
+
+
+def test_chinese_counts_by_pairs_and_by_characters() -> None:
+    support = AnswerSupport({"钥匙": 3.0, "船": 1.0}, (module("船屋的钥匙。办公室是红色的。"),))
+    assert support.share("红色") == 1.0
+    assert AnswerSupport({"钥匙": 3.0, "猫": 1.0}, support.modules).share("红色") == 0.75
+
+
+@given(
+    st.lists(st.sampled_from("a key hangs. in the\n office! | - # 12 。".split(" ")), max_size=40),
+    st.data(),
+)
+def test_every_place_of_an_answer_lies_in_a_passage(words: list[str], data: st.DataObject) -> None:
+    text = " ".join(words)
+    begin = data.draw(st.integers(0, len(text)))
+    answer = text[begin : data.draw(st.integers(begin, len(text)))].strip()
+    passages = list(passages_with(answer, module(text)))
+    assert bool(passages) == bool(answer)
+    assert all(answer in passage for passage in passages)
+    weights = dict.fromkeys(Counter(terms(text)), 1.0)
+    share = AnswerSupport(weights, (module(text),)).share(answer)
+    assert (share is None) == (not answer or not weights)
+    assert share is None or 0 <= share <= 1
