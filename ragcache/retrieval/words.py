@@ -14,6 +14,8 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,9 @@ if not TYPE_CHECKING:
 BUILT_AT_ONCE = 256
 """Modules of an index that is built anew at each change: it takes less than 0.1 s."""
 
+MOST_WORDS, LONGEST_WORD = 64, 64
+"""Words of a query that have a weight, and the characters of one."""
+
 
 class WordIndex:
     """BM25 over texts, built at the first query; concurrent queries wait for it. Single Chinese,
@@ -72,12 +77,14 @@ class WordIndex:
 
     def weights(self, query: str) -> dict[str, float]:
         """Of each word of a query what it adds to the score of a text at most: its inverse document
-        frequency, where one that no text has counts as one of a single text."""
+        frequency, where one that no text has counts as one of a single text. Of a long query those
+        `MOST_WORDS` that count most, without very long ones, since they travel."""
         found: defaultdict[str, float] = defaultdict(float)
         for bm25, words in zip(self.build(), _spelled(query), strict=True):
             for word in words:
-                found[word] += bm25.idf(word, least=1)
-        return dict(found)
+                if len(word) <= LONGEST_WORD:
+                    found[word] += bm25.idf(word, least=1)
+        return dict(nlargest(MOST_WORDS, found.items(), key=itemgetter(1)))
 
     def update(self, ids: np.ndarray, texts: Sequence[str]) -> WordIndex | UpdatedWords:
         """An index over other modules; built anew only where that is quick or there is none yet."""

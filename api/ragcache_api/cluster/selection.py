@@ -33,7 +33,9 @@ class SelectionCipher:
         words = selection.words and dict(selection.words)
         evidence = [selection.rerank_seconds, words, selection.best_bm25]
         content = [collection, list(selection.stamp), hits, evidence]
-        return self._key(namespace).encrypt(json.dumps(content).encode()).decode()
+        return (
+            self._key(namespace).encrypt(json.dumps(content, ensure_ascii=False).encode()).decode()
+        )
 
     def open(self, sealed: str, question: str, collection: str, catalog: Catalog) -> Selection:
         """The selection for a question, without modules that were deleted meanwhile. Raises

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragcache.retrieval import words
-from ragcache.retrieval.words import UpdatedWords, WordIndex
+from ragcache.retrieval.words import LONGEST_WORD, MOST_WORDS, UpdatedWords, WordIndex
 
 TEXTS = ["The boat is moored at the quay.", "A key, and a key of the boat.", "船停在北京。", "?"]
 IDS = np.array([4, 7, 8, 9])
@@ -58,6 +58,16 @@ def test_what_a_text_has_of_a_question_counts_alike_among_few_and_many(texts: in
     most = sum(index.weights(query).values())
     assert index.scores(query)[0] / most == pytest.approx(0.2, abs=0.02)
     assert index.weights("How is it?") == {}
+
+
+def test_of_a_long_query_the_words_that_count_most_have_a_weight() -> None:
+    index = WordIndex(np.arange(4), ["The quay is wet.", "A quay.", "A quay.", "A quay."])
+    lots = " ".join(f"w{number}" for number in range(MOST_WORDS))
+    weights = index.weights(f"quay {lots} {'x' * 99} w1")
+    assert len(weights) == MOST_WORDS
+    assert "quay" not in weights, "which is in every text"
+    assert weights["w1"] == 2 * weights["w2"], "it stands there twice"
+    assert max(map(len, weights)) <= LONGEST_WORD
 
 
 def test_words_that_the_index_lacks_are_found(built: WordIndex) -> None:
