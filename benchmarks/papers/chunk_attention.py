@@ -132,8 +132,8 @@ def bench_chunk_attention(
 def _serve(
     causal: CausalLM, prompts: Sequence[Sequence[int]], setting: PluginSetting, tenant: str | None
 ) -> Served:
-    """All requests as a Poisson process, through an engine that has seen none of them. The time of
-    a lone request is that of the first, which ends before the others come."""
+    """All requests as a Poisson process, through an engine that has served the first before: its
+    time is that of a lone request, and where the tenant's prompts may be shared, it is known."""
     new, window = setting.new_tokens, causal.window
     requests = [
         Request(assemble_context([], each, window=window, max_new_tokens=new), new, tenant=tenant)
@@ -142,7 +142,7 @@ def _serve(
     rng = random.Random(4)
     with LLMEngine(causal, engine_config(causal, requests)) as engine:
         begin = time.perf_counter()
-        engine.submit_request(Request(requests[0].context, new)).result()
+        engine.submit_request(requests[0]).result()
         gap = (time.perf_counter() - begin) / setting.rate
         handles, due = [], time.perf_counter()
         for request in requests:

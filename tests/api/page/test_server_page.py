@@ -127,7 +127,7 @@ def test_every_view_opens_without_a_fault(page: Page) -> None:
         page.open(view)
         shown = page.find(f".view.{view}")
         page.until(lambda shown=shown: shown.text and not page.all(".loading"))
-        assert page.all(".fault") == []
+        assert [fault.text for fault in page.all(".fault")] == [], view
     assert page.faults() == []
 
 
