@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ragcache import machine
-from ragcache.machine import available_memory, linear_seconds, product_dtype
+from ragcache.machine import (
+    available_memory,
+    keep_freed_memory,
+    linear_seconds,
+    product_dtype,
+)
 
 MEBIBYTE = 2**20
+FAULTS = """
+import ctypes, json, resource, torch
+from ragcache.machine import keep_freed_memory
+
+for limit in (-1, -3):  # what malloc begins with, whatever this process has freed so far
+    ctypes.CDLL(None).mallopt(limit, 128 * 2**10)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        step = [torch.ones(4 * 2**20) for _ in range(3)]  # 16 MiB each
+        del step
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+returned, kept = faults(), keep_freed_memory()
+faults()
+print(json.dumps([kept, returned, faults()]))
+"""
 
 
 def test_a_size_is_timed_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +78,29 @@ def test_products_avoid_a_slow_bfloat16_and_any_float16(
     seconds = {torch.bfloat16: slower, torch.float32: 1.0}
     monkeypatch.setattr(machine, "product_seconds", seconds.__getitem__)
     assert product_dtype(dtype) == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of glibc's malloc")
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    limits = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    env = {name: value for name, value in os.environ.items() if name not in limits}
+    run = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True
+    )
+    kept, returned_faults, kept_faults = json.loads(run.stdout)
+    assert kept
+    assert 4 * kept_faults < returned_faults
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")],
+)
+def test_limits_of_the_environment_stand(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
 
 
 def test_the_limit_of_a_control_group_counts(
