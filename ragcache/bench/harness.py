@@ -130,9 +130,11 @@ class PromptSetting:
 
 def shaped_causal(shape: LlamaShape, dtype: str = "auto", device: str = "cpu") -> CausalLM:
     """A model of the shape as `load_model` opens one whose random weights are in bfloat16."""
+    from ragcache.machine import keep_freed_memory
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
+    keep_freed_memory()  # also for what transformers computes before a runner of ours does
     model = shape.build(torch.bfloat16)
     choice = choose_dtypes(model, torch.device(device), dtype)
     causal = wrap_causal(convert(model, choice.compute).to(device))

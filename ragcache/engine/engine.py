@@ -22,7 +22,6 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
-from ragcache.machine import keep_freed_memory
 from ragcache.models import LanguageModel
 from ragcache.openmp import give_workers_back
 from ragcache.states import KVStates
@@ -61,8 +60,6 @@ class LLMEngine:
         self._open = True
         self._stopping = False
         self.stream = runner.stream
-        if self.stream is None:
-            keep_freed_memory()
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
         give_workers_back()  # those of the thread that loaded the model

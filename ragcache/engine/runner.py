@@ -12,6 +12,7 @@ from torch import Tensor
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
 from ragcache.engine.kv_cache import BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
+from ragcache.machine import keep_freed_memory
 from ragcache.models import CausalLM, LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class RaggedModelRunner:
     def __init__(self, model: CausalLM) -> None:
         self.model, self.window = model, model.window
         self.stream = _stream_of(model)
+        if self.stream is None:
+            keep_freed_memory()
         self.builder = BatchBuilder(model)
 
     def create_pool(self, nbytes: int) -> BlockPool:
