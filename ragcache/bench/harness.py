@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragcache.errors import MissingExtra
+from ragcache.machine import keep_freed_memory
 from ragcache.states import KVKey
 
 if TYPE_CHECKING:
@@ -130,7 +131,6 @@ class PromptSetting:
 
 def shaped_causal(shape: LlamaShape, dtype: str = "auto", device: str = "cpu") -> CausalLM:
     """A model of the shape as `load_model` opens one whose random weights are in bfloat16."""
-    from ragcache.machine import keep_freed_memory
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 

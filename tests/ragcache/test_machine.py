@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,7 @@ import pytest
 import torch
 
 from ragcache import machine
-from ragcache.machine import (
-    available_memory,
-    keep_freed_memory,
-    linear_seconds,
-    product_dtype,
-)
+from ragcache.machine import available_memory, keep_freed_memory, linear_seconds, product_dtype
 
 MEBIBYTE = 2**20
 FAULTS = """
@@ -80,7 +76,7 @@ def test_products_avoid_a_slow_bfloat16_and_any_float16(
     assert product_dtype(dtype) == expected
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of glibc's malloc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's malloc's")
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     limits = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     env = {name: value for name, value in os.environ.items() if name not in limits}
