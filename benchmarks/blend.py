@@ -18,8 +18,9 @@ import typer
 
 from ragcache.bench.gpu.session import GpuSession
 from ragcache.bench.gpu.table import GpuWorkload
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine
+from ragcache.bench.harness import LlamaShape, Progress
 from ragcache.config import blend_percent
+from ragcache.machine import describe_machine
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ragcache.bench.harness import describe_machine, made_up_key
+from ragcache.bench.harness import made_up_key
 from ragcache.db import Catalog, Database, NewDocument, NewModule
+from ragcache.machine import describe_machine
 from ragcache.retrieval import Retriever, SearchParams
 from ragcache.retrieval.words import WordIndex
 from ragcache_api.cli.console import plain_table

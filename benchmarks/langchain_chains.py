@@ -19,7 +19,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from rich.table import Table
 
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
+from ragcache.bench.harness import LlamaShape, Progress, seconds, shaped_model
+from ragcache.machine import describe_machine
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import BenchDTypeOption, JsonFile, print_figures, run_benchmark
 from ragcache_connectors.langchain.chat_models import ChatRagCache

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ragcache.bench.harness import Progress, describe_machine, seconds
+from ragcache.bench.harness import Progress, seconds
+from ragcache.machine import describe_machine
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 from ragcache_schemas import (

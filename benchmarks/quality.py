@@ -1,28 +1,30 @@
 """What answers are worth, set by set and mode by mode: the figures of docs/quality.md.
 
-    python benchmarks/quality.py --data DATA --out FOLDER --json FILE
+    python benchmarks/quality.py --data DATA --json FILE
 
 DATA holds those of the files in `SETS` that are to be asked; the example handbook is always there.
-FOLDER takes a page for each set. The table is printed as Markdown.
+The table is printed as Markdown.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from retrieval import handbook_set
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD
+from ragcache.documents import load_sources
 from ragcache.evaluation import Dataset, Evaluation, evaluate_modes, load_dataset
-from ragcache.evaluation.datasets import Over
-from ragcache.evaluation.report import format_mean, write_report
+from ragcache.evaluation.datasets import DatasetBuilder, Over, answers_of, read_rows
+from ragcache.machine import describe_machine
+from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.evaluate import format_mean
 from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 MODES = ("exact", "rooted", "linked:16", "isolated")
@@ -36,14 +38,14 @@ class QuestionSet:
         name: In the table.
         file: In the data folder; "" for the example handbook.
         questions: The most that are asked, drawn.
-        over: See `load_dataset`.
+        over: See `load_set`.
         k, relative_threshold: See `AskOptions`.
     """
 
     name: str
     file: str
     questions: int = 24
-    over: Over = "auto"
+    over: Over = "all"
     k: int = 4
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
 
@@ -52,27 +54,88 @@ SETS = (
     QuestionSet("handbook", "", questions=48),
     QuestionSet("QED", "qed.jsonl", questions=48),
     QuestionSet("XQuAD, English", "xquad.en.json", questions=48),
-    QuestionSet("MuSiQue", "musique_s.json", k=10, relative_threshold=0.0),
+    QuestionSet("MuSiQue", "musique_s.json", over="own", k=10, relative_threshold=0.0),
     QuestionSet("XQuAD, Chinese", "xquad.zh.json", over="own"),
     QuestionSet("CMRC 2018", "cmrc2018.trial.json", over="own"),
     QuestionSet("COVID-QA", "covid_qa.json", questions=12, over="own"),
-    QuestionSet("QMSum", "qmsum.val.jsonl", questions=12),
+    QuestionSet("QMSum", "qmsum.val.jsonl", questions=12, over="own"),
 )
 """Of some the documents of all questions are too long to encode for a few: those are asked over
 each question's own."""
 
 
+Read = Callable[[DatasetBuilder, Any, int], None]
+"""Adds a row, with its number in the file."""
+
+
+def _read_cmrc(builder: DatasetBuilder, row: Any, _: int) -> None:
+    """A context of CMRC 2018 as it was first published."""
+    document = builder.add_document(row["context_text"], row.get("title", ""))
+    for asked in row["qas"]:
+        answers = dict.fromkeys(answers_of(asked))
+        builder.add_question(asked["query_id"], asked["query_text"], answers, [document])
+
+
+def _read_qed(builder: DatasetBuilder, row: Any, number: int) -> None:
+    document = builder.add_document(row["paragraph_text"], row.get("title_text", ""))
+    answers = [each["string"] for each in row["original_nq_answers"]]
+    question = row["question"] if "question" in row else row["question_text"]
+    builder.add_question(row.get("example_id", number), question, answers, [document])
+
+
+def _read_passages(builder: DatasetBuilder, row: Any, number: int) -> None:
+    """A question of MuSiQue, as CacheBlend publishes it."""
+    documents = [builder.add_document(each["text"], each.get("title", "")) for each in row["ctxs"]]
+    builder.add_question(row.get("id", number), row["question"], answers_of(row), documents)
+
+
+def _read_meeting(builder: DatasetBuilder, row: Any, number: int) -> None:
+    """A meeting of QMSum, with two lists of queries."""
+    turns = [f"{each['speaker']}: {each['content']}" for each in row["meeting_transcripts"]]
+    document = builder.add_document("\n\n".join(turns))
+    queries = [*row.get("general_query_list", ()), *row.get("specific_query_list", ())]
+    for index, asked in enumerate(queries):
+        builder.add_question(f"{number}-{index}", asked["query"], [asked["answer"]], [document])
+
+
+_READERS: dict[str, tuple[str, Read]] = {
+    "context_text": ("CMRC", _read_cmrc),
+    "paragraph_text": ("QED", _read_qed),
+    "ctxs": ("MuSiQue", _read_passages),
+    "meeting_transcripts": ("QMSum", _read_meeting),
+}
+"""Published formats, by a key of their rows."""
+
+
+def load_set(path: Path, over: Over = "all") -> Dataset:
+    """Read a published set, or what `load_dataset` reads."""
+    _, first = next(read_rows(path))
+    for key, (name, read) in _READERS.items():
+        if key in first:
+            builder = DatasetBuilder(over)
+            for number, row in read_rows(path):
+                read(builder, row, number)
+            return builder.build(path, name)
+    return load_dataset(path, over)
+
+
+def handbook_set() -> Dataset:
+    """The example handbook with its questions."""
+    folder = example_handbook()
+    known = load_dataset(folder.parent / "questions.jsonl")
+    documents = load_sources([folder]).documents
+    return Dataset("handbook", known.format, known.questions, tuple(documents))
+
+
 def bench_quality(
-    data: Path | None, sets: Sequence[QuestionSet], out: Path | None = None,
-    questions: int | None = None, seed: int = 0, model: str | None = None,
-    progress: Progress = lambda _: None,
+    data: Path | None, sets: Sequence[QuestionSet], questions: int | None = None,
+    seed: int = 0, model: str | None = None, progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Figures of each set that is there. Answers and texts are in the pages alone.
+    """Figures of each set that is there, without its answers and texts.
 
     Args:
         data: The folder of the files.
         sets: What to ask.
-        out: A folder for pages, made if need be.
         questions: The most of each set, instead of its own number.
         seed: Of the samples and of the bootstraps.
         model: A folder or a hub name; the embedded reader by default.
@@ -83,12 +146,9 @@ def bench_quality(
         path = None if not each.file or data is None else data / each.file
         if each.file and (path is None or not path.is_file()):
             continue
-        dataset = handbook_set() if path is None else load_dataset(path, each.over)
+        dataset = handbook_set() if path is None else load_set(path, each.over)
         drawn = dataset.sample(questions or each.questions, seed)
         evaluation = _evaluate(each, dataset, drawn, seed, model, progress)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            write_report(evaluation, out / f"{dataset.name}.html")
         rows.append({"set": asdict(each), **_figures(evaluation)})
     return {"machine": describe_machine(), "seed": seed, "sets": rows}
 
@@ -151,7 +211,6 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
 
 def main(
     data: Annotated[Path | None, typer.Option(help="A folder with the files of the sets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for a page of each set.")] = None,
     questions: Annotated[int | None, typer.Option(min=1, help="The most of each set.")] = None,
     only: Annotated[str | None, typer.Option(help="Names of sets, with semicolons.")] = None,
     seed: Annotated[int, typer.Option(help="Of the samples and of the bootstraps.")] = 0,
@@ -162,7 +221,7 @@ def main(
     wanted = None if only is None else {name.strip() for name in only.split(";")}
     sets = [each for each in SETS if wanted is None or each.name in wanted]
     result = run_benchmark(
-        lambda progress: bench_quality(data, sets, out, questions, seed, model, progress)
+        lambda progress: bench_quality(data, sets, questions, seed, model, progress)
     )
     print_figures([], result, json_file)
     typer.echo(table_of(result["sets"]))

@@ -15,9 +15,10 @@ import torch
 import typer
 from torch import Tensor
 
-from ragcache.bench.harness import Progress, describe_machine, dtypes_of
+from ragcache.bench.harness import Progress, dtypes_of
 from ragcache.engine import EncodeJob, Request, Segment, assemble_context, complete, encode
 from ragcache.errors import NoDocuments
+from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import typer
 
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress
 from ragcache.documents import load_sources
+from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model
 from ragcache.structured.quotation import (
     QuotableText,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,21 +22,21 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from quality import handbook_set, load_set
 from torch import Tensor
 
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure
-from ragcache.documents import load_sources
+from ragcache.bench.harness import LlamaShape, Progress, new_figure
 from ragcache.documents.split import split_text
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.runner import ModelRunner, runner_for
-from ragcache.evaluation import Dataset, exact_match, f1, load_dataset
+from ragcache.evaluation import Dataset, exact_match, f1
+from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model, prompt_frame, wrap_causal
 from ragcache.pipeline.blend import choose_runs
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVStates
-from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import JsonFile, PlotFile, print_figures, run_benchmark
 
@@ -71,13 +71,6 @@ class AskedQuestion:
 
 Split = Callable[[str], list[str]]
 QuestionSet = Callable[[Split], list[AskedQuestion]]
-
-
-def handbook(split: Split) -> list[AskedQuestion]:
-    """The example handbook with its questions."""
-    folder = example_handbook()
-    asked = load_dataset(folder.parent / "questions.jsonl")
-    return over_documents(replace(asked, documents=tuple(load_sources([folder]).documents)), split)
 
 
 def over_documents(dataset: Dataset, split: Split) -> list[AskedQuestion]:
@@ -437,10 +430,10 @@ def main(
     loaded = load_model(name, dtype="float32", states_dtype="float32")
     if model == "random":
         loaded = random_model(loaded)
-    sets: dict[str, QuestionSet] = {"handbook": handbook}
+    sets: dict[str, QuestionSet] = {"handbook": partial(over_documents, handbook_set())}
     if data is not None:
-        sets["MuSiQue"] = partial(over_documents, load_dataset(data / "musique_s.json"))
-        sets["QMSum"] = partial(over_documents, load_dataset(data / "qmsum.val.jsonl"))
+        sets["MuSiQue"] = partial(over_documents, load_set(data / "musique_s.json", "own"))
+        sets["QMSum"] = partial(over_documents, load_set(data / "qmsum.val.jsonl", "own"))
     sets = {name: read for name, read in sets.items() if only in (None, name)}
     result = run_benchmark(lambda progress: bench_recomputation(loaded, sets, setting, progress))
     result |= {"machine": describe_machine()}

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
-from ragcache.bench.harness import describe_machine, new_figure, seconds
-from ragcache.machine import product_dtype
+from ragcache.bench.harness import new_figure, seconds
+from ragcache.machine import describe_machine, product_dtype
 from ragcache.models.dtype import parse_dtype
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import (

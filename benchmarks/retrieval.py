@@ -22,15 +22,16 @@ from typing import Annotated, Any
 
 import typer
 from langchain_core.embeddings import Embeddings
+from quality import handbook_set, load_set
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress
 from ragcache.db import ModuleRow
-from ragcache.documents import SourceDocument, load_sources
-from ragcache.evaluation import Dataset, Question, evaluate, load_dataset
+from ragcache.documents import SourceDocument
+from ragcache.evaluation import Dataset, Question, evaluate
+from ragcache.machine import describe_machine
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.resolve import has_minilm
-from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
@@ -47,14 +48,6 @@ class RetrievalSetting:
     questions: int = 200
     answers: int = 100
     seed: int = 7
-
-
-def handbook_set() -> Dataset:
-    """The example handbook with its questions."""
-    folder = example_handbook()
-    known = load_dataset(folder.parent / "questions.jsonl")
-    documents = load_sources([folder]).documents
-    return Dataset("handbook", known.format, known.questions, tuple(documents))
 
 
 def bench_retrieval(
@@ -199,7 +192,7 @@ def main(
     sets = [handbook_set()] if handbook else []
     for name in ("xquad.en.json", "qed.jsonl"):
         if data is not None and (data / name).is_file():
-            sets.append(load_dataset(data / name))
+            sets.append(load_set(data / name))
     embedder = MiniLM() if has_minilm() else None
     setting = RetrievalSetting(questions=questions, answers=answers, seed=seed)
     result = run_benchmark(partial(bench_retrieval, sets, embedder, setting))

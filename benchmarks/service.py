@@ -27,8 +27,9 @@ import uvicorn
 from service_clients import ClientProcess, request, run_clients
 
 from ragcache import Generation, RagCache, SourceDocument
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
+from ragcache.bench.harness import LlamaShape, Progress, shaped_model
 from ragcache.bench.tiers import fill_ledger
+from ragcache.machine import describe_machine
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import (
     BenchDTypeOption,

@@ -21,8 +21,9 @@ import torch
 import typer
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress
 from ragcache.evaluation import evaluate, load_dataset
+from ragcache.machine import describe_machine
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.quantized import weight_bytes

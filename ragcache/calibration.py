@@ -7,9 +7,8 @@ that it has no answer. Questions without accepted answers have none either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,25 +290,3 @@ class RefusalReport:
             "refused_answerable": self.refused_answerable,
             "refused_unanswerable": self.refused_unanswerable, "area": self.area,
         }  # fmt: skip
-
-
-def plot_refusals(reports: Mapping[str, RefusalReport], file: Path) -> None:
-    """Draws risk over coverage, and refusals of questions without an answer over those of right
-    answers, a line for each report. Raises `MissingExtra` without matplotlib."""
-    from ragcache.bench.harness import new_figure
-
-    figure, (risk, refused) = new_figure(2)
-    for name, report in reports.items():
-        risk.plot(*(100 * each for each in report.risk_coverage()), label=name)
-        refused.plot(*(100 * each for each in report.refused()), label=name)
-        point = 100 * report.refused_right, 100 * report.refused_unanswerable
-        refused.plot(*point, "o", color=refused.lines[-1].get_color())
-    risk.set(xlabel="coverage: answered, %", ylabel="risk: of the answered, not right, %")
-    refused.set(
-        xlabel="right answers refused, %", ylabel="without an answer, refused, %",
-        xlim=(0, 50), ylim=(0, 102),
-    )  # fmt: skip
-    for axes in (risk, refused):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(file)

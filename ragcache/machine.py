@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,30 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
     )
+
+
+def describe_machine() -> dict[str, object]:
+    """Hardware, versions and date, as they stand beside a figure."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def available_memory() -> int:

@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from evaluation_files import held_out, write, xquad
 from ragcache import RagCache
 from ragcache.calibration import (
@@ -31,7 +33,6 @@ from ragcache.calibration import (
     fit_calibration,
     judge,
     judge_by,
-    plot_refusals,
 )
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question
@@ -105,6 +106,27 @@ def row(name: str, report: RefusalReport) -> str:
     )
     shares = " | ".join(f"{100 * each:.1f} %" for each in cells)
     return f"| {name} | {report.answerable} / {report.right} / {report.unanswerable} | {shares} | {report.area:.2f} |"
+
+
+def plot_refusals(reports: dict[str, RefusalReport], file: Path) -> None:
+    """Draws risk over coverage, and refusals of questions without an answer over those of right
+    answers, a line for each report."""
+    figure = Figure(figsize=(11, 4), layout="constrained", dpi=150)
+    risk, refused = figure.subplots(1, 2)
+    for name, report in reports.items():
+        risk.plot(*(100 * each for each in report.risk_coverage()), label=name)
+        refused.plot(*(100 * each for each in report.refused()), label=name)
+        point = 100 * report.refused_right, 100 * report.refused_unanswerable
+        refused.plot(*point, "o", color=refused.lines[-1].get_color())
+    risk.set(xlabel="coverage: answered, %", ylabel="risk: of the answered, not right, %")
+    refused.set(
+        xlabel="right answers refused, %", ylabel="without an answer, refused, %",
+        xlim=(0, 50), ylim=(0, 102),
+    )  # fmt: skip
+    for axes in (risk, refused):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file)
 
 
 HEAD = (

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ragcache.bench import harness
-from ragcache.bench.harness import LlamaShape, describe_machine, dtypes_of, shaped_causal
+from ragcache.bench.harness import LlamaShape, dtypes_of, shaped_causal
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -22,6 +22,7 @@ from ragcache.engine import (
     RequestOutput,
     encode,
 )
+from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from ragcache_api.cli.console import plain_table

@@ -19,7 +19,6 @@ from ragcache.bench.harness import (
     LlamaShape,
     Progress,
     PromptSetting,
-    describe_machine,
     dtypes_of,
     new_figure,
     shaped_causal,
@@ -35,6 +34,7 @@ from ragcache.engine import (
 )
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
+from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from ragcache.states.quantization import restored

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,30 +163,6 @@ def shaped_model(shape: LlamaShape, device: str | None = None, dtype: str = "aut
     causal = wrap_causal(model)
     causal.fingerprint = f"random weights of {shape}"
     return LoadedModel("shape", causal, tokenizer)
-
-
-def describe_machine() -> dict[str, object]:
-    """Hardware, versions and date, for the JSON of every figure."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def both_seconds(run: Callable[[], object]) -> tuple[float, float]:

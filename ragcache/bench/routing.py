@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ragcache.bench.harness import Progress, describe_machine, draw_bars, new_figure
+from ragcache.bench.harness import Progress, draw_bars, new_figure
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
+from ragcache.machine import describe_machine
 from ragcache.retrieval import CollectionIndex
 from ragcache.routing import (
     Holdings,

@@ -14,14 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache.bench.harness import (
-    LlamaShape,
-    Progress,
-    describe_machine,
-    dtypes_of,
-    new_figure,
-    shaped_causal,
-)
+from ragcache.bench.harness import LlamaShape, Progress, dtypes_of, new_figure, shaped_causal
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -31,6 +24,7 @@ from ragcache.engine import (
     assemble_context,
     encode,
 )
+from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
 from ragcache.planning import encode_modules
 from ragcache.states import KVStates

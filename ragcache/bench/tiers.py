@@ -19,7 +19,6 @@ from ragcache.bench.harness import (
     LlamaShape,
     Progress,
     PromptSetting,
-    describe_machine,
     draw_bars,
     dtypes_of,
     made_up_key,
@@ -31,6 +30,7 @@ from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
+from ragcache.machine import describe_machine
 from ragcache.models import LanguageModel
 from ragcache.planning import (
     break_even_tokens,

@@ -13,12 +13,12 @@ from ragcache.bench.harness import (
     Progress,
     PromptSetting,
     both_seconds,
-    describe_machine,
     dtypes_of,
     shaped_causal,
 )
 from ragcache.bench.peers import concatenate, in_dtype, prefill
 from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
+from ragcache.machine import describe_machine
 from ragcache.models import wrap_causal
 from ragcache.planning import encode_modules
 from ragcache.states import KVStates

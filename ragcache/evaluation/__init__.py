@@ -6,7 +6,6 @@ from ragcache.evaluation.metrics import (
     bootstrap_interval,
     exact_match,
     f1,
-    mcnemar,
     normalize,
     paired_bootstrap,
     rouge_l,
@@ -26,6 +25,6 @@ from ragcache.evaluation.runs import (
 __all__ = [
     "PASTED", "Comparison", "Dataset", "Evaluation", "EvaluationReport", "Interval", "MarkedAnswer",
     "Question", "ask_questions", "bootstrap_interval", "compare_reports", "evaluate",
-    "evaluate_modes", "exact_match", "f1", "load_dataset", "mcnemar", "normalize",
-    "paired_bootstrap", "rouge_l",
+    "evaluate_modes", "exact_match", "f1", "load_dataset", "normalize", "paired_bootstrap",
+    "rouge_l",
 ]  # fmt: skip

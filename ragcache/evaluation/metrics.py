@@ -7,7 +7,6 @@ section 3, of one sentence.
 
 from __future__ import annotations
 
-import math
 import re
 import string
 import unicodedata
@@ -134,18 +133,3 @@ def _resampled_means(marks: NDArray[np.float64], seed: int) -> Iterator[NDArray[
     for begin in range(0, RESAMPLES, portion):
         size = min(portion, RESAMPLES - begin)
         yield marks[rng.integers(0, count, (size, count))].mean(axis=1)
-
-
-def mcnemar(one: Sequence[bool], other: Sequence[bool]) -> float:
-    """The exact two-sided p-value of McNemar's test (1947): whether two ways answer equally many of
-    the same questions, by those that only one of them answers.
-
-    Example:
-        >>> mcnemar([True] * 6 + [False] * 4, [False] * 6 + [False] * 4)
-        0.03125
-    """
-    pairs = list(zip(one, other, strict=True))
-    gains, losses = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-    discordant = gains + losses
-    tail = sum(math.comb(discordant, each) for each in range(min(gains, losses) + 1))
-    return min(1.0, math.ldexp(2 * tail, -discordant))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
@@ -17,7 +16,6 @@ from ragcache.evaluation.metrics import (
     bootstrap_interval,
     exact_match,
     f1,
-    mcnemar,
     paired_bootstrap,
     rouge_l,
 )
@@ -135,8 +133,7 @@ class Comparison:
         mark: One of `MARKS`.
         difference: Of the means, mode - reference.
         interval: Of the difference, by the paired bootstrap, 95 %.
-        p_value: Two-sided, of no difference.
-        test: Its name: `McNemar` for exact matches, else `paired bootstrap`.
+        p_value: Two-sided, of no difference, by the same bootstrap.
     """
 
     mode: str
@@ -145,7 +142,6 @@ class Comparison:
     difference: float
     interval: Interval
     p_value: float
-    test: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +161,6 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    def to_json(self) -> str:
-        """The same as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
 def evaluate_modes(
@@ -352,8 +344,5 @@ def _compare(
 ) -> Comparison:
     one, other = ([getattr(m, mark) for m in each.marked] for each in (report, reference))
     interval, p_value = paired_bootstrap(one, other, seed)
-    test = "paired bootstrap"
-    if mark == "exact_match":
-        p_value, test = mcnemar(one, other), "McNemar"
     difference = getattr(report, mark) - getattr(reference, mark)
-    return Comparison(report.mode, reference.mode, mark, difference, interval, p_value, test)
+    return Comparison(report.mode, reference.mode, mark, difference, interval, p_value)

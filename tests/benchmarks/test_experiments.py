@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from indexes import bench_indexes
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from pml import PmlSetting, bench_pml
-from quality import SETS, QuestionSet, bench_quality, table_of
+from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
 from quotations import QuotationsSetting, bench_quotations
 from recomputation import (
@@ -31,7 +32,6 @@ from recomputation import (
 )
 from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
-from scaffolds import simulate
 from weights import WeightsSetting, bench_weights
 
 from ragcache.bench.gpu.table import GpuWorkload
@@ -170,16 +170,6 @@ def test_blending_takes_the_values_that_deviate_most_on_the_second_layer() -> No
     assert choose_tokens("linked", 2, [2, 4, 6, 8], exact, kept) == [4, 6]
 
 
-def test_scaffolds_of_a_trace_by_hand() -> None:
-    """Modules of 10 tokens. 0 1 2 is found when it comes again; 0 1 alone reads single modules."""
-    trace = [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1)]
-    whole = simulate(trace, [10] * 3, "selections", 2, budget=30)
-    assert whole == {"encoded": 30 / 110, "seen": 4 / 7, "kept": 30}
-    assert simulate(trace, [10] * 3, "selections", 2, budget=29)["kept"] == 0
-    pairs = simulate(trace, [10] * 3, "pairs, replaced", 2, budget=40)
-    assert pairs == {"encoded": 20 / 110, "seen": 3 / 7, "kept": 40}
-
-
 @pytest.mark.slow
 def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "pml.json"
@@ -241,18 +231,62 @@ def test_ndcg_by_hand() -> None:
     assert ndcg([], 1, 4) == 0.0
 
 
+CMRC = {"context_id": "D0", "context_text": "船是平的。", "title": "船", "qas": [
+    {"query_id": "D0_Q0", "query_text": "什么？", "answers": ["船", "船", "船平"]}]}  # fmt: skip
+QED = {"example_id": 9, "title_text": "Punt", "question": "what is flat",
+       "paragraph_text": "A punt is flat .", "sentence_starts": [0], "annotation": {},
+       "original_nq_answers": [{"start": 0, "end": 6, "string": "A punt"}]}  # fmt: skip
+MUSIQUE = {"question": "What is flat?", "answers": ["a punt"], "ctxs": [
+    {"title": "", "text": "A punt is flat."},
+    {"title": "Oar", "text": "An oar is long."}]}  # fmt: skip
+QMSUM = {"topic_list": [], "general_query_list": [{"query": "Sum it up.", "answer": "Boats."}],
+         "specific_query_list": [{"query": "What did Ines say?", "answer": "Hello.",
+                                  "relevant_text_span": [["0", "0"]]}],
+         "meeting_transcripts": [{"speaker": "Ines", "content": "Hello."},
+                                 {"speaker": "Bo", "content": "Boats."}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "documents", "questions"),
+    [
+        ([CMRC], "CMRC", ["# 船\n\n船是平的。"], [("D0_Q0", ("船", "船平"), 0)]),
+        ([QED], "QED", ["# Punt\n\nA punt is flat ."], [("9", ("A punt",), 0)]),
+        ([MUSIQUE], "MuSiQue", ["A punt is flat.", "# Oar\n\nAn oar is long."],
+         [("1", ("a punt",), None)]),
+        ([QMSUM, QMSUM], "QMSum", ["Ines: Hello.\n\nBo: Boats."],
+         [("1-0", ("Boats.",), 0), ("1-1", ("Hello.",), 0),
+          ("2-0", ("Boats.",), 0), ("2-1", ("Hello.",), 0)]),
+        ([{"question": "Who?", "answers": []}], "lines", [], [("1", (), None)]),
+    ],
+)  # fmt: skip
+def test_published_sets_are_read(
+    tmp_path: Path, rows: list[Any], name: str, documents: list[str], questions: list[Any]
+) -> None:
+    """questions: id, answers, and the document that answers."""
+    file = tmp_path / "set.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    found = load_set(file)
+    assert found.format == name
+    assert [each.text for each in found.documents] == documents
+    ids = [each.id for each in found.documents]
+    assert [(q.id, q.answers, q.document) for q in found.questions] == [
+        (id, answers, "" if place is None else ids[place]) for id, answers, place in questions
+    ]
+    if ids:
+        assert all(question.own == tuple(ids) for question in load_set(file, "own").questions)
+
+
 @pytest.mark.slow
 def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
     row = {"question": "Where hangs the key?", "answers": ["red"], "context": "It is a red key."}
     (tmp_path / "tiny.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
     sets = [QuestionSet("Tiny", "tiny.jsonl"), QuestionSet("Absent", "absent.jsonl")]
-    told = bench_quality(tmp_path, sets, tmp_path / "pages", questions=1)
+    told = bench_quality(tmp_path, sets, questions=1)
     [found] = told["sets"]
     assert [report["mode"] for report in found["reports"]] == [
         "exact", "rooted", "linked:16", "isolated"]  # fmt: skip
     assert found["setting"]["asked"] == "1 of 2, drawn with seed 0"
-    assert (tmp_path / "pages" / "tiny.html").is_file()
-    assert "red key" not in json.dumps(told), "texts are in the pages alone"
+    assert "red key" not in json.dumps(told), "texts are left out"
     heads, rule, first, *others = table_of(told["sets"]).splitlines()
     assert heads.count("|") == rule.count("|") == first.count("|")
     assert first.startswith("| Tiny, 1 | `exact` |")

@@ -16,7 +16,6 @@ from ragcache.calibration import (
     fit_calibration,
     judge,
     judge_by,
-    plot_refusals,
 )
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question
@@ -78,8 +77,7 @@ def test_as_few_as_a_fit_takes_are_cross_validated() -> None:
         cross_validate(few[1:])
 
 
-@pytest.mark.slow
-def test_risk_falls_with_coverage_and_refusals_reach_all(tmp_path: Path) -> None:
+def test_risk_falls_with_coverage_and_refusals_reach_all() -> None:
     report = judge(judge_by(fit_calibration(examples()), examples()), 0.2)
     coverage, risk = report.risk_coverage()
     assert (coverage[-1], risk[-1]) == (1.0, 0.5)
@@ -87,8 +85,6 @@ def test_risk_falls_with_coverage_and_refusals_reach_all(tmp_path: Path) -> None
     right, vain = report.refused()
     assert (right[-1], vain[-1]) == (1.0, 1.0)
     assert (vain >= right - 0.01).all()
-    plot_refusals({"made up": report}, tmp_path / "curves.svg")
-    assert (tmp_path / "curves.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
 
 def test_examples_are_asked_with_and_without_their_document(

@@ -302,7 +302,7 @@ def _run_check(check: Callable[[], str]) -> tuple[bool, str]:
 
 
 def _check_machine() -> str:
-    from ragcache.bench.harness import describe_machine
+    from ragcache.machine import describe_machine
 
     facts = describe_machine()
     return (

@@ -15,11 +15,16 @@ from rich.markup import escape
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import ConfigurationError, NoState
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.measure import PlotFile, output_file
 
 if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache.evaluation import Comparison, Dataset, Evaluation, EvaluationReport, Question
+
+TITLES = {
+    "exact_match": "exact match", "f1": "F1", "rouge_l": "ROUGE-L", "retrieved": "retrieved",
+    "kl_divergence": "KL", "agreement": "agreement",
+}  # fmt: skip
+"""The means of a mode as readers know them."""
 
 TEMPORARY = "-"
 """The collection of documents that are forgotten afterwards."""
@@ -28,19 +33,13 @@ OverOption = Annotated[
     str,
     typer.Option(
         "--over",
-        help="What questions are asked over: `all` documents, each question's `own`, or `auto`: "
-        "as the format of the file means.",
+        help="What questions are asked over: `all` documents, or each question's `own`.",
     ),
 ]
 SampleOption = Annotated[
     int | None, typer.Option("--sample", min=1, help="Ask so many of the questions, drawn.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the sample and of the bootstraps.")]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", callback=output_file,
-                 help="Write a page with everything, as one HTML."),
-]  # fmt: skip
 
 
 def evaluate_command(
@@ -50,15 +49,14 @@ def evaluate_command(
     questions: Annotated[
         Path,
         typer.Argument(
-            help="Known questions: JSON lines, or a file of SQuAD, CMRC, QED, MuSiQue, QMSum, "
-            "LongBench or RAGBench, whose documents are ingested."
+            help="Known questions: JSON lines, or a file of SQuAD, whose documents are ingested."
         ),
     ],
     state: ui.StateOption = ui.DEFAULT_STATE,
     modes: Annotated[
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
     ] = "rooted,exact",
-    over: OverOption = "auto",
+    over: OverOption = "all",
     sample: SampleOption = None,
     seed: SeedOption = 0,
     k: ui.KOption = DEFAULT_K,
@@ -76,8 +74,6 @@ def evaluate_command(
         bool, typer.Option("--calibrate", help="Fit on the questions which answers are refused.")
     ] = False,
     wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
-    report: ReportFile = None,
-    plot: PlotFile = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Mark the answers to known questions, mode by mode.
@@ -88,14 +84,12 @@ def evaluate_command(
 
     With --calibrate each question is asked with and without its document, in the first of the
     modes. How confident this model's answers are, and below which confidence they are refused, is
-    kept with the collection, and --plot draws risk over coverage.
+    kept with the collection.
     """
     _check_choice("--through", through, ("ask", "chat"))
-    _check_choice("--over", over, ("auto", "all", "own"))
+    _check_choice("--over", over, ("all", "own"))
     if calibrate:
-        _check_calibrates(collection, {
-            "--through chat": through == "chat", "--wrong": wrong, "--report": report is not None,
-        })  # fmt: skip
+        _check_calibrates(collection, {"--through chat": through == "chat", "--wrong": wrong})
     named = [check_mode(mode.strip()) for mode in modes.split(",")]
     if not questions.is_file():
         raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
@@ -103,15 +97,13 @@ def evaluate_command(
 
     dataset = load_dataset(questions, over)  # type: ignore[arg-type]  # it was checked
     drawn = dataset if sample is None else dataset.sample(sample, seed)
-    if report is not None or plot is not None:
-        _check_plots()
     opening = {
         "dtype": dtype, "instruction": instruction, "reranker": reranker, "force_modes": True,
     }  # fmt: skip
     with _opened(state, model, embedding, collection, (dataset, drawn), opening) as (rag, name):
         if calibrate:
             search = {"k": k, "relative_threshold": relative_threshold, "extractive": extractive}
-            _calibrate(rag, name, drawn.questions, plot, as_json, mode=named[0], **search)
+            _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **search)
             return
         from ragcache.evaluation import evaluate_modes
 
@@ -124,14 +116,6 @@ def evaluate_command(
                 relative_threshold=relative_threshold, through=through, extractive=extractive,
                 progress=lambda _, done, total: progress(done, total),
             )  # fmt: skip
-    if report is not None:
-        from ragcache.evaluation.report import write_report
-
-        write_report(evaluation, report)
-    if plot is not None:
-        from ragcache.evaluation.report import draw_quality
-
-        draw_quality(evaluation).savefig(plot)
     if as_json:
         ui.print_json(evaluation)
         return
@@ -141,23 +125,15 @@ def evaluate_command(
 
 
 def _calibrate(
-    rag: RagCache, collection: str, questions: Sequence[Question], plot: Path | None, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
+    rag: RagCache, collection: str, questions: Sequence[Question], as_json: bool, **options: Any
+) -> None:
     """Fits a calibration, keeps it with the collection, and prints what it does."""
-    from ragcache.calibration import (
-        collect_examples,
-        cross_validate,
-        fit_calibration,
-        plot_refusals,
-    )
+    from ragcache.calibration import collect_examples, cross_validate, fit_calibration
 
     with ui.progress_bar("asking, with and without the documents") as progress:
         examples = collect_examples(rag, collection, questions, progress=progress, **options)
     fitted, report = fit_calibration(examples), cross_validate(examples)
     rag.set_calibration(collection, fitted, extractive=options["extractive"])
-    if plot is not None:
-        plot_refusals({collection: report}, plot)
     if as_json:
         ui.print_json({"calibration": fitted.to_dict(), **report.to_dict()})
         return
@@ -192,13 +168,6 @@ def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
         names = " or ".join(known)
         raise ConfigurationError(f"{option} is {given!r}; give {names}")
-
-
-def _check_plots() -> None:
-    """Raises `MissingExtra` without matplotlib, before anything is asked."""
-    from ragcache.bench.harness import new_figure
-
-    new_figure(1)
 
 
 @contextmanager
@@ -254,13 +223,13 @@ def _setting(
 ) -> dict[str, Any]:
     """What the report says of how it was made."""
     import ragcache
-    from ragcache.bench.harness import describe_machine
+    from ragcache.machine import describe_machine
 
     own = sum(1 for question in drawn.questions if question.own)
     sampled = "" if seed is None else f" of {len(dataset.questions)}, drawn with seed {seed}"
     return {
         "questions": path.name, "format": dataset.format,
-        "asked": f"{len(drawn.questions)}{sampled}", "without a question": dataset.skipped,
+        "asked": f"{len(drawn.questions)}{sampled}",
         "documents": len(drawn.documents) or "of the collection",
         "over": "each question's own documents" if own else "all documents",
         "model": rag.internals.shared.model.name, "ragcache": ragcache.__version__,
@@ -268,10 +237,15 @@ def _setting(
     }  # fmt: skip
 
 
+def format_mean(name: str, value: float | None) -> str:
+    """A mean in percent, or in nats; `-` where it is not known."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if name == "kl_divergence" else f"{100 * value:.1f}"
+
+
 def print_evaluation(evaluation: Evaluation) -> None:
     """Prints the modes and how they compare."""
-    from ragcache.evaluation.report import TITLES, format_mean
-
     table = ui.plain_table("mode", "questions", *TITLES.values(), "TTFT", "cached", "computed")
     for report in evaluation.reports:
         table.add_row(
@@ -290,7 +264,7 @@ def _sentence(comparison: Comparison, mark: str) -> str:
     return (
         f"{comparison.mode} beside {comparison.reference}: {mark} "
         f"{100 * comparison.difference:+.1f} points (95 % {low:+.1f} to {high:+.1f}), "
-        f"p = {comparison.p_value:.3f} ({comparison.test})"
+        f"p = {comparison.p_value:.3f}"
     )
 
 

@@ -29,12 +29,13 @@ from uuid import uuid4
 
 from sqlalchemy import create_engine, select
 
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress
 from ragcache.bench.routing import POLICIES, RoutingWorkload, topic_workload
 from ragcache.db import Database
 from ragcache.db.database import database_url
 from ragcache.db.tables import SessionTable
 from ragcache.errors import ConfigurationError
+from ragcache.machine import describe_machine
 from ragcache.routing import RoutingCosts
 from ragcache.store.tiers import Tier
 from ragcache_api.cluster import replicas as shared

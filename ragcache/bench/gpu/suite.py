@@ -17,8 +17,9 @@ from ragcache.bench.gpu.device import bench_attention, measure_ceilings
 from ragcache.bench.gpu.parts import ENGINE_PARTS
 from ragcache.bench.gpu.session import GpuSession, median_ms
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload, missed, rows_of
-from ragcache.bench.harness import SHAPES, LlamaShape, Progress, describe_machine
+from ragcache.bench.harness import SHAPES, LlamaShape, Progress
 from ragcache.bench.peers import concatenate, prefill, without_cudnn_attention
+from ragcache.machine import describe_machine
 
 PARTS = ("attention", *ENGINE_PARTS)
 DEFAULT_PARTS = tuple(part for part in PARTS if part != "profile")

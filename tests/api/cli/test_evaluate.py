@@ -58,7 +58,7 @@ def test_eval_calibrates_on_the_questions(
 ) -> None:
     from ragcache import calibration
 
-    file, plot = tmp_path / "known.jsonl", tmp_path / "curves.svg"
+    file = tmp_path / "known.jsonl"
     texts = {
         "boats.md": ("north quay", "Where is the boat with the spare key and the days of leave?"),
         "leave.md": ("Ines Marlow", "Who has leave, and the spare key of the boat?"),
@@ -68,7 +68,7 @@ def test_eval_calibrates_on_the_questions(
         for document, (answer, question) in texts.items()
     ]
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    command = ("eval", "notes", file, "--calibrate", "--plot", plot)
+    command = ("eval", "notes", file, "--calibrate")
     few = error_of(run(*command), "ConfigurationError")
     assert "a calibration takes 20 right and 20 others" in few
     monkeypatch.setattr(calibration, "f1", lambda *_: 1.0)
@@ -78,7 +78,6 @@ def test_eval_calibrates_on_the_questions(
     status, out, _ = run(*command)
     assert status == 0
     assert "kept with notes: answers below" in out
-    assert plot.stat().st_size > 1000
     answer = json_of(run("ask", rows[0]["question"], "-c", "notes", "--json"))
     assert answer["confidence"] is not None
 
@@ -116,14 +115,11 @@ def test_eval_lists_wrong_answers_on_request(run: Run, ingested: Path, questions
 
 @pytest.mark.slow
 def test_a_file_brings_its_documents_to_a_collection_that_stays(
-    run: Run, ingested: Path, squad: Path, tmp_path: Path
+    run: Run, ingested: Path, squad: Path
 ) -> None:
-    page, plot = tmp_path / "keys.html", tmp_path / "keys.svg"
     command = ("eval", "keys", squad, "--mode", "rooted", "--sample", "1", "--json")
-    [report] = json_of(run(*command, "--report", page, "--plot", plot))["reports"]
+    [report] = json_of(run(*command))["reports"]
     assert (report["questions"], report["retrieved"]) == (1, 1.0)
-    assert "Evaluation of squad.json" in page.read_text(encoding="utf-8")
-    assert plot.read_bytes().startswith(b"<?xml")
     assert "keys" in run("collections")[1]
     again = json_of(run("eval", "keys", squad, "--mode", "rooted", "--over", "own", "--json"))
     assert again["setting"]["documents"] == 2
@@ -144,20 +140,14 @@ def test_documents_of_a_dash_are_forgotten(
     assert not (tmp_path / "state").exists()
 
 
-def test_what_eval_cannot_use_is_refused(
-    run: Run, ingested: Path, questions: Path, tmp_path: Path
-) -> None:
-    calibrating, nowhere = ("notes", questions, "--calibrate"), tmp_path / "none" / "page.html"
+def test_what_eval_cannot_use_is_refused(run: Run, ingested: Path, questions: Path) -> None:
+    calibrating = ("notes", questions, "--calibrate")
     for given, message in (
-        (("notes", questions, "--plot", tmp_path / "p.txt"), "ends with .png, .svg, .pdf"),
-        (("notes", questions, "--plot", nowhere.with_suffix(".svg")), "there is no folder"),
-        (("notes", questions, "--report", nowhere), "there is no folder"),
-        (("notes", questions, "--report", tmp_path), "cannot be written: it is a folder"),
         (("-", questions, "--calibrate"), "name one instead of -"),
         ((*calibrating, "--through", "chat"), "does without --through chat"),
-        ((*calibrating, "--report", tmp_path / "page.html"), "does without --report"),
+        ((*calibrating, "--wrong"), "does without --wrong"),
         (("-", questions), "the questions bring no documents"),
-        (("notes", questions, "--over", "some"), "--over is 'some'; give auto or all or own"),
+        (("notes", questions, "--over", "some"), "--over is 'some'; give all or own"),
         (("notes", questions, "--over", "own"), "brings no documents with its questions"),
         (("notes", questions, "--mode", "fast"), "unknown mode 'fast'"),
     ):

@@ -1,4 +1,4 @@
-"""Sets of questions in the formats that their projects publish."""
+"""Sets of questions: lines of one's own, and SQuAD."""
 
 from __future__ import annotations
 
@@ -55,66 +55,22 @@ SQUAD = {"data": [{
          "plausible_answers": [{"text": "A punt", "answer_start": 0}]},
     ]}],
 }]}  # fmt: skip
-CMRC = [{"context_id": "D0", "context_text": "船是平的。", "title": "船", "qas": [
-    {"query_id": "D0_Q0", "query_text": "什么？", "answers": ["船", "船", "船平"]}]}]  # fmt: skip
-QED = {"example_id": 9, "title_text": "Punt", "question": "what is flat",
-       "paragraph_text": "A punt is flat .", "sentence_starts": [0], "annotation": {},
-       "original_nq_answers": [{"start": 0, "end": 6, "string": "A punt"}]}  # fmt: skip
-MUSIQUE = [
-    {
-        "question": "What is flat?",
-        "answers": ["a punt"],
-        "ctxs": [
-            {"title": "", "text": "A punt is flat."},
-            {"title": "Oar", "text": "An oar is long."},
-        ],
-    }
-]
-QMSUM = {"topic_list": [], "general_query_list": [{"query": "Sum it up.", "answer": "Boats."}],
-         "specific_query_list": [{"query": "What did Ines say?", "answer": "Hello.",
-                                  "relevant_text_span": [["0", "0"]]}],
-         "meeting_transcripts": [{"speaker": "Ines", "content": "Hello."},
-                                 {"speaker": "Bo", "content": "Boats."}]}  # fmt: skip
-LONGBENCH = {"input": "What is flat?", "answers": ["a punt"], "length": 9, "language": "en",
-             "context": "Passage 1:\nPunt\nA punt is flat.\n\nPassage 2:\nOar\nIt is long.",
-             "dataset": "hotpotqa", "all_classes": None, "_id": "7a"}  # fmt: skip
-RAGBENCH = {"id": "r1", "question": "What is flat?", "response": "A punt.",
-            "documents": ["A punt is flat.", "An oar is long."]}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rows", "name", "documents", "questions"),
-    [
-        ([SQUAD], "SQuAD", ["# River Boats\n\nA punt is flat."],
-         [("a", ("A punt",), 0, 0), ("b", (), 0, 0)]),
-        ([CMRC], "CMRC", ["# 船\n\n船是平的。"], [("D0_Q0", ("船", "船平"), 0, 0)]),
-        ([QED], "QED", ["# Punt\n\nA punt is flat ."], [("9", ("A punt",), 0, 0)]),
-        ([MUSIQUE], "MuSiQue", ["A punt is flat.", "# Oar\n\nAn oar is long."],
-         [("1", ("a punt",), None, 2)]),
-        ([QMSUM, QMSUM], "QMSum", ["Ines: Hello.\n\nBo: Boats."],
-         [("1-0", ("Boats.",), 0, 1), ("1-1", ("Hello.",), 0, 1),
-          ("2-0", ("Boats.",), 0, 1), ("2-1", ("Hello.",), 0, 1)]),
-        ([LONGBENCH], "LongBench", ["Punt\nA punt is flat.\n\n", "Oar\nIt is long."],
-         [("7a", ("a punt",), None, 2)]),
-        ([LONGBENCH | {"context": "A punt is flat. Passage 1 is long."}], "LongBench",
-         ["A punt is flat. Passage 1 is long."], [("7a", ("a punt",), 0, 1)]),
-        ([RAGBENCH], "RAGBench", RAGBENCH["documents"], [("r1", ("A punt.",), None, 2)]),
-    ],
-)  # fmt: skip
-def test_formats_of_their_projects(
-    tmp_path: Path, rows: list[Any], name: str, documents: list[str], questions: list[Any]
-) -> None:
-    """questions: id, answers, the document that answers, and how many are its own by default."""
-    found = load_dataset(write(tmp_path / "set.json", *rows))
-    assert found.format == name
-    assert list(texts(found).values()) == documents
-    ids = list(texts(found))
-    assert [(q.id, q.answers, q.document, q.own) for q in found.questions] == [
-        (id, answers, "" if place is None else ids[place], tuple(ids[:own]))
-        for id, answers, place, own in questions
-    ]
-    everywhere = load_dataset(tmp_path / "set.json", "all")
-    assert not any(question.own for question in everywhere.questions)
+def test_paragraphs_of_squad_are_documents_with_questions(tmp_path: Path) -> None:
+    found = load_dataset(write(tmp_path / "set.json", SQUAD))
+    assert found.format == "SQuAD"
+    assert list(texts(found).values()) == ["# River Boats\n\nA punt is flat."]
+    [document] = texts(found)
+    assert found.questions == (
+        Question("a", "What is flat?", ("A punt",), document),
+        Question("b", "What sinks?", (), document),
+    )
+    own = load_dataset(tmp_path / "set.json", "own")
+    assert all(question.own == (document,) for question in own.questions)
+    torn = {"data": [{"paragraphs": [{"context": "x", "qas": [{"id": 1}]}]}]}
+    with pytest.raises(ConfigurationError, match="SQuAD holds articles with `paragraphs`"):
+        load_dataset(write(tmp_path / "torn.json", torn))
 
 
 def test_a_sample_is_seeded_and_leaves_unread_documents_out(tmp_path: Path) -> None:
@@ -159,17 +115,6 @@ def test_a_line_that_is_no_question_is_named_by_its_number(
         load_dataset(path)
     assert str(caught.value).startswith(f"{path}:3: not a question (")
     assert fault in str(caught.value)
-
-
-def test_what_a_format_lacks_is_named(tmp_path: Path) -> None:
-    summary = LONGBENCH | {"input": ""}
-    found = load_dataset(write(tmp_path / "set.jsonl", summary, LONGBENCH, summary))
-    assert (len(found.questions), found.skipped) == (1, 2)
-    with pytest.raises(ConfigurationError, match="holds no questions: 2 rows ask nothing"):
-        load_dataset(write(tmp_path / "none.jsonl", summary, summary))
-    torn = {"context_text": "x", "qas": [{"query_id": 1}]}
-    with pytest.raises(ConfigurationError, match="rows of CMRC hold context_text, qas"):
-        load_dataset(write(tmp_path / "torn.json", [torn]))
 
 
 def test_files_without_questions_are_refused(tmp_path: Path) -> None:

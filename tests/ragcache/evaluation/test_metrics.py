@@ -10,7 +10,6 @@ from ragcache.evaluation import (
     bootstrap_interval,
     exact_match,
     f1,
-    mcnemar,
     normalize,
     paired_bootstrap,
     rouge_l,
@@ -93,11 +92,3 @@ def test_a_paired_bootstrap_sees_what_two_intervals_hide() -> None:
     assert mixed.low < 0 < mixed.high
     assert even > 0.8
     assert paired_bootstrap(one, one)[1] == 1.0
-
-
-def test_mcnemar_counts_discordant_pairs_alone() -> None:
-    assert mcnemar([True] * 5 + [False] * 5, [False] * 5 + [False] * 5) == 2 * 0.5**5
-    gained_nine_lost_one = [True] * 9 + [False], [False] * 9 + [True]
-    assert mcnemar(*gained_nine_lost_one) == pytest.approx(2 * (1 + 10) / 2**10)
-    assert mcnemar([True, False], [False, True]) == 1.0
-    assert mcnemar([True] * 4, [True] * 4) == 1.0
