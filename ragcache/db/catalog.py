@@ -257,7 +257,7 @@ class Catalog:
     ) -> list[ModuleRow]:
         statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
         return [
-            ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details)
+            ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details, m.places)
             for m, d in session.execute(self._within(statement, collection))
         ]
 
@@ -277,22 +277,6 @@ class Catalog:
             for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
                 found[module.document] = found.get(module.document, "") + module.text
         return found
-
-    def document_texts(self, module_ids: Sequence[int]) -> dict[int, str]:
-        """The texts of the documents of modules, by the modules' ids; those that are stored."""
-        texts: dict[int, str] = {}
-        owners: dict[int, int] = {}
-        with self._database.reading() as session:
-            for chunk in chunks(module_ids):
-                owned = select(ModuleTable.id, ModuleTable.document_id)
-                found = session.execute(owned.where(ModuleTable.id.in_(map(int, chunk))))
-                owners |= {row.id: row.document_id for row in found}
-            for chunk in chunks(dict.fromkeys(owners.values())):
-                stored = select(DocumentTextTable.document_id, DocumentTextTable.text)
-                number = DocumentTextTable.document_id
-                found = session.execute(stored.where(number.in_(map(int, chunk))))
-                texts |= {row.document_id: row.text for row in found}
-        return {number: texts[owner] for number, owner in owners.items() if owner in texts}
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalog's tokenizer, of the modules that have them."""

@@ -30,7 +30,8 @@ from ragcache.states import KVKey
 
 @dataclass(frozen=True, slots=True)
 class NewModule:
-    """A nested module to store. key: the states that it was encoded to; details: its metadata."""
+    """A nested module to store. key: the states that it was encoded to; details: its metadata;
+    places: where runs of its text stand in the document's."""
 
     name: str
     text: str
@@ -38,6 +39,7 @@ class NewModule:
     key: KVKey
     vector: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    places: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class DocumentRow:
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
     """A stored module, with its document's name, address and metadata (`attributes`). details: its
-    own metadata, such as its page and the headings above it."""
+    own metadata, such as its page and the headings above it; places: where runs of its text
+    stand in the document's, as pairs of characters in the module and in the document."""
 
     id: int
     name: str
@@ -135,6 +138,7 @@ class ModuleRow:
     text: str
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    places: Sequence[tuple[int, int]] = field(default=(), hash=False)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -156,7 +160,12 @@ def insert_rows(
     numbered = enumerate(document.modules)
     modules = [
         ModuleTable(
-            document_id=row.id, ordinal=i, name=m.name, text=m.text, details=dict(m.details)
+            document_id=row.id,
+            ordinal=i,
+            name=m.name,
+            text=m.text,
+            details=dict(m.details),
+            places=list(m.places),
         )
         for i, m in numbered
     ]

@@ -91,7 +91,8 @@ class DocumentTextTable(Base):
 
 class ModuleTable(PublicIdMixin, Base):
     """A module of a document, which retrieval selects. Ids are never used again. details: metadata
-    of its own, such as its page and the headings above it."""
+    of its own, such as its page and the headings above it. places: where runs of its text stand
+    in the document's: pairs of characters, in the module and in the document."""
 
     __tablename__ = "modules"
     __table_args__ = (
@@ -105,6 +106,7 @@ class ModuleTable(PublicIdMixin, Base):
     name: Mapped[str]
     text: Mapped[str]
     details: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
+    places: Mapped[list[tuple[int, int]]] = mapped_column(JSON, default=list, server_default="[]")
 
 
 class TokenTable(Base):

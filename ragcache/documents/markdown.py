@@ -23,11 +23,13 @@ _TABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading of a text. start: its place in the text; level: 1 to 6; line: with its marks."""
+    """A heading of a text. start: its place in the text; level: 1 to 6; line: with its marks; at:
+    its place in the whole document, None if that is unknown."""
 
     start: int
     level: int
     line: str
+    at: int | None = None
 
     @property
     def title(self) -> str:
@@ -41,11 +43,11 @@ def find_headings(text: str) -> list[Heading]:
     return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
 
 
-def headings_above(headings: Sequence[Heading], position: int) -> list[str]:
+def headings_above(headings: Sequence[Heading], position: int) -> list[Heading]:
     """The headings above a position, outermost first."""
     path = path_after([], [each for each in headings if each.start < position])
     opened = next((each.level for each in headings if each.start == position), None)
-    return [each.line for each in path if opened is None or each.level < opened]
+    return [each for each in path if opened is None or each.level < opened]
 
 
 def path_after(path: Sequence[Heading], headings: Sequence[Heading]) -> list[Heading]:

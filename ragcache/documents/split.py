@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from ragcache.documents.formats import CODE
 from ragcache.documents.markdown import (
@@ -34,23 +34,59 @@ MIN_TOKENS = 32
 
 
 Count = Callable[[str], int]
+Places: TypeAlias = tuple[tuple[int, int], ...]
+"""Runs of a text that are copied from another: where each begins here and there, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitModule:
-    """A module of a document. metadata: of its part, with the path of `headings` above it."""
+    """A module of a document.
+
+    Attributes:
+        text: Its text, which may repeat the headings and the header of a table above it.
+        token_ids: Its tokens.
+        metadata: Metadata of its part, with the path of `headings` above it.
+        places: Where the runs of its text stand in the document's text.
+    """
 
     text: str
     token_ids: list[int]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    places: Places = ()
+
+    @property
+    def start(self) -> int | None:
+        """Where the module's own text, after what it repeats, begins in the document."""
+        return self.places[-1][1] if self.places else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A part of a portion, with the places of its runs in the portion."""
+
+    text: str
+    places: Places
+
+    @classmethod
+    def whole(cls, text: str, start: int) -> _Cut:
+        return cls(text, ((0, start),))
+
+    @property
+    def start(self) -> int:
+        return self.places[0][1]
+
+    def stripped(self) -> _Cut:
+        begin = len(self.text) - len(self.text.lstrip())
+        return _Cut(self.text.strip(), _within(self.places, begin, len(self.text)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A module's text, and the headings above its first word."""
+    """A module's text, the titles above its first word, and the places of its runs."""
 
     text: str
     headings: tuple[str, ...] = ()
+    places: Places = ()
 
 
 def split_document(
@@ -64,18 +100,62 @@ def split_document(
     count = lambda text: len(tokenize(text))  # noqa: E731
     modules: list[SplitModule] = []
     above: list[Heading] = []
+    done = 0
     for part in document.sections:
+        begin = document.text.find(part.text, done)
+        done = done if begin < 0 else begin + len(part.text)
+        places = () if begin < 0 else ((0, begin),)
+        headings = [] if part.language else _placed(find_headings(part.text), places)
         above = above if part.continues else []
-        for portion, headings in _portions(part, above):
-            pieces = _split(portion, limit, count, headings, part.language)
-            for piece in pieces:
+        for portion, before in _portions(part, above, headings):
+            known = _through(portion.places, len(portion.text), places)
+            for piece in _split(portion.text, limit, count, before, part.language, known):
                 path = {"headings": list(piece.headings)} if piece.headings else {}
                 metadata = {**path, **part.metadata}
-                modules.append(SplitModule(piece.text, tokenize(piece.text), metadata))
-            progress(len(portion))
-        if not part.language:
-            above = path_after(above, find_headings(part.text))
+                runs = _merged(piece, document.text)
+                modules.append(SplitModule(piece.text, tokenize(piece.text), metadata, runs))
+            progress(len(portion.text))
+        above = path_after(above, headings)
     return modules
+
+
+def _within(places: Places, begin: int, end: int) -> Places:
+    """The places of text[begin:end], for those of a text."""
+    first = [each for each in places if each[0] <= begin][-1:]
+    later = [each for each in places if begin < each[0] < end]
+    return tuple((max(a - begin, 0), at + max(begin - a, 0)) for a, at in [*first, *later])
+
+
+def _through(places: Places, length: int, outer: Places) -> Places:
+    """The places of a text of this length in the text around the one where `places` are."""
+    ends = [*(begin for begin, _ in places[1:]), length]
+    return tuple(
+        (begin + inner, at)
+        for (begin, start), end in zip(places, ends, strict=True)
+        for inner, at in _within(outer, start, start + end - begin)
+    )
+
+
+def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
+    """The headings of a text, with their places in the document."""
+    found = (_within(places, each.start, each.start + 1) for each in headings)
+    return [
+        replace(each, at=at[0][1]) if at else each for each, at in zip(headings, found, strict=True)
+    ]
+
+
+def _merged(piece: _Piece, document: str) -> Places:
+    """The places of a piece, without those at which a run only goes on."""
+    kept: list[tuple[int, int]] = []
+    for begin, at in piece.places:
+        if kept:
+            before, place = kept[-1]
+            if begin - before == at - place and document.startswith(
+                piece.text[before:begin], place
+            ):
+                continue
+        kept.append((begin, at))
+    return tuple(kept)
 
 
 def split_text(text: str, limit: int, count_tokens: Count) -> list[str]:
@@ -90,39 +170,52 @@ def split_text(text: str, limit: int, count_tokens: Count) -> list[str]:
 
 
 def _split(
-    text: str, limit: int, count: Count, above: Sequence[Heading] = (), language: str = ""
-) -> list[_Piece]:
-    """above: headings of what comes before the text. language: of source code."""
+    text: str, limit: int, count: Count, above: Sequence[Heading] = (), language: str = "",
+    places: Places = (),
+) -> list[_Piece]:  # fmt: skip
+    """above: headings of what comes before the text. language: of source code. places: of the
+    text in the document."""
     if limit < MIN_TOKENS:
         raise ConfigurationError(f"module_tokens is {limit}; it must be {MIN_TOKENS} or more")
+    places = _within(places, len(text) - len(text.lstrip()), len(text))
     text = text.strip() + _END
-    before = [Heading(-1, each.level, each.line) for each in above]
-    headings = before if language else [*before, *find_headings(text)]
+    before = [replace(each, start=-1) for each in above]
+    headings = before if language else [*before, *_placed(find_headings(text), places)]
+
+    def piece_of(cut: _Cut, path: Sequence[Heading]) -> _Piece:
+        kept = _that_fit(path, cut.text, limit, count)
+        runs, done = [], 0
+        for each in kept:
+            runs += [] if each.at is None else [(done, each.at)]
+            done += len(_join([each]))
+        own = _through(cut.places, len(cut.text), places)
+        whole = _join(kept) + cut.text + _END
+        titles = _titles(headings, cut.text, cut.start)
+        return _Piece(whole, titles, (*runs, *((done + begin, at) for begin, at in own)))
+
     if count(text) <= limit:
-        path = headings_above(headings, 0) if before else []
-        whole = _with_headings(path, text.strip(), limit, count)
-        return [_Piece(whole, _titles(headings, text, 0))]
+        whole = _Cut.whole(text.strip(), 0)
+        return [piece_of(whole, headings_above(headings, 0) if before else [])]
     room = limit - count(_END) - _SPARE
     size = room - _room_for_headings(headings, limit, count)
-    cuts = _cut_around_tables(text, size, limit, count, language)
     pieces: list[_Piece] = []
-    for start, cut in cuts:
-        start += len(cut) - len(cut.lstrip())
-        whole = _with_headings(headings_above(headings, start), cut.strip(), limit, count)
-        if pieces and _only_headings(pieces[-1].text) and whole.startswith(pieces[-1].text):
+    for each in _cut_around_tables(text, size, limit, count, language):
+        cut = each.stripped()
+        piece = piece_of(cut, headings_above(headings, cut.start))
+        if pieces and _only_headings(pieces[-1].text) and piece.text.startswith(pieces[-1].text):
             pieces.pop()
-        pieces.append(_Piece(whole, _titles(headings, cut.strip(), start)))
+        pieces.append(piece)
     return pieces
 
 
 def _cut_around_tables(
     text: str, size: int, limit: int, count: Count, language: str
-) -> Iterator[tuple[int, str]]:
-    """Cuts of a text with their places, none of which is blank. A table stays with the text before
-    it where both fit."""
+) -> Iterator[_Cut]:
+    """Cuts of a text, none of which is blank. A table stays with the text before it where both
+    fit."""
     tables = [] if language else list(find_tables(text))
     position = 0
-    held: tuple[int, str] | None = None  # the last cut before a table
+    held: _Cut | None = None  # the last cut before a table
     for begin, end in [*tables, (len(text), len(text))]:
         for cut in _cut_prose(text[position:begin], position, size, limit, count, language):
             if held is not None:
@@ -131,9 +224,9 @@ def _cut_around_tables(
         position = end
         table = text[begin:end]
         if table and held is not None:
-            joined = text[held[0] : end]
-            if joined.startswith(held[1]) and count(joined.strip() + _END) <= size:
-                held = held[0], joined
+            joined = text[held.start : end]
+            if joined.startswith(held.text) and count(joined.strip() + _END) <= size:
+                held = _Cut.whole(joined, held.start)
                 continue
             yield held
         if table:
@@ -145,7 +238,7 @@ def _cut_around_tables(
 
 def _cut_prose(
     text: str, offset: int, size: int, limit: int, count: Count, language: str
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[_Cut]:
     from langchain_text_splitters import RecursiveCharacterTextSplitter  # slow to import
 
     splitter = RecursiveCharacterTextSplitter(
@@ -164,7 +257,7 @@ def _cut_prose(
         start = hidden.index(piece, position)
         position = start + len(piece)
         if piece.strip():
-            yield offset + start, text[start:position]
+            yield _Cut.whole(text[start:position], offset + start)
 
 
 @cache
@@ -178,12 +271,10 @@ def _separators(language: str) -> list[str]:
     return RecursiveCharacterTextSplitter.get_separators_for_language(Language(language))
 
 
-def _cut_table(
-    table: str, offset: int, size: int, limit: int, count: Count
-) -> Iterator[tuple[int, str]]:
+def _cut_table(table: str, offset: int, size: int, limit: int, count: Count) -> Iterator[_Cut]:
     """A table whole, or else in portions of rows with the header above each."""
     if count(table.strip() + _END) <= limit:
-        yield offset, table
+        yield _Cut.whole(table, offset)
         return
     lines = table.splitlines(keepends=True)
     header = "".join(lines[:2])
@@ -193,25 +284,32 @@ def _cut_table(
         return
     fits = lambda rows: count((header + rows).strip() + _END) <= size  # noqa: E731
     group: list[str] = []
-    used = 0
+    used, begin = 0, offset + len(header)
     for row in [*lines[2:], ""]:
         needed = count(row)
         if group and (not row or used + needed > room):
-            for rows in _fitting_rows(group, fits):
-                yield offset, header + rows
+            for place, rows in _fitting_rows(group, begin, fits):
+                yield _Cut(header + rows, ((0, offset), (len(header), place)))
+            begin += len("".join(group))
             group, used = [], 0
         group.append(row)
         used += needed
 
 
-def _fitting_rows(rows: Sequence[str], fits: Callable[[str], bool]) -> Iterator[str]:
-    """Rows of a table, halved until they fit; a row that is too long by itself is cut."""
-    if len(rows) > 1 and not fits("".join(rows)):
-        middle = len(rows) // 2
-        yield from _fitting_rows(rows[:middle], fits)
-        yield from _fitting_rows(rows[middle:], fits)
-    else:
-        yield from (part.strip() + "\n" for part in _fitting("".join(rows), fits) if part.strip())
+def _fitting_rows(
+    rows: Sequence[str], begin: int, fits: Callable[[str], bool]
+) -> Iterator[tuple[int, str]]:
+    """Rows of a table with their places, halved until they fit; a row that is too long by itself
+    is cut."""
+    whole, middle = "".join(rows), len(rows) // 2
+    if middle and not fits(whole):
+        yield from _fitting_rows(rows[:middle], begin, fits)
+        yield from _fitting_rows(rows[middle:], begin + len("".join(rows[:middle])), fits)
+        return
+    for part in _fitting(whole, fits):
+        if part.strip():
+            yield begin + len(part) - len(part.lstrip()), part.strip() + "\n"
+        begin += len(part)
 
 
 def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:
@@ -244,39 +342,39 @@ def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, .
 def _room_for_headings(headings: Sequence[Heading], limit: int, count_tokens: Count) -> int:
     """Tokens of the longest path of headings, at most a third of the limit."""
     path: list[Heading] = []
-    paths = set()
+    paths: dict[tuple[str, ...], list[Heading]] = {}
     for heading in headings:
         path = path_after(path, [heading])
-        paths.add(tuple(each.line for each in path))
-    return min(limit // 3, max((count_tokens(_join(path)) for path in paths), default=0))
+        paths[tuple(each.line for each in path)] = path
+    return min(limit // 3, max((count_tokens(_join(path)) for path in paths.values()), default=0))
 
 
-def _join(headings: Sequence[str]) -> str:
-    return "".join(f"{line}\n\n" for line in headings)
+def _join(headings: Sequence[Heading]) -> str:
+    return "".join(f"{each.line}\n\n" for each in headings)
 
 
-def _with_headings(above: list[str], piece: str, limit: int, count_tokens: Count) -> str:
-    """The part with as many headings before it as fit; outer headings are dropped first."""
-    for first in range(len(above) + 1):
-        whole = _join(above[first:]) + piece + _END
-        if count_tokens(whole) <= limit:
-            return whole
-    return piece + _END
+def _that_fit(
+    above: Sequence[Heading], text: str, limit: int, count_tokens: Count
+) -> Sequence[Heading]:
+    """As many of the headings as fit before the text; outer ones are dropped first."""
+    for first in range(len(above)):
+        if count_tokens(_join(above[first:]) + text + _END) <= limit:
+            return above[first:]
+    return ()
 
 
 _PORTION = 2**18  # characters that are split at once: longer texts would be tokenized many times
 
 
 def _portions(
-    part: DocumentPart, above: Sequence[Heading]
-) -> Iterator[tuple[str, Sequence[Heading]]]:
-    """A long part in portions that end before a heading or else at a blank line, each with the
-    headings above it."""
+    part: DocumentPart, above: Sequence[Heading], headings: Sequence[Heading]
+) -> Iterator[tuple[_Cut, Sequence[Heading]]]:
+    """A long part in portions that end before one of its headings or else at a blank line, each
+    with the headings above it."""
     text = part.text
     if len(text) <= 2 * _PORTION:
-        yield text, above
+        yield _Cut.whole(text, 0), above
         return
-    headings = [] if part.language else find_headings(text)
     tables = [] if part.language else list(find_tables(text))
     starts = [each.start for each in headings]
     begin = 0
@@ -284,8 +382,12 @@ def _portions(
         end = _portion_end(text, starts, begin)
         until = [each for each in headings if each.start < begin]
         inside = next((a for a, b in tables if a < begin < b), None)
-        header = "" if inside is None else "".join(text[inside:begin].splitlines(True)[:2])
-        yield header + text[begin:end], path_after(above, until)
+        if inside is None:
+            portion = _Cut.whole(text[begin:end], begin)
+        else:
+            header = "".join(text[inside:begin].splitlines(True)[:2])
+            portion = _Cut(header + text[begin:end], ((0, inside), (len(header), begin)))
+        yield portion, path_after(above, until)
         begin = end
 
 

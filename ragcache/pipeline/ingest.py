@@ -317,7 +317,9 @@ class Ingestor:
             key = self.encoder.key(module.token_ids, "rooted")
             vector = None if vectors is None else vectors[number]
             details = _storable(module.metadata)
-            rows.append(NewModule(name, module.text, module.token_ids, key, vector, details))
+            rows.append(
+                NewModule(name, module.text, module.token_ids, key, vector, details, module.places)
+            )
         return NewDocument(
             document.id, document.uri, self._digest(document), rows, document.metadata,
             document.text,

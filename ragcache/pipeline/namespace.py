@@ -166,7 +166,7 @@ class Namespace:
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(
                 model, shared.engine, shared.deferred, config, name, shared.monitor,
-                Quotations(catalog, model, tokens), shared.gate,
+                Quotations(model, tokens), shared.gate,
             ),
             Modules(catalog, store, encoder, tokens),
             retrievers,

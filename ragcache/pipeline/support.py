@@ -69,6 +69,7 @@ def passages_with(answer: str, module: ModuleRow) -> Iterator[str]:
         if place != before:
             before = place
             rows = [text[a : text.find("\n", a)] for a, b in tables if a <= begin < b]
-            above = [*headings_of(module), *headings_above(headings, begin), *rows]
+            lines = [each.line for each in headings_above(headings, begin)]
+            above = [*headings_of(module), *lines, *rows]
             yield "\n".join([*above, text[breaks[first] : breaks[place[1]]]])
         begin = text.find(answer, begin + 1)

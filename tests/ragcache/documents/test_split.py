@@ -154,6 +154,46 @@ def test_one_word_of_5000_characters_is_cut_and_kept() -> None:
     assert "".join(piece.removeprefix("# T\n\n").strip() for piece in pieces) == word
 
 
+def check_places(document: SourceDocument, limit: int, counter: Count) -> None:
+    """Every run of a module stands where its places say, and all that it says stands in runs."""
+    for module in split_document(document, limit, lambda text: [1] * counter(text)):
+        begins = [begin for begin, _ in module.places]
+        assert begins[0] == 0
+        for (begin, at), end in zip(module.places, [*begins[1:], None], strict=True):
+            said = module.text[begin:end].strip()
+            assert said
+            assert document.text.startswith(said, at)
+
+
+@given(text=documents(), limit=limits, counter=counters, rows=st.integers(0, 40))
+@settings(max_examples=scaled(200))
+def test_modules_stand_in_the_document_where_they_say(
+    text: str, limit: int, counter: Count, rows: int
+) -> None:
+    whole = f" \n{text}\n\n{HEADER}" + "".join(f"{row}\n" for row in ROWS[:rows]) + f"\n{text}"
+    check_places(SourceDocument("a", whole), limit, counter)
+    pages = tuple(DocumentPart(each, continues=True) for each in (text, "# B\n\nw.", text))
+    check_places(SourceDocument("a", f"{text}\n\n# B\n\nw.\n\n{text}", parts=pages), limit, counter)
+
+
+def test_a_module_knows_its_place_and_that_of_what_it_repeats() -> None:
+    lines = [f"w{n}" for n in range(40)]
+    text = "# A\n\n## B\n\nOne.\n\n### C\n\n" + "\n\n".join(lines)
+    first, _, third, *_ = split_document(SourceDocument("a", text), 32, tokens)
+    assert (first.places, first.start) == (((0, 0),), 0)
+    begin = int(third.text.split()[6][1:])
+    assert third.text.startswith(f"# A\n\n## B\n\n### C\n\nw{begin}\n")
+    own = text.index(f"w{begin}\n")
+    assert third.places == ((0, 0), (11, text.index("### C")), (18, own))
+    assert third.start == own
+
+
+def test_parts_that_are_not_in_the_document_have_no_place() -> None:
+    document = SourceDocument("a", "One.\n\nTwo.", parts=("One.", "Other.", "Two."))
+    found = split_document(document, 32, tokens)
+    assert [module.start for module in found] == [0, None, 6]
+
+
 @pytest.mark.parametrize("limit", [-1, 0, MIN_TOKENS - 1])
 def test_a_limit_that_is_too_small_is_refused(limit: int) -> None:
     with pytest.raises(ConfigurationError, match=f"module_tokens is {limit}; it must be 32"):
@@ -252,6 +292,7 @@ def test_long_texts_are_split_in_portions_with_headings_and_table_headers(
     assert all(HEADER in m.text for m in modules if "| r" in m.text)
     assert {tuple(m.metadata["headings"]) for m in modules} == {("Top", "Words"), ("Top", "Table")}
     assert len(seen) > 5
+    check_places(SourceDocument("a", text), 40, words)
 
 
 @pytest.mark.parametrize("language", sorted({*LANGUAGES.values(), CODE}))

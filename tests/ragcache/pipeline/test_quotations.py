@@ -15,11 +15,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
-from ragcache.db import Catalog
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import InvalidRequest, LedgerUnavailable
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.pipeline.quotations import Block, find_blocks
 from tests.conftest import scaled
 from tests.ragcache.pipeline.conftest import spaced_tokenizer
 from tests.tiny_models import tiny_model
@@ -211,34 +209,12 @@ def test_asyncio_streams_quotations(rag: RagCache) -> None:
     asyncio.run(main())
 
 
-def test_without_the_ledger_quotations_have_no_offsets(
-    rag: RagCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(*_: object) -> None:
-        raise LedgerUnavailable("the ledger does not answer")
-
-    generation = Generation.of(extractive=True)
-    quotations = rag.internals.submitter.quotations
-    assert quotations is not None
-    monkeypatch.setattr(quotations, "_known", type(quotations._known)())
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalog, "document_texts", away)
-        answer = rag.ask(QUESTIONS[0], collection="all", generation=generation)
-    assert answer.spans
-    assert all(span.start is None and span.end is None for span in answer.spans)
-    check(rag, rag.ask(QUESTIONS[0], collection="all", generation=generation))
-
-
-def test_a_ledger_that_did_not_answer_is_not_asked_for_offsets(
-    rag: RagCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it hangs, every question would wait for it."""
+def test_without_the_ledger_quotations_have_their_offsets(rag: RagCache) -> None:
     catalog, quotations = rag.internals.catalog, rag.internals.submitter.quotations
     assert quotations is not None
-    modules = catalog.modules("all")[:2]
-    assert None not in [block.at for block in quotations.of(modules).quotable[0].blocks]
-    monkeypatch.setattr(quotations, "_known", type(quotations._known)())
-    engine, asked = rag.internals.shared.store.ledger.database.engine, []
+    modules = catalog.modules("all")
+    quotations._known.clear()
+    engine = rag.internals.shared.store.ledger.database.engine
 
     def fail(*_: object) -> None:
         raise OperationalError("SELECT", {}, Exception("no answer"))
@@ -247,67 +223,9 @@ def test_a_ledger_that_did_not_answer_is_not_asked_for_offsets(
     try:
         with pytest.raises(LedgerUnavailable):
             catalog.collections()
-        with monkeypatch.context() as patch:
-            patch.setattr(Catalog, "document_texts", lambda *_: asked.append("texts") or {})
-            for each in quotations.of(modules).quotable:
-                assert each.blocks == (Block(0, None),)
-        assert asked == []
+        for module, found in zip(modules, quotations.of(modules).quotable, strict=True):
+            assert found.places == module.places
+            assert found.places
     finally:
         event.remove(engine, "before_cursor_execute", fail)
     catalog.collections()
-    assert None not in [block.at for block in quotations.of(modules).quotable[0].blocks]
-
-
-class SearchedText(str):
-    """Notes how many characters each call searches."""
-
-    __slots__ = ("searched",)
-
-    def __init__(self, *_: object) -> None:
-        self.searched: list[int] = []
-
-    def find(self, part: Any, start: Any = 0, end: Any = None) -> int:
-        self.searched.append(len(self[start:end]))
-        return super().find(part, start, end)
-
-    def rfind(self, part: Any, start: Any = 0, end: Any = None) -> int:
-        self.searched.append(len(self[start:end]))
-        return super().rfind(part, start, end)
-
-    def __contains__(self, part: object) -> bool:
-        self.searched.append(len(self))
-        return super().__contains__(part)  # type: ignore[operator]
-
-
-def test_large_documents_are_searched_by_windows_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A call that searches all of a large document stops every other thread."""
-    monkeypatch.setattr("ragcache.pipeline.quotations._WINDOW", 5000)
-    lines = [f"Line {number} of the report.\n" for number in range(1000)]
-    changed = "".join(line.replace(" of", "  of") for line in lines[:40])
-    heading = "# Other\n\n"
-    for text, times, found in (
-        ("".join(lines[900:930]), 1, True),
-        (heading + "".join(lines[900:930]), 6, True),
-        (changed, 6, False),
-    ):
-        document = SearchedText("".join(lines))
-        blocks = find_blocks(text, document)
-        assert (blocks[-1].at is not None) == found
-        assert max(document.searched) < 5000 + len(text)
-        assert sum(document.searched) < 1.25 * times * len(document), "windows overlap"
-
-
-@pytest.mark.parametrize("window", [1, 7, 1000])
-def test_blocks_are_where_a_modules_text_stands_in_its_document(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragcache.pipeline.quotations._WINDOW", window)
-    document = "# Yard\n\nOne.\n\n## Keys\n\nTwo.\n\nThree.\n\n    four\nfive\n"
-    assert find_blocks("Two.\n\nThree.\n\n", document) == [Block(0, 23)]
-    repeated = "# Yard\n\n## Keys\n\nThree.\n\n    four\n\n"
-    assert find_blocks(repeated, document) == [Block(0, 0), Block(8, 14), Block(17, 29)]
-    assert find_blocks("Unknown.\n\nThree.\n\n", document) == [Block(0, None), Block(10, 29)]
-    assert find_blocks("", document) == []
-    assert find_blocks("a\n" * 100, document)[0] == Block(0, None)

@@ -54,6 +54,7 @@ def _create_documents() -> None:
     op.create_table(
         "modules", _id(), _text("public_id", unique=True), _owner("document_id", "documents"),
         _number("ordinal"), _text("name"), _text("text"),
+        sa.Column("places", sa.JSON, nullable=False, server_default="[]"),
         sa.UniqueConstraint("document_id", "ordinal"), sqlite_autoincrement=True,
     )  # fmt: skip
     op.create_index("modules_by_name", "modules", ["name", "id"])
