@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -75,7 +75,6 @@ from ragcache.pipeline.confidence import (
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
-from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Reranker, Retriever, SearchParams, Selection
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
@@ -838,21 +837,6 @@ class RagCache:
     def tiers(self) -> list[TierStatus]:
         """How full each tier of the folder is, the fastest first."""
         return tier_status(self._shared.store)
-
-    @checks_arguments
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls `observer(record)` with every request of all namespaces that ends from now on, in
-        one thread for all observers. Returns a function that removes the observer."""
-        return self._shared.monitor.observe(observer)
-
-    def running(self) -> list[RunningRequest]:
-        """The requests of the namespace that have not ended, the oldest first."""
-        return self._shared.monitor.running(self.namespace)
-
-    def batch(self) -> Batch:
-        """What the engine computes now."""
-        snapshot = self._shared.engine.core.snapshot
-        return batch_of(snapshot, self._shared.database, self.namespace)
 
     @checks_arguments
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:

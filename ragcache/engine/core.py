@@ -43,8 +43,6 @@ from ragcache.engine.scheduler import (
 )
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import (
-    IDLE,
-    BatchSnapshot,
     LaunchedStep,
     Lineup,
     Share,
@@ -65,11 +63,8 @@ ANSWER_AHEAD = 256
 
 
 class EngineCore:
-    """Schedules requests and encodings, runs the model, and samples the next tokens.
-
-    checker: of what callers submit. snapshot: the step that runs now, for monitoring from other
-    threads.
-    """
+    """Schedules requests and encodings, runs the model, and samples the next tokens. checker: of
+    what callers submit."""
 
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter
@@ -86,8 +81,6 @@ class EngineCore:
         )
         self.checker = RequestChecker(runner, self.kv_manager)
         self.stats = EngineStats()
-        self.snapshot = IDLE
-        self._seen: object = None
         self._scheduler_config = SchedulerConfig(
             pool.block_size, config.step_tokens, config.prefill_tokens, config.running
         )
@@ -165,7 +158,7 @@ class EngineCore:
             self._deliver(accepted, now)
         if not self.busy:
             self.runner.release_batch()
-            self.snapshot, self._seen, self._last_mark = IDLE, None, None
+            self._last_mark = None
         self.stats.sampling += self._lap()
 
     def _lap(self) -> float:
@@ -188,7 +181,6 @@ class EngineCore:
         self._running, self._waiting = [], []
         self._changed = True
         self.runner.release_batch()
-        self.snapshot, self._seen = IDLE, None
 
     def _launch(self) -> LaunchedStep | None:
         """Launches the next step. None where there is nothing to do, or where the tokens of the
@@ -260,12 +252,6 @@ class EngineCore:
         self._changed = False
         return self._launched
 
-    def _watch(self, shares: list[Share]) -> None:
-        """Sets `snapshot`, unless the step is like the last one."""
-        seen = [(id(share.owner), share.count) for share in shares]
-        if seen != self._seen:
-            self.snapshot, self._seen = BatchSnapshot.of(shares), seen
-
     def _begin_answer(self, sequence: Sequence) -> SamplerState:
         """The state of a sequence whose token is sampled next. Its text is made while the device
         computes; where it cannot be, its request ends and the others go on."""
@@ -287,7 +273,6 @@ class EngineCore:
         chunks = [share.chunk for share in shares]
         if self._ahead is None:
             compute = self.runner.prepare_batch(chunks)
-            self._watch(shares)
             _mark_launched(shares)
             self.stats.planning += self._lap()
             logits = compute()
@@ -298,7 +283,6 @@ class EngineCore:
         marks = self._marks()
         logits = launch()
         _mark_launched(shares)
-        self._watch(shares)
         self.stats.planning += self._lap()
         return logits, marks
 

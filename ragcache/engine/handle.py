@@ -78,24 +78,9 @@ class RequestChannel(Generic[EventT, ResultT]):
             return "generating"
         return "computing" if self.started else "waiting"
 
-    @property
-    def outcome(self) -> ResultT | BaseException | None:
-        """The result, or what the caller sees raised; None while the request is under way."""
-        return self._outcome[0] if isinstance(self._outcome, tuple) else self._outcome
-
     def event(self, number: int) -> EventT:
         """An event, for a caller that iterates."""
         return self._events[number]
-
-    def call_when_done(self, call: Callable[[], None]) -> None:
-        """Calls once the request has ended, or at once: in the thread that ends it, at any line of
-        it. So the call may neither wait nor raise, nor take a lock that this thread may hold."""
-        with self._lock:
-            ended = self._outcome is not None
-            if not ended:
-                self._waiters.append(Waiter(math.inf, call))
-        if ended:
-            call()
 
     def put(self, event: EventT) -> None:
         """Hands an event to the caller. Once the request has ended, events are dropped."""

@@ -1,4 +1,4 @@
-"""Steps of the engine: who computes what in one, what is under way, and a view of it to monitor."""
+"""Steps of the engine: who computes what in one, and what is under way."""
 
 from __future__ import annotations
 
@@ -138,45 +138,3 @@ class LaunchedStep:
     def rows(self) -> dict[int, int]:
         """The row of each sequence, by its number."""
         return {sequence.number: row for row, sequence in enumerate(self.sequences)}
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentUse:
-    """A segment that a step reads: its name, length, and the requests and rows that read it."""
-
-    name: str
-    tokens: int
-    requests: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSnapshot:
-    """What one step computes: rows of new tokens, the requests that they belong to, modules that
-    are encoded beside them, and the segments that answers read, the most read first."""
-
-    rows: int = 0
-    requests: int = 0
-    encodings: int = 0
-    segments: tuple[SegmentUse, ...] = ()
-
-    @classmethod
-    def of(cls, shares: Iterable[Share]) -> BatchSnapshot:
-        """Segments without a name are left out."""
-        uses: dict[str, tuple[int, int, int]] = {}
-        rows = requests = encodings = 0
-        for share in shares:
-            encodes = isinstance(share.owner, Encoding)
-            rows += share.count
-            encodings, requests = encodings + encodes, requests + (not encodes)
-            for segment in () if encodes else share.chunk.segments:
-                if segment.name is not None:
-                    _, readers, reading = uses.get(segment.name, (0, 0, 0))
-                    reading += share.count
-                    uses[segment.name] = segment.states.length, readers + 1, reading
-        segments = (SegmentUse(name, *use) for name, use in uses.items())
-        ranked = sorted(segments, key=lambda use: (-use.requests, -use.rows, use.name))
-        return cls(rows, requests, encodings, tuple(ranked))
-
-
-IDLE = BatchSnapshot()

@@ -161,10 +161,9 @@ class Timestamps:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """Everything in an answer but what is generated; known when its request is submitted. kind:
-    `question`, `prompt` or `chat`; collection: or the schema; tokens: of the prompt, by the tier
-    that their states came from, or `encoded`; quoted: what an extractive answer quotes; check: of
-    the confidence in it."""
+    """Everything in an answer but what is generated; known when its request is submitted. tokens:
+    of the prompt, by the tier that their states came from, or `encoded`; quoted: what an extractive
+    answer quotes; check: of the confidence in it."""
 
     question: str
     sources: tuple[Citation, ...]
@@ -174,8 +173,6 @@ class PreparedAnswer:
     bytes_moved: Mapping[str, int]
     timestamps: Timestamps
     created_tokens: int = 0
-    kind: str = "question"
-    collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
     quoted: QuotationSources | None = None
     check: AnswerCheck | None = None

@@ -27,7 +27,6 @@ from ragcache.pipeline.module_states import (
     scaffold_modules,
 )
 from ragcache.pipeline.modules import Modules
-from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.quotations import Quotations
 from ragcache.pipeline.submit import Submitter
@@ -54,7 +53,6 @@ class SharedServices:
     instruction: str
     keys: ApiKeys
     worker: IngestionWorker
-    monitor: RequestMonitor
     gate: ModeGate
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
@@ -84,7 +82,7 @@ class SharedServices:
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model, template_kwargs), instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
-            IngestionWorker(config.ingestion_bytes), RequestMonitor(),
+            IngestionWorker(config.ingestion_bytes),
             ModeGate(model, engine, store.ledger, config.force_modes), reranker,
         )  # fmt: skip
         store.on_heartbeat.append(shared.adopt_job)
@@ -112,7 +110,6 @@ class SharedServices:
         self.worker.halt()
         self.engine.close(drain=drain)
         self.worker.join()
-        self.monitor.close()
         self.deferred.release()
         self.keys.flush()
         self.store.close()
@@ -165,7 +162,7 @@ class Namespace:
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(
-                model, shared.engine, shared.deferred, config, name, shared.monitor,
+                model, shared.engine, shared.deferred, config, name,
                 Quotations(model, tokens), shared.gate,
             ),
             Modules(catalog, store, encoder, tokens),

@@ -45,7 +45,6 @@ from ragcache.pipeline.confidence import (
     reader_calibration,
 )
 from ragcache.pipeline.gate import ModeGate
-from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
 from ragcache.pipeline.quotations import Quotations, QuotationSources
 from ragcache.store import Lease
@@ -219,7 +218,6 @@ class Submitter:
     deferred: DeferredReleases
     config: RagCacheConfig
     namespace: str = NAMESPACE
-    monitor: RequestMonitor = field(default_factory=RequestMonitor)
     quotations: Quotations | None = None
     gate: ModeGate | None = None
 
@@ -383,9 +381,7 @@ class Submitter:
         context = build_context(prompt, *found)
         prepared = prepare_answer(prompt, lease, time.perf_counter(), plan)
         handle = self.engine.submit_request(request(context))
-        pending = PendingAnswer(prepared, handle, lease, self.deferred)
-        self.monitor.begin(self.namespace, prepared, handle.channel)
-        return pending
+        return PendingAnswer(prepared, handle, lease, self.deferred)
 
     def _blended(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
         """The prompt laid out in mode `blend:R`, now that there are states; any other as it is."""
@@ -402,7 +398,6 @@ class Submitter:
         prepared = prepare_answer(empty, None, now)
         channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
         channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
-        self.monitor.begin(self.namespace, prepared, channel)
         return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
 
 
@@ -423,7 +418,7 @@ def prepare_answer(
             cited if group is None else replace(cited, tier=tiers[group])
             for cited, group in prompt.sources
         ),
-        mode=prompt.mode, kind=prompt.kind, collection=prompt.collection,
+        mode=prompt.mode,
         prompt_tokens=len(prompt.own) + prompt.read_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
         created_tokens=tokens["encoded"], tokens=tokens,

@@ -31,7 +31,7 @@ from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resu
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, Caller, RateLimit
 from ragcache_api.http.browser import open_paths
 from ragcache_api.http.errors import HTTPProblem, error_info, error_response
-from ragcache_api.http.log import REQUEST_ID_HEADER, RequestIds, request_id
+from ragcache_api.http.request_ids import REQUEST_ID_HEADER, RequestIds, request_id
 from ragcache_api.settings import ServiceSettings
 from ragcache_schemas import PMLError, parse_prompt
 

@@ -17,8 +17,8 @@ from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.browser import install_pages, open_paths
 from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
-from ragcache_api.http.log import RequestIds
 from ragcache_api.http.openai import routes as openai
+from ragcache_api.http.request_ids import RequestIds
 from ragcache_api.http.routes import admin, answers, documents, keys
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
@@ -78,8 +78,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = _THREADS
     ticking = asyncio.create_task(_tick(service))
     try:
-        with service.log.listening():
-            yield
+        yield
     finally:
         ticking.cancel()
         with suppress(asyncio.CancelledError):

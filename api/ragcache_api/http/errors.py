@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from ragcache.errors import RagCacheError
-from ragcache_api.http.log import REQUEST_ID_HEADER, request_id
+from ragcache_api.http.request_ids import REQUEST_ID_HEADER, request_id
 from ragcache_schemas import PMLError
 
 logger = logging.getLogger(__name__)
@@ -152,9 +152,9 @@ def stream_error(error: Exception) -> ErrorInfo:
     """The error of a response that has begun, so that no status can be sent any longer."""
     info = error_info(error)
     if info is None:
-        logger.error("a stream failed", exc_info=error)
+        logger.error("request %s: a stream failed", request_id(), exc_info=error)
     elif info.status >= 500:
-        logger.error("a stream failed: %s", error)
+        logger.error("request %s: a stream failed: %s", request_id(), error)
     return info or INTERNAL_ERROR
 
 
@@ -170,13 +170,18 @@ async def _named(request: Request, error: Exception) -> Response:
     if info is None:
         return await _unnamed(request, error)
     if info.status >= 500:
-        logger.error("%s %s: %s", request.method, request.url.path, error)
+        logger.error("%s: %s", _named_call(request), error)
     return error_response(info, request.url.path)
 
 
 async def _unnamed(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s failed", _named_call(request), exc_info=error)
     response = error_response(INTERNAL_ERROR, request.url.path)
     if name := request_id():  # no middleware of the service sees this response
         response.headers[REQUEST_ID_HEADER] = name
     return response
+
+
+def _named_call(request: Request) -> str:
+    """A call as the log names it, with the id that its client has in `X-Request-ID`."""
+    return f"request {request_id()}: {request.method} {request.url.path}"

@@ -347,19 +347,6 @@ class StateResponse(ResponseModel):
     modes: list[ModeResponse]
 
 
-class LogEntryResponse(ResponseModel):
-    """A warning or an error. number: counts them since the process began. at: Unix seconds.
-    request: the `X-Request-ID` of the request that it concerns, if any."""
-
-    number: int
-    at: float
-    level: str
-    logger: str
-    message: str
-    request: str | None
-    traceback: str
-
-
 class VerifyResponse(ResponseModel):
     states: int
     modules: int

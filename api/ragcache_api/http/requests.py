@@ -17,7 +17,7 @@ from starlette.types import Receive
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.log import request_id
+from ragcache_api.http.request_ids import request_id
 
 T = TypeVar("T")
 _STATES = ("generating", "computing", "waiting")

@@ -17,7 +17,6 @@ from ragcache_api.cluster.selection import SELECTION_HEADER, SelectionCipher
 from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.log import EventLog
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
@@ -34,7 +33,6 @@ class Service:
     settings: ServiceSettings
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
-    log: EventLog = field(default_factory=EventLog)
     started: float = field(default_factory=time)
     queries: AdminQueries = field(init=False)
     metrics: Metrics = field(init=False)

@@ -1,4 +1,4 @@
-"""Statistics of ended requests by namespace: totals, a time series, the latest, and a heat map."""
+"""Statistics of ended requests by namespace: totals, a time series and the latest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ragcache_api.http.requests import ActiveRequest
 
 POINT_SECONDS, POINTS = 5.0, 720
 RECENT_REQUESTS = 100
-HEAT_MINUTES = 24 * 60
 SOURCES = ("device", "host", "disk", "remote", "encoded", "shared", "computed")
 _MEASURED = 2000  # first tokens whose times are kept for the percentiles of all time
 
@@ -53,7 +52,6 @@ class NamespaceStats:
         self.counts = {"hit": 0, "miss": 0}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
         self._points: deque[SeriesPoint] = deque(maxlen=POINTS)
-        self._heat: dict[int, Counter[str]] = {}
 
     def point(self) -> SeriesPoint:
         """The current point of the series."""
@@ -82,10 +80,6 @@ class NamespaceStats:
             getattr(self, kind).append(answer.timings.first_token)
             getattr(point, kind).append(answer.timings.first_token)
             self.counts[kind] += 1
-        minute = int(self._clock()) // 60 * 60
-        for old in [at for at in self._heat if at <= minute - 60 * HEAT_MINUTES]:
-            del self._heat[old]
-        self._heat.setdefault(minute, Counter()).update(each.module for each in answer.sources)
 
     def ttft(self) -> dict[str, dict[str, float | int | None]]:
         """Seconds to the first token of hits and of misses."""
@@ -94,30 +88,6 @@ class NamespaceStats:
                    "count": self.counts[kind]}
             for kind, times in (("hit", self.hit), ("miss", self.miss))
         }  # fmt: skip
-
-    def heat(self, minutes: int) -> HeatCounts:
-        """How many prompts held each module, minute by minute."""
-        now = int(self._clock()) // 60 * 60
-        buckets = [now - 60 * (minutes - 1 - i) for i in range(minutes)]
-        return HeatCounts(buckets, [self._heat.get(at, Counter()).copy() for at in buckets])
-
-
-@dataclass(frozen=True, slots=True)
-class HeatCounts:
-    """A copy that any thread may use. buckets: minutes, in Unix seconds; used: the modules of each,
-    with their uses."""
-
-    buckets: list[int]
-    used: list[Counter[str]]
-
-    def map(self, modules: int) -> dict[str, Any]:
-        """The heat map of the most used modules. counts: [modules, minutes]."""
-        total: Counter[str] = Counter()
-        for counter in self.used:
-            total.update(counter)
-        names = [name for name, _ in total.most_common(modules)]
-        counts = [[counter[name] for counter in self.used] for name in names]
-        return {"modules": names, "buckets": self.buckets, "counts": counts}
 
 
 class StatsRecorder:

@@ -20,7 +20,6 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.stats_recorder import HeatCounts
 from ragcache_api.http.telemetry import Metrics
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE, client_of
@@ -127,16 +126,12 @@ def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
     assert after["collections"]["notes"] == 3
 
 
-def test_requests_and_heat_name_the_modules_that_were_read(client: TestClient) -> None:
+def test_requests_name_the_modules_that_were_read(client: TestClient) -> None:
     client.post("/v1/answers", json={**ASK, "k": 1})
     told = client.get("/admin/requests").json()
     assert told["running"] == []
     assert told["recent"][0]["kind"] == "answer"
     assert told["recent"][0]["modules"][0]["name"] == "leave.md#1"
-    heat = client.get("/admin/heat", params={"minutes": 3, "modules": 1}).json()
-    assert heat["modules"] == ["leave.md#1"]
-    assert len(heat["buckets"]) == len(heat["counts"][0]) == 3
-    assert sum(heat["counts"][0]) >= 1
 
 
 def test_tiers_tell_their_fill(client: TestClient, rag: RagCache) -> None:
@@ -216,7 +211,7 @@ def test_evictions_are_totals_whatever_the_ledger_forgets(
     client.post(f"/admin/modules/{number}/warm")
 
 
-def test_metrics_and_heat_are_computed_beside_the_loop(
+def test_metrics_are_computed_beside_the_loop(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -230,16 +225,8 @@ def test_metrics_and_heat_are_computed_beside_the_loop(
         return call
 
     monkeypatch.setattr(Metrics, "text", noting(Metrics.text))
-    monkeypatch.setattr(HeatCounts, "map", noting(HeatCounts.map))
-    for path in ("/metrics", "/admin/heat"):
-        assert client.get(path).status_code == 200
+    assert client.get("/metrics").status_code == 200
     assert not seen
-
-
-def test_a_map_of_heat_has_a_size(client: TestClient) -> None:
-    for minutes, modules, status in ((1440, 40, 200), (100, 1000, 200), (1440, 1000, 400)):
-        got = client.get("/admin/heat", params={"minutes": minutes, "modules": modules})
-        assert got.status_code == status
 
 
 def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
@@ -275,11 +262,10 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
             look = Caller()
             await look.call(app, "GET", looked)
             told.append(json.loads(look.told[1]["body"]))
-        [library] = rag.running()
         service.requests.stop()
         await call
         [seen] = told[0]["running"]
-        assert seen["prompt_tokens"] == library.prompt_tokens > 0
+        assert seen["prompt_tokens"] > 0
         return seen, told[1]["requests"]
 
     seen, counts = asyncio.run(asyncio.wait_for(watched(), 60))

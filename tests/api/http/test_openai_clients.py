@@ -97,7 +97,9 @@ def last_outcome(served: str) -> str:
 
     def ended() -> dict[str, Any] | None:
         told: dict[str, Any] = httpx.get(f"{served}/admin/requests").json()
-        return None if told["running"] or told["batch"]["rows"] else told
+        metrics = httpx.get(f"{served}/metrics").text
+        idle = "ragcache_engine_running 0.0" in metrics
+        return told if idle and not told["running"] else None
 
     return str(wait_until(30, ended)["recent"][0]["outcome"])
 

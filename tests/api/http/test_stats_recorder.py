@@ -80,27 +80,6 @@ def test_the_series_holds_one_hour() -> None:
     assert series[0]["tokens"]["computed"] == 10
 
 
-def test_heat_counts_modules_by_minute() -> None:
-    clock = Clock()
-    record = NamespaceStats(clock)
-    record.record_request(active("a", answer("old", 1, 0.1)))
-    clock.now += 120
-    for name in ("new", "new", "other"):
-        record.record_request(active("a", answer(name, 1, 0.1)))
-    heat = record.heat(2).map(1)
-    assert heat["modules"] == ["new"]
-    assert heat["counts"] == [[0, 2]]
-    assert record.heat(3).map(9)["counts"] == [[0, 0, 2], [1, 0, 0], [0, 0, 1]]
-
-
-def test_heat_is_a_copy() -> None:
-    record = NamespaceStats(Clock())
-    record.record_request(active("a", answer("old", 1, 0.1)))
-    heat = record.heat(1)
-    record.record_request(active("a", answer("new", 1, 0.1)))
-    assert heat.map(9)["modules"] == ["old"]
-
-
 def test_only_the_last_requests_are_kept() -> None:
     record = NamespaceStats(Clock())
     for _ in range(150):

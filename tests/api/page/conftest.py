@@ -24,8 +24,8 @@ from tests.conftest import write_notes
 
 SECONDS = 20
 VIEWS = (
-    "overview", "ask", "documents", "ingestion", "modules", "reuse", "batch", "schemas", "replicas",
-    "keys", "log",
+    "overview", "ask", "documents", "ingestion", "modules", "requests", "schemas", "replicas",
+    "keys",
 )  # fmt: skip
 # One process draws every page: others would be started ahead of each visit, and not be needed.
 FLAGS = (

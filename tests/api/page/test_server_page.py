@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -169,9 +168,8 @@ def test_the_page_works_with_the_key_it_asked_for(
         page.find("[name=key]").send_keys(theirs, Keys.ENTER)
         assert page.find("[data-figure=documents] dd").text == "0"
         page.find(".tiers .empty", "Not for this key")
-        page.open("batch")
-        page.find(".empty", "Not for this key")
-        assert page.all("[data-figure=rows]") == []
+        page.open("requests")
+        page.find(".empty", "No request is running")
     finally:
         started.stop()
 
@@ -202,13 +200,7 @@ def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> N
     assert module(server, "keys.md")["tiers"]
 
 
-def test_reuse_and_schema_tell_of_the_same_modules(page: Page, server: httpx.Client) -> None:
-    server.post("/v1/answers", json={"question": QUESTION, "collection": "notes", "max_tokens": 1})
-    name = module(server, "leave.md")["name"]
-    heat = get(server, "/admin/heat")
-    assert sum(heat["counts"][heat["modules"].index(name)]) >= 1
-    page.open("reuse")
-    page.until(lambda: name in page.find(".heathost").text)
+def test_a_schema_tells_of_its_modules(page: Page, server: httpx.Client) -> None:
     page.open("schemas?id=collection:notes")
     told = get(server, "/admin/schemas/collection:notes/tree")
     assert f"{told['tokens']:,} tokens" in page.find(".stage .panel").text
@@ -238,29 +230,17 @@ def load(server: httpx.Client, clients: int) -> Iterator[None]:
             thread.join()
 
 
-def test_requests_are_seen_to_share_what_they_read(page: Page, server: httpx.Client) -> None:
+def test_requests_are_seen_as_they_run_and_end(page: Page, server: httpx.Client) -> None:
     name = module(server, "leave.md")["name"]
-    page.open("batch")
-    page.find(".figures")
+    page.open("requests")
+    page.find(".empty", "No request is running")
     with load(server, 4):
-        page.until(lambda: shared(get(server, "/admin/requests")["batch"], name))
-        page.until(lambda: int(page.find(".segments li", name).text.split()[-3]) > 1)
         page.find("[aria-label='Running requests'] .state")
-    page.find(".empty", "The engine is idle")
     page.find(".empty", "No request is running")
     ended = page.find("[aria-label='Requests that ended lately'] tbody tr").text
     last = get(server, "/admin/requests")["recent"][0]
     assert name in ended
     assert str(last["cached_tokens"]) in ended.split()
-    assert get(server, "/admin/requests")["batch"]["rows"] == 0
-
-
-def shared(batch: dict[str, Any], name: str) -> bool:
-    """Whether several requests of a step read a module; each has a row at least."""
-    for each in batch["segments"]:
-        assert each["rows"] >= each["requests"] <= batch["requests"]
-        assert each["rows"] <= batch["rows"]
-    return any(each["module"] == name and each["requests"] > 1 for each in batch["segments"])
 
 
 def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client) -> None:

@@ -39,6 +39,7 @@ from ragcache.engine.runner import RaggedModelRunner
 from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
+from tests.cluster.machines import wait_until
 from tests.ragcache.engine.channels import LONG, CountingLoop
 from tests.ragcache.engine.stepped_engine import assert_all_blocks_free, plain_context
 from tests.tiny_models import random_tokens, tiny_model
@@ -335,6 +336,11 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
     assert_all_blocks_free(engine.core)
 
 
+def wait_ended(handle: RequestHandle[TokenDelta, RequestOutput]) -> None:
+    """Waits for the end of a request without raising its error, which would hold its frames."""
+    wait_until(LONG, lambda: handle.done)
+
+
 def test_failed_step_keeps_no_states(
     engine: LLMEngine, gate: Gate, model: CausalLM, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,9 +350,7 @@ def test_failed_step_keeps_no_states(
     keys = weakref.ref(states.keys)
     gate.failure = RuntimeError("broken")
     handle = engine.submit_request(Request(Context((Segment(states, 0),), (1, 2), (3, 4), 5), 4))
-    ended = threading.Event()
-    handle.channel.call_when_done(ended.set)
-    assert ended.wait(LONG)
+    wait_ended(handle)
     engine.submit_request(request(limit=1)).result(LONG)
     del states, handle
     gc.collect()

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
-from ragcache.db.sql import after, cursor_of, cut
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
@@ -23,7 +22,6 @@ from ragcache_api.http.protocol import (
     ExpireRequest,
     Flag,
     FlushResponse,
-    LogEntryResponse,
     MemoryResponse,
     ModuleResponse,
     ModuleTextResponse,
@@ -45,7 +43,6 @@ router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 health_router = APIRouter(tags=["health"])
 Sort = Literal["id", "name", "nbytes", "hits", "used_at"]
 Word = Annotated[str | None, Query(max_length=1000)]
-HEAT_CELLS = 100_000  # a day of 69 modules
 
 
 class SchemaListedResponse(ResponseModel):
@@ -244,23 +241,6 @@ async def get_state(context: ContextDep) -> StateResponse:
     return StateResponse.model_validate(await off_loop(context.service.queries.state))
 
 
-@router.get("/log")
-async def list_log(
-    context: ContextDep, page: PageDep, level: Literal["warning", "error", "critical"] | None = None
-) -> PageOf[LogEntryResponse]:
-    """The latest warnings and errors of this process, the newest first; those of one level, or
-    all."""
-    context.require_operator()
-    entries = context.service.log.entries(level)
-    last = after(page.cursor, int)
-    left = [entry for entry in entries if last is None or entry.number < last[0]]
-    shown, more = cut(left, page.limit)
-    return PageOf(
-        items=[LogEntryResponse.model_validate(entry) for entry in shown],
-        next=cursor_of(shown[-1].number) if more else None, total=len(entries),
-    )  # fmt: skip
-
-
 @router.get("/evictions")
 async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
     """States that left a tier, the latest first."""
@@ -270,25 +250,10 @@ async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionR
 
 @router.get("/requests")
 async def list_requests(context: ContextDep) -> dict[str, Any]:
-    """Requests under way, the engine's batch, and the requests that ended last."""
-    batch = asdict(await off_loop(context.rag.batch)) if context.caller.is_operator else None
+    """Requests under way, and those that ended last."""
     record = context.service.recorder.stats_of(context.caller.namespace)
     running = [_active_fields(active) for active in _mine(context)]
-    return {"running": running, "batch": batch, "recent": list(reversed(record.recent))}
-
-
-@router.get("/heat")
-async def get_heat_map(
-    context: ContextDep,
-    minutes: Annotated[int, Query(ge=1, le=24 * 60)] = 60,
-    modules: Annotated[int, Query(ge=1, le=1000)] = 40,
-) -> dict[str, Any]:
-    """How many prompts held each of the most used modules, minute by minute."""
-    if minutes * modules > HEAT_CELLS:
-        detail = f"minutes times modules may be {HEAT_CELLS:,} at most"
-        raise HTTPProblem(400, "too-many-cells", detail)
-    heat = context.service.recorder.stats_of(context.caller.namespace).heat(minutes)
-    return await off_loop(heat.map, modules)
+    return {"running": running, "recent": list(reversed(record.recent))}
 
 
 @router.get("/schemas")

@@ -4,15 +4,13 @@ import { askedKey } from "./dialogs.js";
 import { h, show } from "./dom.js";
 import { rail } from "./rail.js";
 import { ask } from "./views/ask.js";
-import { batch } from "./views/batch.js";
 import { documents } from "./views/documents.js";
 import { ingestion } from "./views/ingestion.js";
 import { keys } from "./views/keys.js";
-import { log } from "./views/log.js";
 import { modules } from "./views/modules.js";
 import { overview } from "./views/overview.js";
 import { replicas } from "./views/replicas.js";
-import { reuse } from "./views/reuse.js";
+import { requests } from "./views/requests.js";
 import { schemas } from "./views/schemas.js";
 
 /** A view: id (its address), title, about (a line below the title), mount({body, actions, signal,
@@ -23,12 +21,10 @@ const VIEWS = [
   documents,
   ingestion,
   modules,
-  reuse,
-  batch,
+  requests,
   schemas,
   replicas,
   keys,
-  log,
 ];
 
 const main = document.getElementById("main");

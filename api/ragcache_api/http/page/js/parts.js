@@ -1,5 +1,5 @@
 // Pieces that several views show.
-import { forgetKey, withQuery } from "./api.js";
+import { forgetKey } from "./api.js";
 import { h } from "./dom.js";
 import { ago, iso } from "./format.js";
 import { icon } from "./icons.js";
@@ -50,10 +50,10 @@ export function fault(error) {
   );
 }
 
-/** The way to the log's entry of an error of the server; null where there is none. */
+/** The id by which the service's log names a request that failed; null for other errors. */
 export function logged({ status, request }) {
   return status >= 500 && request
-    ? h("a", { href: withQuery("#/log", { request }) }, "See the log")
+    ? h("span", { class: "muted" }, "In the log: request ", h("code", {}, request))
     : null;
 }
 
