@@ -26,7 +26,7 @@ from ragcache.evaluation import evaluate, load_dataset
 from ragcache.machine import describe_machine
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
-from ragcache.models.quantized import weight_bytes
+from ragcache.models.model import plain_tensors
 from ragcache.models.reader import READER
 from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.console import plain_table
@@ -86,7 +86,13 @@ def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str
     for kind in KINDS:
         progress(f"loading weights in {kind or 'their own dtype'}")
         models[kind] = load_model(folder, dtype="bfloat16", quantization=kind).causal.model
-    sizes = {kind: weight_bytes(model.model.layers) for kind, model in models.items()}
+    sizes = {
+        kind: sum(
+            part.nbytes for weight in model.model.layers.parameters()
+            for _, part in plain_tensors("", weight.detach())
+        )
+        for kind, model in models.items()
+    }  # fmt: skip
     tokens = torch.randint(models[None].config.vocab_size, (1, max(setting.rows)))
     logits = {kind: model(tokens).logits[0, -1].float() for kind, model in models.items()}
     times: dict[tuple[str | None, int], list[float]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Attention over segments: pure tensor functions, no model and no store."""
 
-from ragcache.attention.backend import AttentionBackend, backend_for, has_kernels
-from ragcache.attention.cpu import attention_bytes
+from ragcache.attention.cpu import attention_bytes, backend_for
 from ragcache.attention.metadata import (
+    AttentionBackend,
     AttentionMetadata,
     CausalBlock,
     ContiguousWrite,
@@ -19,7 +19,6 @@ from ragcache.attention.ops import (
     Rotation,
     causal_bias,
     grouped,
-    merge_state,
     merge_states,
     over_heads,
     partial_attention,
@@ -31,6 +30,6 @@ __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
     "LayersComputed", "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend",
     "Rotation", "SharedKV", "SharedQueries", "attention_bytes", "backend_for", "causal_bias",
-    "grouped", "has_kernels", "merge_state", "merge_states", "over_heads", "partial_attention",
+    "grouped", "merge_states", "over_heads", "partial_attention",
     "read_values", "rotate",
 ]  # fmt: skip

@@ -18,7 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PagedQueries
+from ragcache.attention.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    CausalBlock,
+    PagedQueries,
+)
 from ragcache.attention.ops import grouped
 from ragcache.attention.reference import MOST_RESULTS, MOST_SCORES, ReferenceAttentionBackend
 from ragcache.machine import product_dtype
@@ -147,29 +152,25 @@ class CpuAttentionBackend:
         return scores
 
 
-def attention_bytes(
-    rows: int, tokens: int, segments: int, *, heads: int, kv_heads: int, head_dim: int
-) -> int:
-    """The most memory that attention of one layer takes on a CPU, by products or by definition.
+def attention_bytes(rows: int, tokens: int, *, heads: int, kv_heads: int, head_dim: int) -> int:
+    """The most memory that attention of one layer over one run of states takes on a CPU, by
+    products or by definition.
 
-    Queries and results of the rows, those of shared queries of as many segments at a time as have
-    `MOST_RESULTS` elements, `MOST_SCORES` scores at a time with their bias and weights, the keys
-    and values of a run once where products want them in another dtype or layout, all in float32,
-    and the workspace.
+    Queries and results of the rows, `MOST_SCORES` scores at a time with their bias and weights, the
+    keys and values of the run once where products want them in another dtype or layout, all in
+    float32, and the workspace.
 
     Args:
         rows: New tokens.
         tokens: The longest run of states that they attend to.
-        segments: How many runs a row attends to.
         heads: Query heads.
         kv_heads: Key heads.
         head_dim: Elements of a head.
     """
     queries = rows * heads * head_dim
-    results = min(segments * queries, max(MOST_RESULTS, queries))
     scores = min(rows * heads * tokens, max(MOST_SCORES, heads * tokens))
     states = kv_heads * tokens * head_dim
-    elements = 6 * queries + 5 * results + 3 * scores + 2 * states + WORKSPACE
+    elements = 11 * queries + 3 * scores + 2 * states + WORKSPACE
     return elements * torch.float32.itemsize
 
 
@@ -265,3 +266,10 @@ def _fused(
 def _rows_first(out: Tensor, dtype: torch.dtype) -> Tensor:
     """[Hkv, T, G, D] as [T, Hq, D]."""
     return out.to(dtype).transpose(0, 1).flatten(1, 2)
+
+
+def backend_for(device: torch.device) -> AttentionBackend:
+    """The fastest backend for this device."""
+    if device.type == "cpu" and CpuAttentionBackend.available():
+        return CpuAttentionBackend()
+    return ReferenceAttentionBackend()

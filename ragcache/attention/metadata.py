@@ -227,3 +227,18 @@ def _grouped_kv(states: Sequence[SharedKV], most: int) -> Iterator[list[SharedKV
         group.append(kv)
     if group:
         yield group
+
+
+class AttentionBackend(Protocol):
+    """Computes attention from its metadata. The code above it is the same on every device."""
+
+    def attend(
+        self, metadata: AttentionMetadata, layer: int,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one layer over shared states, blocks and the step's own tokens.
+
+        query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,
+        already written where the metadata wants them; scale: of the scores; sinks: [Hq], the scores
+        of one more key a head, whose value is zero. Returns [T, Hq, D].
+        """

@@ -98,16 +98,9 @@ def add_sinks(part: Partial, sinks: Tensor) -> Partial:
     return Partial((part.out * share).to(part.out.dtype), torch.logaddexp(part.lse, scores))
 
 
-def merge_state(a: Partial, b: Partial) -> Partial:
-    """Joins attention of the same rows over two disjoint key sets (RelayAttention eq. 7)."""
-    lse = torch.logaddexp(a.lse, b.lse)  # [N, Hkv, G]
-    wa, wb = (a.lse - lse).exp(), (b.lse - lse).exp()  # sum to 1
-    out = wa[..., None] * a.out + wb[..., None] * b.out
-    return Partial(out.to(a.out.dtype), lse)
-
-
 def merge_states(own: Partial, shared: Sequence[Partial], shared_index: Tensor) -> Partial:
-    """Joins every row's partial result over its own tokens with those over shared states.
+    """Joins every row's partial result over its own tokens with those over shared states, which are
+    disjoint key sets (RelayAttention eq. 7).
 
     own: of all T rows; shared: M rows in all. shared_index: [slots, T] int64, the places of a row's
     results among the M, M for an empty slot.

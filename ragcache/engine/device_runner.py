@@ -36,15 +36,15 @@ from ragcache.attention.triton.plan import (
     build_plan,
 )
 from ragcache.attention.triton.tables import AttentionTables
-from ragcache.cuda import new_stream
 from ragcache.engine.batch import ScheduledChunk, passes_of
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.device_sampler import DeviceSampler
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
+from ragcache.machine import new_stream
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
-from ragcache.states.arrival import Arrival, capture_lock
+from ragcache.states.kv import Arrival, capture_lock
 from ragcache.states.quantization import QuantizedStates
 
 logger = logging.getLogger(__name__)

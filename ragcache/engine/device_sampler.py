@@ -15,7 +15,6 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from ragcache.cuda import new_event
 from ragcache.engine.constraint import pack
 from ragcache.engine.sampler import (
     GPU_ROWS,
@@ -30,6 +29,7 @@ from ragcache.engine.sampler import (
     upload,
 )
 from ragcache.errors import UnusableLogits
+from ragcache.machine import new_event
 
 BLOCK = 4096
 """Tokens that a program of the kernel takes at a time."""

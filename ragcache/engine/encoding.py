@@ -10,12 +10,12 @@ from weakref import WeakSet
 
 import torch
 
-from ragcache.cuda import new_event
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment, check_tokens
 from ragcache.errors import EncodingOutOfMemory, InvalidRequest
+from ragcache.machine import new_event
 from ragcache.models import LanguageModel
 from ragcache.states import Arrival, KVStates
 

@@ -75,11 +75,6 @@ class LLMEngine:
         return self._open
 
     @property
-    def is_running(self) -> bool:
-        """Whether the engine's thread runs, as it does until `close` returns."""
-        return self._thread.is_alive()
-
-    @property
     def core(self) -> EngineCore:
         """The core, to read from; only the engine's thread may change it."""
         return self._core

@@ -10,9 +10,10 @@ recently used first.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -53,11 +54,11 @@ class BlockPool:
 
     @classmethod
     def create(
-        cls, model: LanguageModel, nbytes: int, block_size: int = BLOCK_SIZE,
-        device: torch.device | None = None, *, clears: bool = True,
+        cls, model: LanguageModel, nbytes: int, block_size: int = BLOCK_SIZE, *,
+        clears: bool = True,
     ) -> BlockPool:  # fmt: skip
-        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype; on the device
-        `meta` they are only counted. Raises `ConfigurationError` where that is not even one."""
+        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype. Raises
+        `ConfigurationError` where that is not even one."""
         bytes_per_block = block_size * model.computed_bytes_per_token
         num_blocks = nbytes // bytes_per_block
         if num_blocks < 1:
@@ -65,8 +66,7 @@ class BlockPool:
                 f"a pool of {nbytes} bytes for requests' own states holds no block; one block of "
                 f"{block_size} tokens takes {bytes_per_block} bytes with this model"
             )
-        states = model.new_states(num_blocks * block_size, device)
-        return cls(*states, block_size, clears=clears)
+        return cls(*model.new_states(num_blocks * block_size), block_size, clears=clears)
 
     @property
     def free_count(self) -> int:
@@ -247,16 +247,12 @@ class EphemeralRoot:
 class RadixNode:
     """One full block. Requests share it if and only if they hold the same node.
 
-    references: running requests whose path holds it. children: nodes that continue it.
-    last_use: when a request last released it, by the cache's logical clock.
+    references: running requests whose path holds it.
     """
 
     key: NodeKey
     block_id: int
     references: int = 1
-    children: int = 0
-    last_use: int = 0
-    queued: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -280,7 +276,8 @@ class RadixCache:
     """A radix tree of full blocks: which exist, and who uses them. Not thread-safe.
 
     A request holds all nodes of its path or none, so a node without references has no descendant
-    with any: every retained block can be evicted, the last ones of a path first.
+    with any: every retained block can be evicted. A path is retained from its end, so that whatever
+    continues a node was released before it, and is evicted before it.
 
     budget: how many blocks without references `trim_blocks` leaves.
     """
@@ -288,25 +285,16 @@ class RadixCache:
     def __init__(self, block_size: int, budget: int) -> None:
         self.block_size, self.budget = block_size, budget
         self._nodes: dict[NodeKey, RadixNode] = {}
-        self._retained = 0
-        self._clock = 0
-        # (last use, block id, node): every node that can be evicted, at most once, under a last
-        # use that may be out of date. What a later use changed is set right when it is popped.
-        self._queue: list[tuple[int, int, RadixNode]] = []
+        self._retained = OrderedDict[RadixNode, None]()  # the least recently used first
 
     def __len__(self) -> int:
         """How many nodes there are."""
         return len(self._nodes)
 
     @property
-    def queue_length(self) -> int:
-        """How many nodes are queued for eviction."""
-        return len(self._queue)
-
-    @property
     def retained(self) -> int:
         """How many blocks no request uses."""
-        return self._retained
+        return len(self._retained)
 
     def match_prefix(
         self, root: Hashable, token_ids: Sequence[int], position_ids: Sequence[int]
@@ -342,8 +330,6 @@ class RadixCache:
         node = RadixNode(key, block_id)
         if path.root is not None:
             self._nodes[key] = node
-            if path.nodes:
-                path.nodes[-1].children += 1
         path.nodes.append(node)
         return True
 
@@ -354,16 +340,15 @@ class RadixCache:
         nodes, path.nodes = path.nodes, []
         if path.root is None:
             return [node.block_id for node in nodes]
-        if isinstance(path.root, EphemeralRoot):
-            return self._drop(nodes)
-        self._clock += 1
-        for node in nodes:
+        unused = []
+        for node in reversed(nodes):
             assert node.references > 0
             node.references -= 1
-            node.last_use = self._clock
             if node.references == 0:
-                self._retained += 1
-                self._enqueue(node)
+                self._retained[node] = None
+                unused.append(node)
+        if isinstance(path.root, EphemeralRoot):
+            return [self._evict(node) for node in unused]
         return []
 
     def disown_path(self, path: NodePath) -> None:
@@ -374,51 +359,23 @@ class RadixCache:
                 del self._nodes[node.key]
 
     def evict_blocks(self, count: int) -> list[int]:
-        """Evicts up to `count` retained blocks, least recently used first, of those that no other
-        block continues. Returns their ids, to be freed."""
-        evicted: list[int] = []
-        while self._queue and len(evicted) < count:
-            last_use, _, node = heappop(self._queue)
-            node.queued = False
-            if node.last_use == last_use and not node.references and not node.children:
-                self._remove(node)
-                evicted.append(node.block_id)
-            else:
-                self._enqueue(node)
-        return evicted
+        """Evicts up to `count` retained blocks, least recently used first. Returns their ids, to be
+        freed."""
+        return [self._evict(node) for node in list(islice(self._retained, max(0, count)))]
 
     def trim_blocks(self) -> list[int]:
         """Evicts down to the budget; returns the block ids to free."""
-        return self.evict_blocks(self._retained - self.budget)
-
-    def _drop(self, nodes: list[RadixNode]) -> list[int]:
-        freed = []
-        for node in reversed(nodes):  # what continues an unused node is unused
-            node.references -= 1
-            if node.references == 0:
-                self._retained += 1
-                self._remove(node)
-                freed.append(node.block_id)
-        return freed
+        return self.evict_blocks(self.retained - self.budget)
 
     def _acquire(self, node: RadixNode) -> None:
-        if node.references == 0:
-            self._retained -= 1
+        self._retained.pop(node, None)
         node.references += 1
 
-    def _enqueue(self, node: RadixNode) -> None:
-        if not (node.queued or node.references or node.children):
-            heappush(self._queue, (node.last_use, node.block_id, node))
-            node.queued = True
-
-    def _remove(self, node: RadixNode) -> None:
+    def _evict(self, node: RadixNode) -> int:
+        del self._retained[node]
         if self._nodes.get(node.key) is node:  # it was not disowned
             del self._nodes[node.key]
-        self._retained -= 1
-        parent = node.key[0]
-        if isinstance(parent, RadixNode):
-            parent.children -= 1
-            self._enqueue(parent)
+        return node.block_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -252,15 +252,14 @@ class RequestOutput:
 
 
 def assemble_context(
-    states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int,
-    names: Sequence[str | None] | None = None,
-) -> Context:  # fmt: skip
-    """Places states one after another without gaps, then a prompt's own tokens. names: of the
-    segments, where they have any. Raises `PromptTooLong` where prompt and answer, of at most
-    `max_new_tokens`, exceed `window` positions."""
+    states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int
+) -> Context:
+    """Places states one after another without gaps, then a prompt's own tokens. Raises
+    `PromptTooLong` where prompt and answer, of at most `max_new_tokens`, exceed `window`
+    positions."""
     position, segments = 0, []
-    for each, name in zip(states, names or [None] * len(states), strict=True):
-        segments.append(Segment(each, position, name))
+    for each in states:
+        segments.append(Segment(each, position))
         position += each.length
     check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
     if not token_ids:

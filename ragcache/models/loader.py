@@ -23,10 +23,9 @@ from ragcache.models.dtype import (
     convert,
     parse_dtype,
 )
-from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
 from ragcache.models.reader import READER, ReaderLM, read_reader
-from ragcache.models.tokenizer import PromptTokenizer
+from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 
 INSTRUCTION = (
     "Answer the question from the documents below. "

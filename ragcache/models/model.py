@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,8 +22,13 @@ from ragcache.attention import (
     attention_bytes,
 )
 from ragcache.attention.triton.operator import OperatorMetadata
-from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.positions import PositionScheme, changes_at_length
+
+SAMPLES = 1024  # elements of every weight whose bits enter the digest as they are
+VOLATILE = (
+    *("transformers_version", "_name_or_path", "_attn_implementation"),
+    *("architectures", "dtype", "torch_dtype"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class LanguageModel:
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
 
-    def pass_bytes(self, rows: int, tokens: int, segments: int = 1, logit_rows: int = 0) -> int:
+    def pass_bytes(self, rows: int, tokens: int, logit_rows: int = 0) -> int:
         """The most memory that a forward pass takes on a CPU, beside weights and states: all
         products of a layer twice, the residual stream with its norms, attention
         (`attention_bytes`), and logits with their shares.
@@ -122,14 +130,13 @@ class LanguageModel:
         Args:
             rows: New tokens, of all requests.
             tokens: The longest run of states that they attend to, their own included.
-            segments: How many runs a row attends to.
             logit_rows: How many rows the next tokens are sampled from.
         """
         hidden = int(self.model.get_input_embeddings().weight.shape[1])
         activations = rows * (2 * _layer_width(self.model) + 4 * hidden) * self.dtype.itemsize
         logits = logit_rows * self.vocabulary * (self.dtype.itemsize + 4)
         return activations + logits + attention_bytes(
-            rows, tokens, segments, heads=self.num_heads, kv_heads=self.num_kv_heads,
+            rows, tokens, heads=self.num_heads, kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
         )  # fmt: skip
 
@@ -238,3 +245,50 @@ def _positions(config: Any) -> int:
     if parameters.get("rope_type") == "longrope" and changes_at_length(parameters):
         return min(positions, int(parameters["original_max_position_embeddings"]))
     return positions
+
+
+def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
+    """A digest of configuration, dtypes and weights: of every weight tensor the name, shape and
+    dtype, an integer sum over all of its bits (exact, whatever the order of summing) and a sample
+    of its elements; a quantized weight counts as the tensors that it consists of. states_dtype: of
+    kept states, where the model computes in another."""
+    digest = hashlib.sha256(_config_text(model.config).encode())
+    if states_dtype not in (None, model.dtype):
+        digest.update(f"states|{states_dtype}|".encode())
+    for name, weight in sorted(model.state_dict().items()):
+        for part, tensor in plain_tensors(name, weight.detach()):
+            bits = _bits(tensor)
+            total = int(bits.sum(dtype=torch.int64))
+            step = max(1, bits.numel() // SAMPLES)
+            digest.update(f"{part}|{tuple(tensor.shape)}|{tensor.dtype}|{total}|".encode())
+            digest.update(bits[::step].cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def plain_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a weight consists of, by name: itself or, of a quantized one, its numbers,
+    scales and zeros."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        yield name, weight
+        return
+    parts, _ = weight.__tensor_flatten__()
+    for part in parts:
+        yield from plain_tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
+
+
+def _config_text(config: Any) -> str:
+    """The configuration less what saving adds; the dtype counts with every weight."""
+    entries = config.to_dict()
+    nested = [entries[name] for name in config.sub_configs if isinstance(entries.get(name), dict)]
+    for part in (entries, *nested):
+        for name in VOLATILE:
+            part.pop(name, None)
+    return json.dumps(entries, sort_keys=True, default=str)
+
+
+def _bits(weight: Tensor) -> Tensor:
+    flat = weight.contiguous().view(-1)
+    if flat.is_floating_point():
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return flat.view(width[flat.element_size()])
+    return flat.to(torch.int64)

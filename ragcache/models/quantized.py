@@ -159,16 +159,6 @@ def torchao_scheme(quantization: str, device: torch.device) -> Any:
     )
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """The memory of a model's weights: of quantized ones the numbers and their scales."""
-    from ragcache.models.fingerprint import plain_tensors
-
-    tensors = (
-        part for weight in model.parameters() for _, part in plain_tensors("", weight.detach())
-    )
-    return sum(each.numel() * each.element_size() for each in tensors)
-
-
 def _unquantized(model: Any, quantization: str) -> list[str]:
     """Names of linear layers that stay as they are: the head, and those of sizes that 4 bits do not
     divide."""

@@ -13,6 +13,7 @@ dropped. So the tokens of a prompt's parts, one after the other, are those of th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer
 
 _ANCHOR = "\ue000"  # a private character, with which no letter makes a token
 _BLANKS = "\u2581"  # sentencepiece's sign for a space
+TOKENIZING = 2  # higher when `PromptTokenizer` gives other tokens for a text
 
 
 class PromptTokenizer:
@@ -114,6 +116,17 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
         if token not in tokens:
             tokens[token] = tokenizer.convert_tokens_to_ids(token)
     return dict(sorted(tokens.items(), key=lambda each: -len(each[0])))
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A digest of vocabulary and merges: the serialized tokenizer without the padding and
+    truncation that its last caller set, and how texts are put to it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    if backend is not None:
+        entries = {**entries, "padding": None, "truncation": None}
+    entries = {"how": TOKENIZING, "tokenizer": entries}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -1,6 +1,5 @@
 """Key/value states of a run of tokens, and the key that names all that they depend on."""
 
-from ragcache.states.arrival import Arrival
-from ragcache.states.kv import FORMAT_VERSION, KVKey, KVStates, state_key
+from ragcache.states.kv import FORMAT_VERSION, Arrival, KVKey, KVStates, state_key
 
 __all__ = ["FORMAT_VERSION", "Arrival", "KVKey", "KVStates", "state_key"]

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import keeps_no_workers
-from ragcache.states.arrival import Arrival
-from ragcache.states.kv import KVStates
+from ragcache.states.kv import Arrival, KVStates
 
 KVDtype = Literal["model", "fp8", "int8"]
 """How a tier keeps states: as the model computed them, or in eight bits with scales."""

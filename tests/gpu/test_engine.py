@@ -295,7 +295,7 @@ def test_the_stream_and_device_of_the_caller_stay() -> None:
 def test_steps_follow_states_that_arrive_layer_by_layer() -> None:
     """The same question over states on the device, and over states on their way there; the second
     time as graphs cut by layer."""
-    from ragcache.states.arrival import Arrival
+    from ragcache.states.kv import Arrival
 
     gpu = on_gpu("llama")
     states = encoded(gpu)

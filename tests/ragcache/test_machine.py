@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from ragcache import machine
-from ragcache.machine import available_memory, keep_freed_memory, linear_seconds, product_dtype
+from ragcache.machine import (
+    available_memory,
+    keep_freed_memory,
+    linear_seconds,
+    prefer_cublaslt,
+    product_dtype,
+)
 
 MEBIBYTE = 2**20
 FAULTS = """
@@ -111,3 +117,16 @@ def test_the_limit_of_a_control_group_counts(
     assert available_memory() == 5 * MEBIBYTE, "files that were read can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 10 * MEBIBYTE
+
+
+@pytest.mark.parametrize(("said", "expected"), [(None, ["cublaslt"]), ("0", []), ("1", [])])
+def test_cublaslt_unless_the_environment_speaks(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, expected: list[str]
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    monkeypatch.delenv("TORCH_BLAS_PREFER_CUBLASLT", raising=False)
+    if said is not None:
+        monkeypatch.setenv("TORCH_BLAS_PREFER_CUBLASLT", said)
+    prefer_cublaslt()
+    assert chosen == expected

@@ -26,7 +26,7 @@ from ragcache.attention.triton.plan import (
     Int64s,
     TableCapacity,
 )
-from ragcache.cuda import new_event
+from ragcache.machine import new_event
 
 HOST_BUFFERS: Final = 3
 """Uploads that can be under way at once."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload
 from ragcache.bench.harness import LlamaShape
-from ragcache.cuda import new_event, new_stream
+from ragcache.machine import new_event, new_stream
 
 if TYPE_CHECKING:
     from ragcache.attention.triton.tables import AttentionTables

@@ -23,7 +23,7 @@ from ragcache.bench.gpu.session import (
 )
 from ragcache.bench.gpu.table import Ceilings
 from ragcache.bench.harness import made_up_key
-from ragcache.cuda import new_event, new_stream
+from ragcache.machine import new_event, new_stream
 from ragcache.states import Arrival, KVStates
 from ragcache.states.quantization import quantize, restored
 

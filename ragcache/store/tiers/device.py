@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreFull
 from ragcache.states import Arrival, KVKey, KVStates
-from ragcache.states.arrival import CopyEvent, capture_lock
+from ragcache.states.kv import CopyEvent, capture_lock
 from ragcache.states.quantization import (
     KVDtype,
     QuantizedStates,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.cuda import new_event, new_stream
+from ragcache.machine import new_event, new_stream
 from ragcache.states import Arrival
-from ragcache.states.arrival import CopyEvent, capture_lock
+from ragcache.states.kv import CopyEvent, capture_lock
 from ragcache.states.quantization import StoredStates
 
 

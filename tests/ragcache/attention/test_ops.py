@@ -16,7 +16,6 @@ from ragcache.attention import (
     Rotation,
     causal_bias,
     grouped,
-    merge_state,
     merge_states,
     partial_attention,
     rotate,
@@ -33,6 +32,14 @@ from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
 SCALE, KV_HEADS, DIM = 0.25, 2, 16
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def merge_state(a: Partial, b: Partial) -> Partial:
+    """RelayAttention eq. 7: attention of the same rows over two disjoint key sets."""
+    lse = torch.logaddexp(a.lse, b.lse)  # [N, Hkv, G]
+    wa, wb = (a.lse - lse).exp(), (b.lse - lse).exp()  # sum to 1
+    out = wa[..., None] * a.out + wb[..., None] * b.out
+    return Partial(out.to(a.out.dtype), lse)
 
 
 def draw(group: int, rows: int, keys: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

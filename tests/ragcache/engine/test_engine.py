@@ -418,7 +418,7 @@ def test_closed_engine_refuses_requests(engine: LLMEngine, drain: bool) -> None:
         engine.submit_request(request())
     with pytest.raises(EngineClosed):
         engine.encode([EncodeJob([1])])
-    assert not engine.is_running
+    assert not engine._thread.is_alive()
 
 
 NEVER: frozenset[int] = frozenset()

@@ -358,13 +358,6 @@ def test_trim_evicts_down_to_the_budget() -> None:
     assert (tree.retained, ids(running)) == (1, [20])
 
 
-def test_repeated_use_does_not_grow_the_eviction_queue(tree: RadixCache) -> None:
-    keep(tree, "root", [1, 2, 3, 4], 10)
-    for _ in range(50):
-        found(tree, "root", [1, 2, 3, 4])
-    assert tree.queue_length <= tree.retained
-
-
 @dataclass
 class Kept:
     block_id: int

@@ -26,8 +26,9 @@ from ragcache.models import (
     prompt_frame,
     wrap_causal,
 )
-from ragcache.models.fingerprint import SAMPLES, model_fingerprint, tokenizer_fingerprint
 from ragcache.models.loader import INSTRUCTION, READER
+from ragcache.models.model import SAMPLES, model_fingerprint
+from ragcache.models.tokenizer import tokenizer_fingerprint
 from tests.tiny_models import tiny_model
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, MissingExtra, UnsupportedModel
 from ragcache.models import LoadedModel, dtype, load_model
-from ragcache.models.projections import merge_projections
+from ragcache.models.compiled import merge_projections
+from ragcache.models.model import plain_tensors
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 from tests.tiny_models import random_tokens, tiny_config, tiny_model
 
@@ -58,11 +59,10 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 def layer_bytes(loaded: LoadedModel) -> int:
-    from ragcache.models.quantized import weight_bytes
-
     return sum(
-        weight_bytes(each) for each in loaded.causal.model.modules()
+        part.nbytes for each in loaded.causal.model.modules()
         if type(each) is torch.nn.Linear and each is not loaded.causal.model.lm_head
+        for weight in each.parameters() for _, part in plain_tensors("", weight.detach())
     )  # fmt: skip
 
 

@@ -21,10 +21,9 @@ from ragcache.attention import AttentionMetadata, CausalBlock, ContiguousWrite
 from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models import CausalLM, Rotary, load_model, prompt_frame, wrap_causal
 from ragcache.models.checkpoint import load_checkpoint
-from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import ForwardBatch
 from ragcache.models.reader import READER, ReaderConfig, ReaderLM, ReaderModel, read_reader
-from ragcache.models.tokenizer import PromptTokenizer
+from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 
 CHAT = [
     {"role": "system", "content": "Be brief. "},
