@@ -9,7 +9,7 @@
     │   PromptTooLong, QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob,
     │   UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
-    └── StoreError: NoState, LedgerOutdated, LedgerTooNew, LedgerUnavailable,
+    └── StoreError: NoState, LedgerOfOtherVersion, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
         StateMissing, RemoteUnavailable: RemoteMismatch
 
@@ -175,12 +175,8 @@ class NoState(StoreError, ValueError):
         )
 
 
-class LedgerOutdated(StoreError, ValueError):
-    """The ledger has to be migrated, and processes of an earlier ragcache have it open."""
-
-
-class LedgerTooNew(StoreError, ValueError):
-    """The ledger was written by a later version of ragcache."""
+class LedgerOfOtherVersion(StoreError, ValueError):
+    """The ledger was made by another version of ragcache."""
 
 
 class LedgerUnavailable(StoreError, OSError):

@@ -14,17 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-from sqlalchemy import Engine, Row, Select, create_engine, event, make_url, text
+from sqlalchemy import Engine, Row, Select, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.pool import NullPool
 
-from ragcache.db.migrations import HEAD, SERVES_FROM, lock, revision_of, serves_from, upgrade
+from ragcache.db.migrations import HEAD, check_revision, create_tables, revision_of
 from ragcache.db.processes import LivingSession, living_sessions
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
-    LedgerOutdated,
     LedgerUnavailable,
     MissingExtra,
     NoState,
@@ -45,27 +43,14 @@ _SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # of PostgreSQL; SQLite read
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
-    """What a ledger is to this code.
-
-    revision: of its tables, None where it is empty; head: the one of this code; serves_from: the
-    earliest whose code may use the ledger, None where the ledger does not say; sessions: the
-    processes that have it open.
-    """
+    """Revision of a ledger, and the processes that use it."""
 
     revision: str | None
+    """Revision of its tables. None if it is empty."""
     head: str
-    serves_from: str | None
+    """Revision that this ragcache reads and writes. It refuses every other one."""
     sessions: tuple[LivingSession, ...]
-
-    @property
-    def condition(self) -> str:
-        """`empty`, `outdated`, `current`, `newer` (this code goes on), or `too new`."""
-        if self.revision is None:
-            return "empty"
-        if self.revision <= self.head:
-            return "current" if self.revision == self.head else "outdated"
-        serves = self.serves_from is not None and self.serves_from <= self.head
-        return "newer" if serves else "too new"
+    """Processes that have the ledger open. Empty for a ledger of another revision."""
 
 
 class Database:
@@ -89,15 +74,18 @@ class Database:
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Opens a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`, makes a file that does
-        not exist, and migrates it where no other process has it open. Raises `ConfigurationError`,
-        `MissingExtra` without PostgreSQL's driver, `NoState` for a file that is no ledger,
-        `LedgerOutdated`, `LedgerTooNew`, or another `StoreError`."""
-        url = database_url(where)
-        database = cls(_engine(url, busy_seconds))
+        """Opens a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`. Creates a file that does
+        not exist, and the tables of an empty database. Raises `ConfigurationError`, `MissingExtra`
+        without PostgreSQL's driver, `NoState` for a file that is no ledger,
+        `LedgerOfOtherVersion`, or another `StoreError`."""
+        database = cls(_engine(database_url(where), busy_seconds))
         with _named_errors(database.name):
-            if not _is_current(database.engine):
-                _migrate(url, busy_seconds)
+            with database._reading.connect() as connection:
+                revision = revision_of(connection)
+            check_revision(database.name, revision)
+            if revision is None:
+                with database.engine.begin() as connection:
+                    create_tables(database.name, connection)
         return database
 
     @classmethod
@@ -109,26 +97,13 @@ class Database:
 
     @classmethod
     def status(cls, where: Path | str) -> LedgerStatus:
-        """Reads what a ledger is to this code, and changes nothing. Raises `StoreError`s."""
+        """Reads the revision of a ledger and who has it open, and changes nothing. Raises
+        `StoreError`s."""
         with closing(cls(_engine(database_url(where), BUSY_SECONDS))) as database:
             with database.reading() as session:
-                connection = session.connection()
-                revision = revision_of(connection)
-                if revision is None:
-                    return LedgerStatus(None, HEAD, None, ())
-                oldest = serves_from(connection, revision)
-                living = living_sessions(session, revision)
-            return LedgerStatus(revision, HEAD, oldest, tuple(living))
-
-    @classmethod
-    def upgrade(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> LedgerStatus:
-        """Migrates a ledger to the revision of this code, also while processes have it open whose
-        code works over that; returns what it is then. Raises `LedgerOutdated` where there are
-        others, `LedgerTooNew`, or another `StoreError`."""
-        url = database_url(where)
-        with closing(cls(_engine(url, busy_seconds))) as database, _named_errors(database.name):
-            _migrate(url, busy_seconds, beside=True)
-        return cls.status(where)
+                revision = revision_of(session.connection())
+                living = living_sessions(session) if revision == HEAD else ()
+            return LedgerStatus(revision, HEAD, tuple(living))
 
     @property
     def name(self) -> str:
@@ -285,29 +260,29 @@ def database_url(where: Path | str) -> str:
     raise ConfigurationError(f"the ledger cannot be kept in {scheme}; use sqlite or postgresql")
 
 
-def _engine(url: str, busy_seconds: float, *, foreign_keys: bool = True, **options: Any) -> Engine:
+def _engine(url: str, busy_seconds: float) -> Engine:
     encode = partial(json.dumps, default=str)  # metadata may hold dates and paths
     if make_url(url).get_backend_name() == "sqlite":
         arguments: dict[str, Any] = {"timeout": busy_seconds}
-        engine = create_engine(url, connect_args=arguments, json_serializer=encode, **options)
-        event.listen(engine, "connect", partial(_configure, foreign_keys=foreign_keys))
+        engine = create_engine(url, connect_args=arguments, json_serializer=encode)
+        event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
         return engine
     arguments = {"connect_timeout": _CONNECT_SECONDS}
     try:
         return create_engine(
-            url, connect_args=arguments, json_serializer=encode, pool_pre_ping=True, **options
+            url, connect_args=arguments, json_serializer=encode, pool_pre_ping=True
         )
     except ModuleNotFoundError as error:
         raise MissingExtra("PostgreSQL needs psycopg: pip install 'ragcache[postgres]'") from error
 
 
-def _configure(connection: Any, _: Any, *, foreign_keys: bool) -> None:
+def _configure(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says so: `_begin`
     if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+    connection.execute("PRAGMA foreign_keys=ON")
 
 
 def _begin(connection: Any) -> None:
@@ -316,51 +291,6 @@ def _begin(connection: Any) -> None:
     begin = connection.get_execution_options().get("ragcache_begin", "BEGIN IMMEDIATE")
     if begin is not None:
         connection.exec_driver_sql(begin)
-
-
-def _is_current(engine: Engine) -> bool:
-    """Whether the schema is up to date: read without Alembic, which is slow to import."""
-    if engine.dialect.name == "sqlite":
-        known = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
-    else:
-        known = "SELECT to_regclass('alembic_version')"
-    with engine.execution_options(**_READS).connect() as connection:
-        if connection.scalar(text(known)) is None:
-            return False
-        return bool(connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD)
-
-
-def _migrate(url: str, busy_seconds: float, *, beside: bool = False) -> None:
-    """Migrates in one transaction, on a connection without foreign keys: tables that are built anew
-    would otherwise take the rows that refer to them along. beside: also beside processes that the
-    new tables serve."""
-    engine = _engine(url, busy_seconds, foreign_keys=False, poolclass=NullPool)
-    with engine.begin() as connection:
-        lock(connection)
-        current = revision_of(connection)
-        if current is not None and current < HEAD:
-            with Session(connection) as session:
-                living = living_sessions(session, current)
-            _check_sessions(engine, current, living, beside=beside)
-        upgrade(connection)
-
-
-def _check_sessions(
-    engine: Engine, current: str, living: list[LivingSession], *, beside: bool
-) -> None:
-    unserved = [each for each in living if each.revision < SERVES_FROM]
-    hindering = unserved if beside else living
-    if hindering:
-        names = ", ".join(f"{each.machine.split()[0]} {each.pid}" for each in hindering)
-        todo = (
-            f"stop these: the tables of {HEAD} no longer serve them"
-            if unserved
-            else "run `ragcache ledger upgrade`, beside which they go on, or stop them"
-        )
-        raise LedgerOutdated(
-            f"the ledger {Database(engine).name} has the revision {current}, this ragcache needs "
-            f"{HEAD}, and processes of an earlier one have it open ({names}); {todo}"
-        )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from ragcache.db.tables import (
     StateTable,
 )
 from ragcache.errors import StoreError
-from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.states import KVKey
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
 
 # What recording states again changes, in tiers that outlive the process and in those in memory.
 _RECORDED = (
-    "nbytes", "kv_dtype", "tokens", "encode_seconds", "mode", "root", "model", "format",
+    "nbytes", "kv_dtype", "tokens", "encode_seconds", "mode", "root", "model",
     "expires_at",
 )  # fmt: skip
 _IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens", "encode_seconds")
@@ -54,8 +54,7 @@ class StateMetadata(NamedTuple):
     """Facts about states that hold in every tier.
 
     tokens: their length. cost: seconds that encoding took. mode: `rooted`, `isolated`, `root` (a
-    preamble), `schema`; root: the key of the states before them; model: its fingerprint; format:
-    the version of the code that encoded them.
+    preamble), `schema`; root: the key of the states before them; model: its fingerprint.
     """
 
     tokens: int
@@ -63,7 +62,6 @@ class StateMetadata(NamedTuple):
     mode: str = ""
     root: KVKey | None = None
     model: str = ""
-    format: int = FORMAT_VERSION
 
 
 class StateRow(NamedTuple):
@@ -88,7 +86,6 @@ class StateRow(NamedTuple):
             "expires_at": None if math.isinf(self.expires_at) else self.expires_at,
             "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "encode_seconds": metadata.cost,
             "mode": metadata.mode, "root": str(metadata.root or ""), "model": metadata.model,
-            "format": metadata.format,
         }  # fmt: skip
 
 
@@ -96,7 +93,6 @@ COLUMNS = (
     StateTable.key, StateTable.tier, StateTable.nbytes, StateTable.hits, StateTable.last_use,
     StateTable.pinned, StateTable.expires_at, StateTable.kv_dtype, StateTable.tokens,
     StateTable.encode_seconds, StateTable.mode, StateTable.root, StateTable.model,
-    StateTable.format,
 )  # fmt: skip
 
 
@@ -106,8 +102,8 @@ _key = lru_cache(1024)(KVKey)  # roots, of which there are few
 def state_row(row: Any) -> StateRow:
     """The value of a row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, cost, *rest = row
-    mode, root, model, version = rest
-    metadata = StateMetadata(tokens, cost, mode, _key(root) if root else None, model, version)
+    mode, root, model = rest
+    metadata = StateMetadata(tokens, cost, mode, _key(root) if root else None, model)
     until = math.inf if expires_at is None else expires_at
     return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
 

@@ -1,5 +1,4 @@
-"""The processes that have a ledger open, read from sessions of any revision of its tables: the code
-that opens a ledger asks for them before it migrates it."""
+"""The processes that have a ledger open."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from sqlalchemy import inspect, select, text
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ragcache.db.sql import clock
+from ragcache.db.tables import SessionTable
 
 DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
-_FIRST_FORMAT = 2  # of the code before sessions noted theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,11 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LivingSession:
-    """A process that has the ledger open. silent: seconds since its last heartbeat; format: of its
-    states; revision: of the tables that its code was written for."""
+    """A process that has the ledger open. silent: seconds since its last heartbeat."""
 
     machine: str
     pid: int
     silent: float
-    format: int
-    revision: str
 
 
 def is_dead(identity: Identity, silent: float) -> bool:
@@ -64,19 +60,15 @@ def is_dead(identity: Identity, silent: float) -> bool:
     return silent > DEAD_SECONDS
 
 
-def living_sessions(session: Session, revision: str) -> list[LivingSession]:
-    """The processes that live. revision: of the ledger, which counts for sessions that note none:
-    the columns of both facts were added later."""
-    if not inspect(session.connection()).has_table("sessions"):
-        return []
-    now = session.scalars(select(clock(session))).one()
-    living: list[LivingSession] = []
-    for row in session.execute(text("SELECT * FROM sessions ORDER BY machine, pid")).mappings():
-        silent = now - row["heartbeat"]
-        if not is_dead(Identity(row["machine"], row["pid"], row["started"]), silent):
-            noted = row.get("format", _FIRST_FORMAT), row.get("revision", revision)
-            living.append(LivingSession(row["machine"], row["pid"], silent, *noted))
-    return living
+def living_sessions(session: Session) -> list[LivingSession]:
+    """The processes that have the ledger open and live."""
+    silent = clock(session) - SessionTable.heartbeat
+    rows = select(SessionTable, silent).order_by(SessionTable.machine, SessionTable.pid)
+    return [
+        LivingSession(row.machine, row.pid, seconds)
+        for row, seconds in session.execute(rows)
+        if not is_dead(Identity(row.machine, row.pid, row.started), seconds)
+    ]
 
 
 def _machine() -> str:

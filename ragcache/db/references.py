@@ -38,14 +38,13 @@ def is_unowned() -> ColumnElement[bool]:
     return and_(StateTable.mode != ROOT_MODE, *(~owner for owner in owned))
 
 
-def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False) -> list[KVKey]:
-    """Deletes the rows of keys without an owner, and returns these keys; `even_owned` ones too,
-    which are encoded again when they are needed. Rows of memory tiers stay: each process forgets
-    its own, and what it has on its disk, when it reads of the retirement. `KVStore.discard` deletes
-    the blobs after the transaction."""
+def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
+    """Deletes the rows of keys without an owner, and returns these keys. Rows of memory tiers stay:
+    each process forgets its own, and what it has on its disk, when it reads of the retirement.
+    `KVStore.discard` deletes the blobs after the transaction."""
     retired: list[KVKey] = []
     for chunk in chunks(sorted(set(keys))):
-        owned = set() if even_owned else _owned(session, chunk)
+        owned = _owned(session, chunk)
         ended = [key for key in chunk if key not in owned]
         lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(MEMORY_TIERS)
         lock_rows(session, StateTable, lasting)

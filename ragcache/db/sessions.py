@@ -16,11 +16,10 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
-from ragcache.db.migrations import HEAD
 from ragcache.db.processes import DEAD_SECONDS, Identity, is_dead
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
-from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.states import KVKey
 
 HEARTBEAT_SECONDS = 2.0
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
@@ -30,13 +29,11 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another sess
 
 @dataclass(slots=True)
 class Sessions:
-    """This process's session in a ledger. generation: how often it has begun; format: of the states
-    that it reads and writes."""
+    """This process's session in a ledger. generation: how often it has begun."""
 
     database: Database
     id: str = field(default_factory=lambda: uuid4().hex)
     generation: int = 1
-    format: int = field(default_factory=lambda: FORMAT_VERSION)
     _last_beat: float = field(default_factory=time.monotonic)
     _last_look: float = -_LEFTOVER_SECONDS
     _reaps_from: float = 0.0
@@ -87,10 +84,6 @@ class Sessions:
                 if is_dead(Identity(row.machine, row.pid, row.started), seconds)
             ]
 
-    def formats(self, session: Session) -> set[int]:
-        """The formats of states that sessions use, this one among them."""
-        return {self.format, *session.scalars(select(SessionTable.format).distinct())}
-
     def reap_dead(self) -> None:
         """Ends the sessions that died, and what belongs to no session: a process that was silent
         may have claimed keys after others ended its session."""
@@ -112,8 +105,7 @@ class Sessions:
         me = Identity.here()
         return SessionTable(
             id=self.id, machine=me.machine, pid=me.pid, started=me.started,
-            heartbeat=clock(session), generation=self.generation, format=self.format,
-            revision=HEAD,
+            heartbeat=clock(session), generation=self.generation,
         )  # fmt: skip
 
 

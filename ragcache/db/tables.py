@@ -15,7 +15,6 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     UniqueConstraint,
-    false,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -105,8 +104,8 @@ class ModuleTable(PublicIdMixin, Base):
     ordinal: Mapped[int]
     name: Mapped[str]
     text: Mapped[str]
-    details: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
-    places: Mapped[list[tuple[int, int]]] = mapped_column(JSON, default=list, server_default="[]")
+    details: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    places: Mapped[list[tuple[int, int]]] = mapped_column(JSON, default=list)
 
 
 class TokenTable(Base):
@@ -145,7 +144,7 @@ class StateTable(Base):
 
     place: for memory the session, with which it ends; for a disk its name, where several machines
     share the ledger; else empty. last_use: on a logical clock. used_at: the same in Unix seconds,
-    0 for never. expires_at: Unix seconds. mode, root, model, format: what the states depend on, of
+    0 for never. expires_at: Unix seconds. mode, root, model: what the states depend on, of
     which their key is the digest.
     """
 
@@ -163,20 +162,19 @@ class StateTable(Base):
     )  # fmt: skip
     key: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
-    place: Mapped[str] = mapped_column(primary_key=True, default=SHARED, server_default=SHARED)
+    place: Mapped[str] = mapped_column(primary_key=True, default=SHARED)
     nbytes: Mapped[int]
     tokens: Mapped[int]
     hits: Mapped[int] = mapped_column(default=0)
     last_use: Mapped[int] = mapped_column(default=0)
-    used_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
-    encode_seconds: Mapped[float] = mapped_column(default=0.0, server_default="0")
-    pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    used_at: Mapped[float] = mapped_column(default=0.0)
+    encode_seconds: Mapped[float] = mapped_column(default=0.0)
+    pinned: Mapped[bool] = mapped_column(default=False)
     expires_at: Mapped[float | None]
-    mode: Mapped[str] = mapped_column(default="", server_default="")
-    kv_dtype: Mapped[str] = mapped_column(default="model", server_default="model")
-    root: Mapped[str] = mapped_column(default="", server_default="")
-    model: Mapped[str] = mapped_column(default="", server_default="")
-    format: Mapped[int] = mapped_column(default=0, server_default="0")
+    mode: Mapped[str] = mapped_column(default="")
+    kv_dtype: Mapped[str] = mapped_column(default="model")
+    root: Mapped[str] = mapped_column(default="")
+    model: Mapped[str] = mapped_column(default="")
 
 
 class EncodingTable(Base):
@@ -269,8 +267,7 @@ class RetirementTable(Base):
 class SessionTable(Base):
     """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
     seconds on the database's clock, by which other machines see that it lives; generation: how
-    often it has begun, which is again where others ended it while it was silent; format: of the
-    states that it uses; revision: of the tables that its code was written for."""
+    often it has begun, which is again where others ended it while it was silent."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -278,9 +275,7 @@ class SessionTable(Base):
     pid: Mapped[int]
     started: Mapped[str]
     heartbeat: Mapped[float]
-    generation: Mapped[int] = mapped_column(default=1, server_default="1")
-    format: Mapped[int] = mapped_column(server_default="2")
-    revision: Mapped[str] = mapped_column(server_default="0003")
+    generation: Mapped[int] = mapped_column(default=1)
 
 
 class ClaimTable(Base):
@@ -290,9 +285,9 @@ class ClaimTable(Base):
     __tablename__ = "claims"
     key: Mapped[str] = mapped_column(primary_key=True)
     session: Mapped[str] = mapped_column(index=True)
-    tier: Mapped[str] = mapped_column(default="", server_default="")
-    place: Mapped[str] = mapped_column(default="", server_default="")
-    nbytes: Mapped[int] = mapped_column(default=0, server_default="0")
+    tier: Mapped[str] = mapped_column(default="")
+    place: Mapped[str] = mapped_column(default="")
+    nbytes: Mapped[int] = mapped_column(default=0)
 
 
 class JobTable(PublicIdMixin, Base):
@@ -314,15 +309,13 @@ class JobTable(PublicIdMixin, Base):
     finished_at: Mapped[float | None]
     modules: Mapped[int]
     error: Mapped[str] = mapped_column(default="")
-    namespace: Mapped[str] = mapped_column(
-        default=DEFAULT_NAMESPACE, server_default=DEFAULT_NAMESPACE
-    )
-    created_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
-    done: Mapped[int] = mapped_column(default=0, server_default="0")
+    namespace: Mapped[str] = mapped_column(default=DEFAULT_NAMESPACE)
+    created_at: Mapped[float] = mapped_column(default=0.0)
+    done: Mapped[int] = mapped_column(default=0)
     idempotency_key: Mapped[str | None]
-    request_digest: Mapped[str] = mapped_column(default="", server_default="")
-    options: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
-    report: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
+    request_digest: Mapped[str] = mapped_column(default="")
+    options: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    report: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
 
 
 class JobDocumentTable(Base):

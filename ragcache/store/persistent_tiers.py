@@ -145,15 +145,12 @@ class PersistentTiers:
 
     def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
         """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt
-        or vanished ones lose their row; unreadable ones are passed over, and those of another
-        format, which another process uses. room: gives memory to load blobs of a disk into;
-        without it, or where it has none, they are mapped."""
+        or vanished ones lose their row; unreadable ones are passed over. room: gives
+        memory to load blobs of a disk into; without it, or where it has none, they are mapped."""
         for index in self.indexes:
             with self._memory.lock:
                 known = key in index.entries
-                metadata = self._memory.metadata.get(key)
-            foreign = metadata is not None and metadata.format != self._ledger.sessions.format
-            if not known or foreign:
+            if not known:
                 continue
             try:
                 return index, self._timed_get(index, key, room)

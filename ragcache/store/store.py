@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import torch
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from ragcache.config import check_options, parse_optional_bytes
 from ragcache.db.database import Database
@@ -519,8 +518,8 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
-    """Recovery: removes states of a format that no session uses or without an owner (rows, then
-    blobs), rows without a blob, and blobs without a row that no living process is writing."""
+    """Recovery: removes states without an owner (rows, then blobs), rows without a blob, and
+    blobs without a row that no living process is writing."""
     retired = _retire_leftovers(ledger)
     persistent.discard(retired)
     for index in persistent.indexes:
@@ -539,24 +538,12 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
 
 
 def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
+    keys = select(StateTable.key).where(is_unowned()).distinct()
     with ledger.database.reading() as session:
-        foreign, unowned = _leftovers(ledger, session)
-    if not foreign and not unowned:
-        return []
+        if session.scalar(keys.limit(1)) is None:
+            return []
     with ledger.database.transaction() as session:
-        foreign, unowned = _leftovers(ledger, session)  # a session may have begun meanwhile
-        gone = retire(session, foreign, even_owned=True)
-        return gone + retire(session, unowned)
-
-
-def _leftovers(ledger: Ledger, session: Session) -> tuple[list[KVKey], list[KVKey]]:
-    """Keys of states in formats that no session uses, and of those without an owner."""
-    keys = select(StateTable.key).distinct()
-    foreign = StateTable.format.not_in(ledger.sessions.formats(session))
-    return (
-        [KVKey(key) for key in session.scalars(keys.where(foreign))],
-        [KVKey(key) for key in session.scalars(keys.where(is_unowned()))],
-    )
+        return retire(session, [KVKey(key) for key in session.scalars(keys)])
 
 
 def _is_alone(ledger: Ledger) -> bool:

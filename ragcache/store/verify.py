@@ -39,9 +39,9 @@ class Disagreement:
 
     kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
     without a row), `size` (a row records more bytes than the blob takes), `unowned` (states without
-    an owner), `format` (states of another version that no living process uses), `vector`
-    (embeddings of one collection that differ in length), `module` (a document without modules, or a
-    module without states), `unreadable` (a tier that cannot be read now). mended: by `repair`.
+    an owner), `vector` (embeddings of one collection that differ in length), `module` (a document
+    without modules, or a module without states), `unreadable` (a tier that cannot be read now).
+    mended: by `repair`.
     """
 
     kind: str
@@ -97,11 +97,8 @@ def _blobs(
     progress: Progress | None,
 ) -> Iterator[Disagreement]:  # fmt: skip
     blobs = set(index.tier.keys())
-    with store.ledger.database.reading() as session:
-        foreign = store.ledger.sessions.formats(session) - {store.ledger.sessions.format}
     for done, (key, row) in enumerate(sorted(rows.items())):
-        read = row.metadata.format not in foreign  # else only the processes of that format can
-        fault = _fault(index, key, row.nbytes) if read else None
+        fault = _fault(index, key, row.nbytes)
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
             mend = repair and kind != "unreadable"
@@ -134,18 +131,13 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
     lasting = StateTable.tier.in_(("disk", "remote"))
     with store.ledger.database.reading() as session:
         unowned = list(session.execute(statement.where(lasting, is_unowned())))
-        other = StateTable.format.not_in(store.ledger.sessions.formats(session))
-        earlier = list(session.execute(statement.where(lasting, other)))
-    if repair and (unowned or earlier):
+    if repair and unowned:
         with store.ledger.database.transaction() as session:
             gone = retire(session, [KVKey(key) for key, _ in unowned])
-            gone += retire(session, [KVKey(key) for key, _ in earlier], even_owned=True)
         store.discard(gone)
     for key, tier in unowned:
         detail = "neither a module, a schema nor an ingestion needs these states"
         yield Disagreement("unowned", f"{tier} {key}", detail, repair)
-    for key, tier in earlier:
-        yield Disagreement("format", f"{tier} {key}", "states of another version", repair)
 
 
 def _index(store: KVStore) -> Iterator[Disagreement]:

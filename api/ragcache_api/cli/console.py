@@ -440,19 +440,19 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     else:
         console.print(_text_or_reason(stream.result()), style="bold", markup=False)
     answer = stream.answer
-    for span in [each for each in getattr(answer, "spans", ()) if each.choice == 0][:_MOST_SPANS]:
+    for span in [each for each in answer.spans if each.choice == 0][:_MOST_SPANS]:
         console.print(format_span(span, answer.text), soft_wrap=True)
     table = plain_table()
     for source in answer.sources:
-        score = format_scores(source.bm25, source.cosine, getattr(source, "rerank", None))
-        page = getattr(source, "page", None)  # an older service has none
+        score = format_scores(source.bm25, source.cosine, source.rerank)
+        page = source.page
         place = "" if page is None else f", page {page}"
         table.add_row(escape(source.module) + place, score, source.tier, style="dim")
     console.print(table)
     if answer.finish_reason == "no_answer":
         console.print("an answer was refused; --min-confidence 0 shows it", style="dim")
     timings = answer.timings
-    confidence = getattr(answer, "confidence", None)  # an older service has none
+    confidence = answer.confidence
     sure = "" if confidence is None else f"confidence {confidence:.2f} · "
     console.print(
         f"{sure}mode {answer.mode} · prompt {format_reuse(answer)} · first token "

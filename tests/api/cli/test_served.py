@@ -16,9 +16,11 @@ from tests.api.cli.conftest import Run, error_of, json_of
 
 ANSWER = {
     "id": "a1", "question": "Where?", "text": "red cupboard", "finish_reason": "stop",
+    "confidence": None,
     "mode": "rooted",
     "sources": [{"document": "keys.md", "module": "keys.md#1", "uri": "", "score": 0.1,
-                 "tier": "host", "scaffold": "", "bm25": 1.5, "cosine": None}],
+                 "tier": "host", "scaffold": "", "bm25": 1.5, "cosine": None,
+                 "page": None, "headings": [], "rerank": None}],
     "reuse": {"prompt_tokens": 9, "cached_tokens": 6, "computed_tokens": 3, "shared_tokens": 0},
     "timings": {"first_token": 0.1, "total": 0.2},
     "spans": [{"document": "keys.md", "module": "keys.md#1", "start": 23, "end": 35, "page": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -17,16 +18,16 @@ from ragcache.db import Database, migrations
 from ragcache.db.database import LastKnown, Unchanged
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
-from ragcache.db.tables import Base, NamespaceTable, StateTable
+from ragcache.db.tables import Base, NamespaceTable, SessionTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
-    LedgerOutdated,
-    LedgerTooNew,
+    LedgerOfOtherVersion,
     LedgerUnavailable,
     NoState,
     StoreUnwritable,
 )
+from ragcache.states import FORMAT_VERSION
 
 
 @pytest.fixture(autouse=True)
@@ -107,95 +108,31 @@ def _tables(path: Path) -> set[str]:
     return names
 
 
-def test_a_ledger_of_a_later_version_is_refused(where: Path | str) -> None:
-    database = Database.open(where)
-    with database.transaction() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    database.close()
-    with pytest.raises(LedgerTooNew, match="has the revision 9999, this ragcache reads"):
-        Database.open(where)
-
-
-def test_a_later_ledger_that_only_expanded_is_used(where: Path | str) -> None:
-    database = Database.open(where)
-    with database.transaction() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-        noted = f"INSERT INTO ledger_facts VALUES ('revision 9999 serves from', '{HEAD}')"
-        session.execute(text(noted))
-        for name in ("sessions", "documents"):
-            added = f"ALTER TABLE {name} ADD COLUMN later VARCHAR NOT NULL DEFAULT ''"
-            session.execute(text(added))
-    assert Database.status(where).condition == "newer"
-    again = Database.open(where)
-    Sessions(again).begin()
-    again.close()
-    database.close()
-    assert Database.upgrade(where).revision == "9999", "it stays as it is"
-
-
-def make_outdated(where: Path | str) -> Database:
-    """A ledger as code of revision 0003 left it, which a process has open."""
-    database = Database.open(where)
-    Sessions(database).begin()
-    with database.transaction() as session:
-        for column in ("format", "revision"):
-            session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
-        for index in ("states_by_used_at", "scaffolds_by_collection", "scaffolds_by_schema"):
-            session.execute(text(f"DROP INDEX {index}"))
-        session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
-        for column in ("instruction", "calibrations"):
-            session.execute(text(f"ALTER TABLE collections DROP COLUMN {column}"))
-        session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
-        session.execute(text("DELETE FROM ledger_facts"))
-    return database
-
-
-def test_opening_migrates_only_where_no_other_process_lives(where: Path | str) -> None:
-    database = make_outdated(where)
-    with pytest.raises(LedgerOutdated, match=r"revision 0003.*run `ragcache ledger upgrade`"):
+@pytest.mark.parametrize("revision", ["0008", "0.2.0", "of nobody"])
+def test_a_ledger_of_another_version_is_refused_and_stays(where: Path | str, revision: str) -> None:
+    with closing(Database.open(where)) as database, database.transaction() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = :it"), {"it": revision})
+    said = rf"the revision {revision}, this ragcache reads and writes {HEAD}.*another version"
+    with pytest.raises(LedgerOfOtherVersion, match=said):
         Database.open(where)
     status = Database.status(where)
-    assert (status.revision, status.condition) == ("0003", "outdated")
-    assert [(each.format, each.revision) for each in status.sessions] == [(2, "0003")]
-    with database.transaction() as session:
-        session.execute(text("UPDATE sessions SET machine = 'another', heartbeat = 0"))
-    Database.open(where).close()
-    assert Database.status(where).condition == "current"
-    database.close()
+    assert (status.revision, status.head, status.sessions) == (revision, HEAD, ())
 
 
-def test_an_upgrade_goes_beside_processes_that_the_new_tables_serve(where: Path | str) -> None:
-    database = make_outdated(where)
-    upgraded = Database.upgrade(where)
-    assert (upgraded.condition, upgraded.serves_from) == ("current", migrations.SERVES_FROM)
-    with database.transaction() as session:  # what the code before it writes
-        session.execute(
-            text(
-                "INSERT INTO sessions (id, machine, pid, started, heartbeat, generation) "
-                "SELECT 'old', machine, pid, started, heartbeat, 1 FROM sessions"
-            )
-        )
-    sessions = Database.status(where).sessions
-    assert [(each.format, each.revision) for each in sessions] == [(2, "0003")] * 2
-    Database.open(where).close()
-    database.close()
+def test_the_status_names_the_processes_that_live(where: Path | str) -> None:
+    assert Database.status(where).revision is None
+    with closing(Database.open(where)) as database:
+        Sessions(database).begin()
+        Sessions(database).begin()
+        with database.transaction() as session:
+            silent = session.scalars(select(SessionTable).limit(1)).one()
+            silent.machine, silent.heartbeat = "another", 0.0
+        [living] = Database.status(where).sessions
+        assert (living.pid, Database.status(where).revision) == (os.getpid(), HEAD)
 
 
-def test_an_upgrade_that_contracts_waits_for_the_processes_before(
-    where: Path | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database = make_outdated(where)
-    monkeypatch.setattr("ragcache.db.database.SERVES_FROM", HEAD)
-    for migrate in (Database.open, Database.upgrade):
-        with pytest.raises(LedgerOutdated, match="stop these: the tables of"):
-            migrate(where)
-    assert Database.status(where).revision == "0003"
-    database.close()
-
-
-def test_an_empty_ledger_is_named_and_made(where: Path | str) -> None:
-    assert Database.status(where).condition == "empty"
-    assert Database.upgrade(where).condition == "current"
+def test_a_format_of_states_has_a_revision_of_its_own() -> None:
+    assert (HEAD, FORMAT_VERSION) == ("0.1.0", 3), "raise both: a ledger holds one format"
 
 
 def test_a_folder_without_state_is_named(tmp_path: Path) -> None:

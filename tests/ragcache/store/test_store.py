@@ -216,35 +216,6 @@ class TestOpening:
             encode_missing(lease, Producer())
         assert set(reopen().disk.keys()) == {root}, "preambles belong to the store"
 
-    def test_recovery_removes_states_of_an_earlier_format(
-        self, store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fill(store, 1)
-        store.close()
-        monkeypatch.setattr("ragcache.db.sessions.FORMAT_VERSION", 99)
-        later = reopen()
-        assert (set(later.disk.keys()), later.ledger.keys("disk")) == (set(), set())
-        assert later.ledger.evictions()["disk"]["superseded"] == 1
-
-    def test_states_of_a_format_that_a_living_session_uses_stay(
-        self, store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fill(store, 1)
-        with monkeypatch.context() as later:
-            later.setattr("ragcache.db.sessions.FORMAT_VERSION", 99)
-            new = reopen()
-            assert new.ledger.keys("disk") == set(keys(1))
-            assert verify(new, repair=True).clean
-            assert new.persistent.read(make_key(1)) is None, "it cannot read them"
-        assert set(store.disk.keys()) == store.ledger.keys("disk") == set(keys(1))
-        again = reopen()
-        assert sources(again, 1) == ["disk"]
-        for each in (store, again):
-            each.close()
-        new.close()
-        monkeypatch.setattr("ragcache.db.sessions.FORMAT_VERSION", 99)
-        assert reopen().ledger.keys("disk") == set(), "nobody is left who uses them"
-
 
 def test_eviction_leaves_the_disk_alone(reopen: Open) -> None:
     store = reopen(2)

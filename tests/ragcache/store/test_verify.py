@@ -91,12 +91,6 @@ class TestOneFault:
         store.put_states(make_key(9), make_states(9))
         self.check(store, "unowned", subject(9), 4)
 
-    def test_states_of_an_earlier_format(self, store: KVStore) -> None:
-        with store.ledger.database.transaction() as session:
-            row = update(StateTable).where(StateTable.key == str(make_key(4)))
-            session.execute(row.values(format=1))
-        self.check(store, "format", subject(4), 3)
-
     def test_a_row_with_another_size(self, store: KVStore) -> None:
         with store.ledger.database.transaction() as session:
             row = update(StateTable).where(StateTable.key == str(make_key(4)))

@@ -1,4 +1,4 @@
-"""The first tables, and the namespace `default`."""
+"""The tables of ragcache 0.1.0, and the namespace `default`."""
 
 from functools import partial
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0.1.0"
 down_revision = None
 
 _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -22,6 +22,7 @@ _text = partial(_column, sa.String)
 _number = partial(_column, _NUMBER)
 _real = partial(_column, sa.Double)
 _flag = partial(_column, sa.Boolean)
+_json = partial(_column, sa.JSON)
 _bytes = partial(_column, sa.LargeBinary)
 
 
@@ -43,18 +44,18 @@ def _create_documents() -> None:
         op.execute("SELECT setval(pg_get_serial_sequence('namespaces', 'id'), 1)")
     op.create_table(
         "collections", _id(), _owner("namespace_id", "namespaces"), _text("name"),
-        _number("revision"), sa.UniqueConstraint("namespace_id", "name"),
+        _number("revision"), _text("instruction", nullable=True),
+        _text("calibrations", nullable=True), sa.UniqueConstraint("namespace_id", "name"),
     )  # fmt: skip
     op.create_table(
         "documents", _id(), _owner("collection_id", "collections"), _text("source_id"),
-        _text("uri"), _text("digest"), sa.Column("attributes", sa.JSON, nullable=False),
+        _text("uri"), _text("digest"), _json("attributes"),
         sa.UniqueConstraint("collection_id", "source_id"),
     )  # fmt: skip
     op.create_table("document_texts", _owner_key("document_id", "documents"), _text("text"))
     op.create_table(
         "modules", _id(), _text("public_id", unique=True), _owner("document_id", "documents"),
-        _number("ordinal"), _text("name"), _text("text"),
-        sa.Column("places", sa.JSON, nullable=False, server_default="[]"),
+        _number("ordinal"), _text("name"), _text("text"), _json("details"), _json("places"),
         sa.UniqueConstraint("document_id", "ordinal"), sqlite_autoincrement=True,
     )  # fmt: skip
     op.create_index("modules_by_name", "modules", ["name", "id"])
@@ -70,20 +71,23 @@ def _create_parts_of_modules() -> None:
 
 def _create_states() -> None:
     op.create_table(
-        "states", _key("key"), _key("tier"), _key("place", server_default=""),
-        _number("nbytes"), _number("tokens"), _number("hits"), _number("last_use"),
-        _real("encode_seconds", server_default="0"), _flag("pinned", server_default=sa.false()),
-        _real("expires_at", nullable=True), _text("mode", server_default=""),
-        _text("kv_dtype", server_default="model"), _text("root", server_default=""),
-        _text("model", server_default=""), _number("format", server_default="0"),
+        "states", _key("key"), _key("tier"), _key("place"), _number("nbytes"), _number("tokens"),
+        _number("hits"), _number("last_use"), _real("used_at"), _real("encode_seconds"),
+        _flag("pinned"), _real("expires_at", nullable=True), _text("mode"), _text("kv_dtype"),
+        _text("root"), _text("model"),
     )  # fmt: skip
     op.create_index("states_by_hits", "states", ["hits", "key"])
     op.create_index("states_by_last_use", "states", ["last_use", "key"])
+    op.create_index("states_by_used_at", "states", ["used_at", "key"])
     op.create_index("states_by_size", "states", ["nbytes", "key"])
     op.create_index("states_by_tier", "states", ["tier", "key"])
     op.create_index("states_pinned", "states", ["key"], **_where("pinned = 1", "pinned"))
     limited = "expires_at IS NOT NULL"
     op.create_index("states_expiring", "states", ["expires_at"], **_where(limited, limited))
+    op.create_table("store_clock", _id(), _number("tick"))
+    op.execute("INSERT INTO store_clock (id, tick) VALUES (1, 0)")
+    op.create_table("retirements", _id(), _text("key"), _real("at"))
+    op.create_table("ledger_facts", _key("name"), _text("value"))
     op.create_table(
         "evictions", _id(), _text("public_id", unique=True), _text("key"), _text("tier"),
         _text("reason"), _number("nbytes"), _real("at"), _flag("fetched_again"),
@@ -101,19 +105,21 @@ def _create_schemas() -> None:
     op.create_table(
         "scaffolds", _id(), _owner("schema_id", "schemas", nullable=True),
         _owner("collection_id", "collections", nullable=True), _text("key"),
-        sa.Column("members", sa.JSON, nullable=False),
+        _json("members"),
     )  # fmt: skip
     op.create_index("scaffolds_by_key", "scaffolds", ["key"])
+    op.create_index("scaffolds_by_collection", "scaffolds", ["collection_id"])
+    op.create_index("scaffolds_by_schema", "scaffolds", ["schema_id"])
 
 
 def _create_sessions() -> None:
     op.create_table(
         "sessions", _key("id"), _text("machine"), _number("pid"), _text("started"),
-        _real("heartbeat"),
+        _real("heartbeat"), _number("generation"),
     )  # fmt: skip
     op.create_table(
-        "claims", _key("key"), _text("session"), _text("tier", server_default=""),
-        _text("place", server_default=""), _number("nbytes", server_default="0"),
+        "claims", _key("key"), _text("session"), _text("tier"), _text("place"),
+        _number("nbytes"),
     )  # fmt: skip
     op.create_index("ix_claims_session", "claims", ["session"])
 
@@ -123,13 +129,17 @@ def _create_jobs() -> None:
         "ingestion_jobs", _id(), _text("public_id", unique=True), _text("target"),
         _text("session"), _text("status"), _real("started_at", nullable=True),
         _real("finished_at", nullable=True), _number("modules"), _text("error"),
-        _text("namespace", server_default="default"), _real("created_at", server_default="0"),
-        _number("done", server_default="0"), _text("idempotency_key", nullable=True),
-        _text("request_digest", server_default=""),
+        _text("namespace"), _real("created_at"), _number("done"),
+        _text("idempotency_key", nullable=True), _text("request_digest"),
+        _json("options"), _json("report"),
     )  # fmt: skip
     op.create_index("jobs_by_namespace", "ingestion_jobs", ["namespace", "id"])
     request = ["namespace", "idempotency_key"]
     op.create_index("jobs_by_request", "ingestion_jobs", request, unique=True)
+    op.create_table(
+        "job_documents", _owner_key("job_id", "ingestion_jobs"),
+        _number("ordinal", primary_key=True), _text("source_id"), _text("content"),
+    )  # fmt: skip
     op.create_table("job_states", _owner_key("job_id", "ingestion_jobs"), _key("key"))
     op.create_index("ix_job_states_key", "job_states", ["key"])
 
