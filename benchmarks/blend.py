@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from gpu_session import GpuSession
+from gpu_table import GpuWorkload
+from harness import (
+    JsonFile,
+    LlamaShape,
+    Progress,
+    describe_machine,
+    named_shapes,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
 
-from ragcache.bench.gpu.session import GpuSession
-from ragcache.bench.gpu.table import GpuWorkload
-from ragcache.bench.harness import LlamaShape, Progress
 from ragcache.config import blend_percent
-from ragcache.machine import describe_machine
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, named_shapes, print_figures, run_benchmark
 
 MODES = ("rooted", "blend:5", "blend:15", "blend:30", "exact")
 

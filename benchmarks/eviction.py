@@ -16,12 +16,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from harness import (
+    JsonFile,
+    describe_machine,
+    made_up_key,
+    plain_table,
+    print_figures,
+    run_benchmark,
+    seconds,
+)
 
-from ragcache.bench.harness import made_up_key, seconds
-from ragcache.machine import describe_machine
 from ragcache.store.eviction import POLICIES, Entries, KVEntry, check_policy, choose_victims
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 
 @dataclass(frozen=True, slots=True)

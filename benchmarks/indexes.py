@@ -18,14 +18,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from harness import (
+    JsonFile,
+    describe_machine,
+    made_up_key,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
 
-from ragcache.bench.harness import made_up_key
 from ragcache.db import Catalog, Database, NewDocument, NewModule
-from ragcache.machine import describe_machine
 from ragcache.retrieval import Retriever, SearchParams
 from ragcache.retrieval.words import WordIndex
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 _COLLECTION, _DOCUMENT = "bench", 10  # modules of a document
 _WORDS, _VOCABULARY = 250, 20_000  # of a module; of all

@@ -14,15 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from harness import (
+    BenchDTypeOption,
+    JsonFile,
+    LlamaShape,
+    Progress,
+    describe_machine,
+    plain_table,
+    print_figures,
+    run_benchmark,
+    seconds,
+    shaped_model,
+)
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from rich.table import Table
 
-from ragcache.bench.harness import LlamaShape, Progress, seconds, shaped_model
-from ragcache.machine import describe_machine
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import BenchDTypeOption, JsonFile, print_figures, run_benchmark
 from ragcache_connectors.langchain.chat_models import ChatRagCache
 from ragcache_connectors.langchain.retrievers import RagCacheRetriever
 

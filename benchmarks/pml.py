@@ -12,11 +12,16 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+from harness import (
+    JsonFile,
+    Progress,
+    describe_machine,
+    plain_table,
+    print_figures,
+    run_benchmark,
+    seconds,
+)
 
-from ragcache.bench.harness import Progress, seconds
-from ragcache.machine import describe_machine
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 from ragcache_schemas import (
     Import,
     Module,

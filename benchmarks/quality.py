@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from harness import JsonFile, Progress, describe_machine, print_figures, run_benchmark
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD
 from ragcache.documents import load_sources
 from ragcache.evaluation import Dataset, Evaluation, evaluate_modes, load_dataset
 from ragcache.evaluation.datasets import DatasetBuilder, Over, answers_of, read_rows
-from ragcache.machine import describe_machine
 from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.evaluate import format_mean
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 MODES = ("exact", "rooted", "linked:16", "isolated")
 

@@ -13,17 +13,23 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness import (
+    BenchDTypeOption,
+    JsonFile,
+    Progress,
+    describe_machine,
+    dtypes_of,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
 from torch import Tensor
 
-from ragcache.bench.harness import Progress, dtypes_of
 from ragcache.engine import EncodeJob, Request, Segment, assemble_context, complete, encode
 from ragcache.errors import NoDocuments
-from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import BenchDTypeOption, JsonFile, print_figures, run_benchmark
 
 _MODULE_TOKENS = 384
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import typer
+from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 
-from ragcache.bench.harness import Progress
 from ragcache.documents import load_sources
-from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model
 from ragcache.structured.quotation import (
     QuotableText,
@@ -26,8 +25,6 @@ from ragcache.structured.quotation import (
     TokenSpellings,
 )
 from ragcache_api.cli.ask import example_handbook
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,23 +22,30 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from harness import (
+    JsonFile,
+    LlamaShape,
+    PlotFile,
+    Progress,
+    describe_machine,
+    new_figure,
+    plain_table,
+    print_figures,
+    run_benchmark,
+)
 from quality import handbook_set, load_set
 from torch import Tensor
 
-from ragcache.bench.harness import LlamaShape, Progress, new_figure
 from ragcache.documents.split import split_text
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.runner import ModelRunner, runner_for
 from ragcache.evaluation import Dataset, exact_match, f1
-from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel, load_model, prompt_frame, wrap_causal
 from ragcache.pipeline.blend import choose_runs
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVStates
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, PlotFile, print_figures, run_benchmark
 
 CHOICES = ("linked", "blend", "blend of tokens", "oracle", "random", "blend of isolated")
 """Which tokens are computed again: the first of each module; those whose values deviate most where

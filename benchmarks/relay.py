@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 import typer
+from harness import (
+    BenchDTypeOption,
+    JsonFile,
+    PlotFile,
+    describe_machine,
+    new_figure,
+    plain_table,
+    print_figures,
+    seconds,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
-from ragcache.bench.harness import new_figure, seconds
-from ragcache.machine import describe_machine, product_dtype
+from ragcache.machine import product_dtype
 from ragcache.models.dtype import parse_dtype
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import (
-    BenchDTypeOption,
-    DeviceOption,
-    JsonFile,
-    PlotFile,
-    print_figures,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class RelaySetting:
         return parse_dtype(self.dtype) or product_dtype(torch.bfloat16)
 
 
-def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, Any]]:
+def bench_relay(setting: RelaySetting) -> list[dict[str, Any]]:
     """For every batch b and shared length s: the speedup over attention in which every request
     reads its own copy, and that over the theory (s+c+2)/(s/b+c+7) (RelayAttention §3.3, eq. 9)."""
     rows = []
     for batch in setting.batches:
         for shared in setting.shared:
-            metadata, copies = _plan(setting, batch, shared, device)
-            ours, own = _times(setting, metadata, copies, batch, device)
+            metadata, copies = _plan(setting, batch, shared)
+            ours, own = _times(setting, metadata, copies, batch)
             theory = (shared + setting.own + 2) / (shared / batch + setting.own + 7)
             rows.append(
                 {
@@ -71,25 +72,25 @@ def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, An
 
 
 def _plan(
-    setting: RelaySetting, batch: int, shared: int, device: str
+    setting: RelaySetting, batch: int, shared: int
 ) -> tuple[AttentionMetadata, tuple[Tensor, Tensor]]:
     """Metadata of a decoding step over shared states, and [B, Hkv, S, D] copies of them."""
     torch.manual_seed(0)
     heads, dim, own = setting.num_kv_heads, setting.head_dim, setting.own
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(setting.computes_in)
+        return torch.randn(shape).to(setting.computes_in)
 
     run, pool = (random(1, heads, shared, dim) for _ in range(2)), batch * own
     keys, values = run
-    rows = torch.arange(batch, device=device)
+    rows = torch.arange(batch)
     pages = PagedQueries(
         random(1, heads, pool, dim),
         random(1, heads, pool, dim),
         own,
         rows,
         rows[:, None],
-        torch.zeros(batch, own, dtype=setting.computes_in, device=device),
+        torch.zeros(batch, own, dtype=setting.computes_in),
     )
     metadata = AttentionMetadata(
         SharedQueries(rows), (SharedKV(keys, values, 0, batch),), (), pages, (), rows[None]
@@ -103,15 +104,14 @@ def _times(
     metadata: AttentionMetadata,
     copies: tuple[Tensor, Tensor],
     batch: int,
-    device: str,
 ) -> tuple[float, float]:
     """Median seconds of the metadata and of attention over copies, in turn."""
     torch.manual_seed(1)
     heads, dim = setting.num_heads, setting.head_dim
     dtype = setting.computes_in
-    query = torch.randn(heads, batch, dim, device=device).to(dtype)
-    new = torch.randn(setting.num_kv_heads, batch, dim, device=device).to(dtype)
-    backend = backend_for(torch.device(device))
+    query = torch.randn(heads, batch, dim).to(dtype)
+    new = torch.randn(setting.num_kv_heads, batch, dim).to(dtype)
+    backend = backend_for(torch.device("cpu"))
     scale = dim**-0.5
 
     def ours() -> None:
@@ -127,13 +127,13 @@ def _times(
         ours()
         own()
         for _ in range(setting.runs):
-            times[0].append(seconds(ours, device))
-            times[1].append(seconds(own, device))
+            times[0].append(seconds(ours))
+            times[1].append(seconds(own))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def plot_relay(result: dict[str, Any], file: Path) -> None:
-    """Speedup against the length of the run. Raises `MissingExtra` without matplotlib."""
+    """Speedup against the length of the run."""
     figure, [axes] = new_figure(1)
     by_batch: dict[int, list[dict[str, Any]]] = {}
     for row in result["relay"]:
@@ -150,14 +150,13 @@ def plot_relay(result: dict[str, Any], file: Path) -> None:
 
 
 def main(
-    device: DeviceOption = "cpu", dtype: BenchDTypeOption = "auto", json_file: JsonFile = None,
-    plot: PlotFile = None,
-) -> None:  # fmt: skip
+    dtype: BenchDTypeOption = "auto", json_file: JsonFile = None, plot: PlotFile = None
+) -> None:
     """Attention of a decoding step over a shared run, beside attention over copies."""
     setting = RelaySetting(dtype=dtype)
     result: dict[str, Any] = {
-        "relay": bench_relay(setting, device),
-        "setting": asdict(setting) | {"device": device},
+        "relay": bench_relay(setting),
+        "setting": asdict(setting),
         "machine": describe_machine(),
     }
     table = plain_table("batch", "shared", "speedup", "theory", "measured over theory")

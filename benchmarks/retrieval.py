@@ -21,19 +21,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 from langchain_core.embeddings import Embeddings
 from quality import handbook_set, load_set
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress
 from ragcache.db import ModuleRow
 from ragcache.documents import SourceDocument
 from ragcache.evaluation import Dataset, Question, evaluate
-from ragcache.machine import describe_machine
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.resolve import has_minilm
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 
 @dataclass(frozen=True, slots=True)

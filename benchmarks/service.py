@@ -24,22 +24,21 @@ from typing import Annotated, Any
 
 import typer
 import uvicorn
-from service_clients import ClientProcess, request, run_clients
-
-from ragcache import Generation, RagCache, SourceDocument
-from ragcache.bench.harness import LlamaShape, Progress, shaped_model
-from ragcache.bench.tiers import fill_ledger
-from ragcache.machine import describe_machine
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import (
+from harness import (
     BenchDTypeOption,
-    CheckOption,
-    DeviceOption,
     JsonFile,
-    ShapeOption,
+    LlamaShape,
+    Progress,
+    describe_machine,
+    plain_table,
     print_figures,
     run_benchmark,
+    shaped_model,
 )
+from service_clients import ClientProcess, request, run_clients
+from tiers import fill_ledger
+
+from ragcache import Generation, RagCache, SourceDocument
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import frozen_heap
 
@@ -362,20 +361,10 @@ def main(
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
-    device: DeviceOption = "cpu",
     dtype: BenchDTypeOption = "auto",
-    shape: ShapeOption = "7b,8b",
-    check: CheckOption = False,
     json_file: JsonFile = None,
 ) -> None:
-    """The service beside calls of the engine: first tokens, streams, and a long listing. On a GPU
-    first tokens of chats over documents; FILE may be that of a run of the table, which then gets
-    this row."""
-    if device != "cpu":
-        from service_gpu import print_chats
-
-        print_chats(shape, device, json_file, check)
-        return
+    """The service beside calls of the engine: first tokens, streams, and a long listing."""
     setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules, dtype=dtype)
     result = run_benchmark(lambda progress: bench_http(setting, progress))
     table = plain_table("over HTTP", "", "of the calls")

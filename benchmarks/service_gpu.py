@@ -1,5 +1,7 @@
 """First tokens of chats on a GPU, over HTTP and from the engine, with documents in the text.
 
+    python benchmarks/service_gpu.py --shape 7b --check --json FILE
+
 The service runs in this process, with its ledger, recognition and store, over a model of a shape
 with random weights; its client in another. Each chat holds four of the ingested documents in random
 order, and a question. The engine answers as many tokens over states of the same sizes, right before
@@ -16,23 +18,32 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from gpu import new_document
+from gpu_table import GpuWorkload, missed, render_text, rows_of
+from harness import (
+    DeviceOption,
+    JsonFile,
+    LlamaShape,
+    Progress,
+    made_up_key,
+    named_shapes,
+    print_figures,
+    run_benchmark,
+    shaped_model,
+)
 from service import serving
 from service_clients import ClientProcess, request
 
 from ragcache import RagCache, SourceDocument
-from ragcache.bench.gpu.suite import new_document
-from ragcache.bench.gpu.table import GpuWorkload, rows_of
-from ragcache.bench.harness import LlamaShape, Progress, made_up_key, shaped_model
 from ragcache.engine import Request, TextStream
 from ragcache.models import LoadedModel
 from ragcache.pipeline.chat import ChatCall
 from ragcache.pipeline.chat_template import Message
 from ragcache.pipeline.prompt import build_context
 from ragcache.states import KVStates
-from ragcache_api.cli.measure import named_shapes, print_table, run_benchmark
 
 _COLLECTION = "bench"
 _WORDS = ("mooring", "lantern", "ledger", "harbour", "cable", "winch", "survey", "tide", "signal")
@@ -168,9 +179,13 @@ def _text(model: LoadedModel, tokens: int, seed: int) -> str:
     return text
 
 
-def print_chats(shape: str, device: str, json_file: Path | None, check: bool) -> None:
-    """Runs the part and prints the table. A file that a run of the table has written gets the row
-    beside its others."""
+def main(
+    shape: Annotated[str, typer.Option(help="Shapes, with commas.")] = "7b,8b",
+    device: DeviceOption = "cuda",
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 where a must is missed.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """First tokens of chats. FILE may be that of a run of the table, which then gets this row."""
     before = None
     if json_file is not None and json_file.exists():
         before = json.loads(json_file.read_text(encoding="utf-8"))
@@ -178,4 +193,11 @@ def print_chats(shape: str, device: str, json_file: Path | None, check: bool) ->
     document = run_benchmark(
         lambda progress: bench_chats(shapes, device, progress, document=before)
     )
-    print_table(document, json_file, check=check)
+    print_figures([], document, json_file)
+    typer.echo(render_text(document))
+    if document["errors"] or (check and missed(document)):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -19,18 +19,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress
 from ragcache.evaluation import evaluate, load_dataset
-from ragcache.machine import describe_machine
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.model import plain_tensors
 from ragcache.models.reader import READER
 from ragcache_api.cli.ask import example_handbook
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 KINDS = (None, *QUANTIZATIONS)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from ragcache.bench.harness import (
     Progress,
     PromptSetting,
     dtypes_of,
-    new_figure,
+    in_dtype,
     shaped_causal,
 )
-from ragcache.bench.peers import in_dtype
 from ragcache.engine import (
     Context,
     EngineConfig,
@@ -50,7 +48,6 @@ class DecodeSetting(PromptSetting):
     new_tokens: int = 64
     copies_tokens: int = 8
     unshared_tokens: int = 256
-    device: str = "cpu"
     dtype: str = "auto"
 
 
@@ -106,7 +103,7 @@ def bench_decode(
 def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> dict[str, Any]:
     heads = f"{shape.num_heads} query heads over {shape.num_kv_heads}"
     progress(f"building the model ({heads} key heads)")
-    causal = shaped_causal(shape, setting.dtype, setting.device)
+    causal = shaped_causal(shape, setting.dtype)
     model = causal.model
     states = _states(setting, causal)
     contexts = _contexts(setting, causal, states)
@@ -150,7 +147,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
 
 def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     progress("no sharing")
-    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
+    causal = shaped_causal(setting.shape, setting.dtype)
     model = causal.model
     rng = random.Random(3)
     questions = [
@@ -259,19 +256,3 @@ def generate_copies(
         )
     model.set_attn_implementation(implementation)
     return [after - before for before, after in pairwise(times)]
-
-
-def plot_decode(result: dict[str, Any], file: Path) -> None:
-    """Seconds of a step, way by way. Raises `MissingExtra` without matplotlib."""
-    figure, [axes] = new_figure(1)
-    sides = {"shared": "2 key heads", "shared_mha": "as many key heads"}
-    width = 0.8 / len(sides)
-    for number, (side, label) in enumerate(sides.items()):
-        steps = result[side]["step_s"]
-        places = [at + number * width for at in range(len(steps))]
-        axes.bar(places, list(steps.values()), width, label=label)
-        axes.set_xticks([at + 0.4 - width / 2 for at in range(len(steps))], list(steps))
-    axes.set_ylabel("seconds of a decoding step")
-    axes.set_yscale("log")
-    axes.legend(frameon=False)
-    figure.savefig(file)

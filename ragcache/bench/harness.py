@@ -1,23 +1,22 @@
-"""Shared parts of the benchmarks: machine, model shapes, timing, JSON files and plots."""
+"""Shared parts of the benchmarks: shapes of random models, timing, and Hugging Face's ways."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from ragcache.errors import MissingExtra
 from ragcache.machine import keep_freed_memory
-from ragcache.states import KVKey
+from ragcache.states import KVStates
 
 if TYPE_CHECKING:
-    from ragcache.models import CausalLM, LanguageModel, LoadedModel
+    from ragcache.models import CausalLM, LanguageModel
 
 Progress = Callable[[str], None]
 
@@ -68,13 +67,11 @@ class LlamaShape:
         """Token ids drawn uniformly from the vocabulary."""
         return [rng.randrange(self.vocabulary) for _ in range(count)]
 
-    def build(self, dtype: torch.dtype, seed: int = 0, device: str | None = None) -> Any:
-        """A Hugging Face model with random weights. device: where the weights are drawn, in `dtype`
-        at once; None draws them in float32 on the CPU, the same on every machine."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def config(self, dtype: torch.dtype) -> Any:
+        """The configuration of a Hugging Face model of this shape."""
+        from transformers import LlamaConfig
 
-        torch.manual_seed(seed)
-        config = LlamaConfig(
+        return LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -86,22 +83,14 @@ class LlamaShape:
             tie_word_embeddings=self.tied,
             dtype=dtype,
         )
-        if device is None:
-            return LlamaForCausalLM(config).to(dtype).eval()
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                return LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(before)
 
+    def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
+        """A Hugging Face model with random weights, drawn in float32 on the CPU: the same on every
+        machine."""
+        from transformers import LlamaForCausalLM
 
-SHAPES: Mapping[str, LlamaShape] = {
-    "7b": LlamaShape(32, 4096, 32, 32, 11008, 32000, 32768, 10_000.0, tied=False),
-    "8b": LlamaShape(32, 4096, 32, 8, 14336, 128256, 32768, 500_000.0, tied=False),
-}
-"""The shapes of the figures on a GPU: Llama 7B with as many key heads as query heads, and 8B."""
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(self.config(dtype)).to(dtype).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +113,15 @@ class PromptSetting:
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
-def shaped_causal(shape: LlamaShape, dtype: str = "auto", device: str = "cpu") -> CausalLM:
-    """A model of the shape as `load_model` opens one whose random weights are in bfloat16."""
+def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
+    """A model of the shape on the CPU, as `load_model` opens one whose weights are in bfloat16."""
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
     keep_freed_memory()  # also for what transformers computes before a runner of ours does
     model = shape.build(torch.bfloat16)
-    choice = choose_dtypes(model, torch.device(device), dtype)
-    causal = wrap_causal(convert(model, choice.compute).to(device))
+    choice = choose_dtypes(model, torch.device("cpu"), dtype)
+    causal = wrap_causal(convert(model, choice.compute))
     causal.states_dtype = choice.states
     return causal
 
@@ -144,65 +133,42 @@ def dtypes_of(causal: LanguageModel) -> dict[str, str]:
     return {"compute": dtype_name(causal.dtype), "states": dtype_name(causal.states_dtype)}
 
 
-def shaped_model(shape: LlamaShape, device: str | None = None, dtype: str = "auto") -> LoadedModel:
-    """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer.
-    dtype: what it computes in on a CPU, as in `load_model`. device: see `LlamaShape.build`; what is
-    drawn there has no digest, which would take minutes, and answers with tokens that are text."""
-    from ragcache.models import LoadedModel, load_model, wrap_causal
-
-    tokenizer = load_model().tokenizer
-    if device is None:
-        return LoadedModel("shape", shaped_causal(shape, dtype), tokenizer)
-    model = shape.build(torch.bfloat16, device=device)
-    silent = torch.ones(shape.vocabulary, dtype=torch.bool)
-    for token in range(min(shape.vocabulary, len(tokenizer))):
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        silent[token] = not text.isprintable() or not text.isascii() or not text
-    with torch.no_grad():
-        model.lm_head.weight[silent] = 0  # of thousands of logits the largest is above zero
-    causal = wrap_causal(model)
-    causal.fingerprint = f"random weights of {shape}"
-    return LoadedModel("shape", causal, tokenizer)
-
-
-def both_seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Wall-clock seconds of one call on the CPU, and processor seconds of all threads."""
-    busy = time.process_time()
-    return seconds(run), time.process_time() - busy
-
-
-def seconds(run: Callable[[], object], device: str = "cpu") -> float:
-    """Wall-clock seconds of one call, including its work on a GPU."""
+def seconds(run: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
     begin = time.perf_counter()
     run()
-    if device != "cpu":
-        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def made_up_key(name: object) -> KVKey:
-    """A key with the length of real digests."""
-    return KVKey(hashlib.sha256(str(name).encode()).hexdigest())
+@torch.inference_mode()
+def prefill(model: Any, prompt: Sequence[int]) -> int:
+    """The first token of a prompt of which everything is computed."""
+    logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
+    return int(logits[0, -1].argmax())
 
 
-def new_figure(columns: int) -> Any:
-    """A matplotlib figure and its axes. Raises `MissingExtra` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra(
-            "plots need matplotlib: install it with `pip install 'ragcache[plot]'`"
-        ) from error
-    figure = Figure(figsize=(5.5 * columns, 4), layout="constrained", dpi=150)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+def in_dtype(states: KVStates, dtype: torch.dtype) -> KVStates:
+    """States as Hugging Face attends to them: in the dtype that the model computes in."""
+    return KVStates(states.keys.to(dtype), states.values.to(dtype), states.start)
 
 
-def draw_bars(axes: Any, title: str, values: Mapping[str, float]) -> None:
-    """Draws horizontal bars with their values."""
-    names = list(values)[::-1]
-    axes.barh(names, [values[name] for name in names], color="#4878a8")
-    for row, name in enumerate(names):
-        axes.annotate(f" {values[name]:.3g}", (values[name], row), va="center")
-    axes.set_title(title)
-    axes.margins(x=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
+@torch.inference_mode()
+def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
+    """The first token over the states of every layer, concatenated into a `DynamicCache`."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(states[0].keys.shape[0]):
+        keys = torch.cat([s.keys[layer] for s in states], dim=1)
+        values = torch.cat([s.values[layer] for s in states], dim=1)
+        cache.update(keys[None], values[None], layer)
+    start = sum(s.length for s in states)
+    positions = torch.arange(start, start + len(question), device=model.device)[None]
+    logits: Tensor = model(
+        _ids(model, question), position_ids=positions, past_key_values=cache, logits_to_keep=1
+    ).logits
+    return int(logits[0, -1].argmax())
+
+
+def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor([list(tokens)], device=model.device)

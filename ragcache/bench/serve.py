@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ragcache.bench.harness import LlamaShape, Progress, dtypes_of, new_figure, shaped_causal
+from ragcache.bench.harness import LlamaShape, Progress, dtypes_of, shaped_causal
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -47,7 +46,6 @@ class ServeSetting:
     seconds: float = 20.0
     growth: float = 1.6
     most_rates: int = 8
-    device: str = "cpu"
     dtype: str = "auto"
 
 
@@ -75,7 +73,7 @@ def bench_serve(
     """
     setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
-    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
+    causal = shaped_causal(setting.shape, setting.dtype)
     own = setting.preamble_tokens + setting.each * setting.document_tokens
     own += setting.question_tokens + setting.new_tokens
     room = 32 * (own + 64) * causal.computed_bytes_per_token
@@ -169,24 +167,3 @@ def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
             return below.rate + share * (load.rate - below.rate)
         below = load
     return below.rate
-
-
-def plot_serve(result: dict[str, Any], file: Path) -> None:
-    """Normalized latency and time to first token against the rate, in both modes."""
-    figure, (left, right) = new_figure(2)
-    for mode, loads in result["loads"].items():
-        rates = [load["rate"] for load in loads]
-        [line] = left.plot(rates, [load["normalized"] for load in loads], "o-", label=mode)
-        left.axvline(result["knee"][mode], color=line.get_color(), ls=":", alpha=0.6)
-        right.plot(rates, [load["ttft_p50"] for load in loads], "o-", label=f"{mode}, p50")
-        p99 = [load["ttft_p99"] for load in loads]
-        right.plot(rates, p99, "o--", color=line.get_color(), label=f"{mode}, p99")
-    left.axhline(result["limit_s_a_token"], color="gray", lw=0.8)
-    left.set_ylabel("normalized latency, seconds a token")
-    right.set_ylabel("time to first token, seconds")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("requests a second")
-        axes.legend(frameon=False)
-    figure.savefig(file)

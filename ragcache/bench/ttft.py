@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,11 +13,13 @@ from ragcache.bench.harness import (
     LlamaShape,
     Progress,
     PromptSetting,
-    both_seconds,
+    concatenate,
     dtypes_of,
+    in_dtype,
+    prefill,
+    seconds,
     shaped_causal,
 )
-from ragcache.bench.peers import concatenate, in_dtype, prefill
 from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
 from ragcache.machine import describe_machine
 from ragcache.models import wrap_causal
@@ -32,7 +35,6 @@ class TtftSetting(PromptSetting):
     shape: LlamaShape = LlamaShape()
     prefill_runs: int = 2
     cached_runs: int = 9
-    device: str = "cpu"
     dtype: str = "auto"
 
 
@@ -48,7 +50,7 @@ def bench_ttft(
     """
     setting = setting or TtftSetting()
     progress("building the model")
-    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
+    causal = shaped_causal(setting.shape, setting.dtype)
     model = causal.model
     model.set_attn_implementation("sdpa")
     preamble, modules, question = setting.draw(setting.shape)
@@ -56,7 +58,7 @@ def bench_ttft(
 
     progress("ordinary prefill (tens of seconds)")
     ordinary = partial(prefill, model, prompt)
-    prefills = [both_seconds(ordinary) for _ in range(setting.prefill_runs)]
+    prefills = [_both_seconds(ordinary) for _ in range(setting.prefill_runs)]
     wrap_causal(model)
     progress("encoding the modules")
     [root] = encode(causal, [EncodeJob(preamble)])
@@ -70,9 +72,9 @@ def bench_ttft(
         cached = partial(_cached, engine, causal.window, placed, question)
         for _ in range(setting.cached_runs):
             model.set_attn_implementation("sdpa")
-            times["concat"].append(both_seconds(concatenated))
+            times["concat"].append(_both_seconds(concatenated))
             wrap_causal(model)
-            times["cached"].append(both_seconds(cached))
+            times["cached"].append(_both_seconds(cached))
     runs = {"prefill": prefills, **times}
     by_clock, by_processor = (
         {name: [each[clock] for each in found] for name, found in runs.items()} for clock in (0, 1)
@@ -106,3 +108,9 @@ def _cached(
 ) -> int:
     context = assemble_context(states, question, window=window, max_new_tokens=1)
     return engine.submit_request(Request(context, 1)).result().token_ids[0]
+
+
+def _both_seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock seconds of one call, and processor seconds of all threads."""
+    busy = time.process_time()
+    return seconds(run), time.process_time() - busy

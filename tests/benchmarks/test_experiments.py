@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plots
 import pytest
 import torch
 from blend import BlendSetting, bench_blend
 from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
+from gpu_table import GpuWorkload
+from harness import LlamaShape
 from hypothesis import given
 from hypothesis import strategies as st
 from indexes import bench_indexes
@@ -34,8 +37,6 @@ from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
 from weights import WeightsSetting, bench_weights
 
-from ragcache.bench.gpu.table import GpuWorkload
-from ragcache.bench.harness import LlamaShape
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
 from ragcache.evaluation import Dataset, Question
@@ -210,6 +211,13 @@ def test_a_folder_without_questions_is_named(reader: LoadedModel, tmp_path: Path
 
 
 SETTING = RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2)
+
+
+def test_plots_are_drawn_from_the_figures_that_are_published(tmp_path: Path) -> None:
+    for kind in ("decode", "serve"):
+        image = tmp_path / f"{kind}.png"
+        plots.main(kind, str(REPOSITORY / f"benchmarks/results/{kind}-cpu.json"), str(image))
+        assert image.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The papers' workloads in `benchmarks/papers/`, on tiny settings: they run and add up."""
+"""The papers' workloads, on tiny settings: they run and add up."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from chunk_attention import PluginSetting, bench_chunk_attention, plugin_prompt
-from comparison import ModelSetting, print_comparisons
 from hydragen import ConsistencySetting, NeedleSetting, bench_hydragen, needle_document
+from papers import ModelSetting, print_comparisons
 from prompt_cache import LengthSetting, bench_prompt_cache
-from relay_attention import ChatSetting, bench_relay_attention
 
 from ragcache.models import LoadedModel
 
@@ -65,11 +64,3 @@ def test_a_shared_plugin_prompt_takes_less_memory_once_found() -> None:
     latency, memory = bench_chunk_attention(TINY, setting)["comparisons"]
     assert latency["ratio"] > 0
     assert memory["ratio"] > 0.3
-
-
-@pytest.mark.slow
-def test_a_system_prompt_under_poisson_arrivals_runs() -> None:
-    setting = ChatSetting((128,), 8, 4, requests=4, seconds=0.1, most_rates=2)
-    result = bench_relay_attention(TINY, setting)
-    [served] = result["loads"].values()
-    assert result["comparisons"][0]["ratio"] == served["knee_ratio_to_exact"] > 0

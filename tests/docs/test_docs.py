@@ -79,21 +79,6 @@ def test_readme_has_snippets_of_both_kinds() -> None:
     assert sorted(kind for kind, _ in SNIPPETS) == ["python", "python", "python", "text"]
 
 
-def test_benchmarks_take_the_options_that_the_readme_names() -> None:
-    assert (
-        "Benchmarks take `--json FILE` and, all but `ttft` and `cluster`, `--plot FILE`" in README
-    )
-    benches = get_command(app).commands["bench"].commands  # type: ignore[attr-defined]
-    options = {
-        name: {option for each in command.params for option in each.opts}
-        for name, command in benches.items()
-    }
-    assert all("--json" in each for each in options.values())
-    assert {name for name, each in options.items() if "--plot" not in each} == {
-        "ttft", "cluster",
-    }  # fmt: skip
-
-
 def test_readme_commands_exist() -> None:
     commands = get_command(app)
     for name in re.findall(r"^\| `ragcache (\w+)", README, re.MULTILINE):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu import PARTS, SuiteRun
+from gpu_table import GpuWorkload
 
-from ragcache.bench.gpu.suite import PARTS, SuiteRun
-from ragcache.bench.gpu.table import GpuWorkload
 from ragcache.bench.harness import LlamaShape
 
 if not torch.cuda.is_available():

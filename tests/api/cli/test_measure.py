@@ -1,4 +1,4 @@
-"""`ragcache plan`."""
+"""`ragcache plan` and `ragcache bench`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ragcache.errors import ConfigurationError, NoState
 from ragcache_api.cli.main import app
+from tests.conftest import REPOSITORY
 
 runner = CliRunner()
 
@@ -41,3 +42,24 @@ def test_a_plan_needs_either_files_or_a_collection(notes: Path, tmp_path: Path) 
         assert isinstance(runner.invoke(app, ["plan", *arguments]).exception, ConfigurationError)
     missing = runner.invoke(app, ["plan", "-c", "notes", "--state", str(tmp_path)])
     assert isinstance(missing.exception, NoState)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("ttft", "states concatenated"), ("decode", "KV bytes over one copy"),
+        ("serve", "knee: 2.95 requests a second"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_prints_its_figures_and_writes_them(
+    name: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures that are published, as they would be measured."""
+    result = json.loads((REPOSITORY / f"benchmarks/results/{name}-cpu.json").read_text())
+    result |= {"processor": dict(result)} if name == "ttft" else {}  # measured later
+    monkeypatch.setattr(f"ragcache.bench.{name}.bench_{name}", lambda *_: result)
+    file = tmp_path / "figures.json"
+    done = runner.invoke(app, ["bench", name, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert shown in " ".join(done.stdout.split())
+    assert json.loads(file.read_text())["machine"] == result["machine"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from tiers import fill_ledger
 
 from ragcache import RagCache, SourceDocument
-from ragcache.bench.tiers import fill_ledger
 from ragcache.config import NAMESPACE
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app

@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
-from ragcache.bench.harness import LlamaShape, describe_machine
-from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of, plot_serve
-from ragcache.bench.tiers import (
-    ByTierSetting,
-    TiersSetting,
-    bench_by_tier,
-    bench_disk,
-    bench_ledger,
-    bench_tiers,
-    plot_tiers,
-)
+from ragcache.bench.decode import DecodeSetting, bench_decode
+from ragcache.bench.harness import LlamaShape
+from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of
 from ragcache.bench.ttft import TtftSetting, bench_ttft
-from ragcache.errors import MissingExtra
-from ragcache_api.cli.main import app
+from ragcache.machine import describe_machine
 
 TINY = LlamaShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=128
@@ -157,6 +145,7 @@ def test_ratios_are_of_the_medians_that_were_measured(result: dict[str, Any]) ->
     unshared = result["unshared"]["step_s"]
     assert result["ratio_unshared"] == unshared["generate"] / unshared["segments"]
     assert 0 < result["scheduler_share"] < 1
+    json.dumps(result)
 
 
 def test_the_memory_is_one_copy_and_the_chunks_of_private_tokens(result: dict[str, Any]) -> None:
@@ -165,12 +154,6 @@ def test_the_memory_is_one_copy_and_the_chunks_of_private_tokens(result: dict[st
     chunks = 3 * 64  # one chunk a request
     expected = (documents + chunks) / (documents + private)
     assert result["kv_bytes_ratio"] == pytest.approx(expected)
-
-
-def test_the_result_is_json_and_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:
-    json.dumps(result)
-    plot_decode(result, tmp_path / "decode.png")
-    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
 
 
 SERVE_SHAPE = LlamaShape(
@@ -196,7 +179,7 @@ def load(rate: float, normalized: float) -> LoadPoint:
     return LoadPoint(rate, rate, 0.1, 0.2, normalized)
 
 
-def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:
+def test_every_rate_of_both_modes_is_reported() -> None:
     result = bench_serve(SERVE)
     for mode in ("exact", "cached"):
         loads = result["loads"][mode]
@@ -206,117 +189,9 @@ def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:
     knee = result["knee"]
     assert result["knee_ratio_to_exact"] == knee["cached"] / knee["exact"]
     json.dumps(result)
-    plot_serve(result, tmp_path / "serve.png")
-    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_knee_is_where_the_latency_crosses_the_limit() -> None:
     assert knee_of([load(1, 0.1), load(2, 0.3)], limit=0.2) == pytest.approx(1.5)
     assert knee_of([load(1, 0.1), load(2, 0.15)], limit=0.2) == 2, "it was never crossed"
     assert knee_of([load(1, 0.4)], limit=0.2) == pytest.approx(0.5)
-
-
-TIERS = ["host", "disk", "remote"]
-
-
-@pytest.fixture(scope="module")
-def by_tier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    shape = LlamaShape(
-        num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, intermediate=96, vocabulary=320,
-        window=512,
-    )  # fmt: skip
-    setting = ByTierSetting(2, 24, 8, 6, runs=2, dtype="float32", lengths=(8, 24))
-    return bench_by_tier(tmp_path_factory.mktemp("tiers"), shape, setting, lambda _: None)
-
-
-def test_every_tier_of_the_machine_is_measured_beside_computing(by_tier: dict[str, Any]) -> None:
-    tiers = ["device", *TIERS] if torch.cuda.is_available() else TIERS
-    assert list(by_tier["ttft_by_tier"]) == [*tiers, "computed"]
-    for tier, ready in by_tier["by_tier"]["ready_s"].items():
-        assert 0 < ready < by_tier["ttft_by_tier"][tier]
-
-
-def test_the_break_even_is_of_the_figures_beside_it(by_tier: dict[str, Any]) -> None:
-    rows = by_tier["by_tier"]["lengths"]
-    assert [row["tokens"] for row in rows] == [8, 24]
-    per_token = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, size, bytes
-    for row in rows:
-        assert row["nbytes"] == per_token * row["tokens"]
-        assert row["break_even_bandwidth"] == row["nbytes"] / row["computed"]
-    for tier, tokens in by_tier["by_tier"]["break_even_tokens"].items():
-        quicker = rows[-1][tier] < rows[-1]["computed"]
-        assert (tokens is not None) == quicker
-
-
-def test_states_lie_in_every_tier_that_outlives_the_process(tmp_path: Path) -> None:
-    setting = ByTierSetting(1, 8, 4, 4, runs=1, lengths=(4,))
-    shape = LlamaShape(1, 32, 2, 1, 32, 64, 64)
-    bench_by_tier(tmp_path, shape, setting, lambda _: None)
-    blobs = {file.name for file in tmp_path.glob("remote/??/*.safetensors")}
-    assert len(blobs) == 3, "a root, a module and a cut of it"
-
-
-def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path: Path) -> None:
-    figures = bench_disk(tmp_path, 3, (2, 2, 64, 16), runs=1)["disk"]
-    header = 8 + 1024
-    assert 3 * 2 * 2 * 2 * 64 * 16 * 2 < figures["nbytes"] < 3 * (2 * 2 * 2 * 64 * 16 * 2 + header)
-    for state in ("warm", "cold"):
-        for way in ("mapped", "host"):
-            share = figures[state][way] / figures[state]["plain"]  # of the only round
-            assert figures[state][f"{way}_share"] == pytest.approx(share)
-
-
-@pytest.mark.slow
-def test_the_ledger_is_measured_on_a_store_that_was_opened_again(tmp_path: Path) -> None:
-    figures = bench_ledger(tmp_path, modules=150, requests=5)
-    assert set(figures) == {"ledger_ms_p50", "open_s"}
-    assert all(value > 0 for value in figures.values())
-    assert len(list(tmp_path.glob("states/??/*.safetensors"))) == 150, "opening lost nothing"
-
-
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    setting = TiersSetting(
-        shape=LlamaShape(2, 64, 4, 2, 96, 320, 512), module_tokens=32, blobs=2, disk_runs=1,
-        by_tier=ByTierSetting(2, 24, 8, 6, runs=1, lengths=(8, 24)), entries=200,
-        folder=tmp_path_factory.mktemp("blobs"),
-    )  # fmt: skip
-    return bench_tiers(setting)
-
-
-@pytest.mark.slow
-def test_the_keys_are_those_that_are_promised(figures: dict[str, Any]) -> None:
-    assert {"disk_bandwidth_share", "ttft_by_tier", "ledger_ms_p50", "open_s"} <= set(figures)
-    disk = figures["disk"]["cold" if figures["disk"]["dropped"] else "warm"]
-    assert figures["disk_bandwidth_share"] == disk["host_share"]
-    json.dumps(figures, default=str)
-
-
-@pytest.mark.slow
-def test_a_plot_is_drawn_or_the_extra_is_named(figures: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "tiers.svg"
-    try:
-        plot_tiers(figures, file)
-    except MissingExtra as error:
-        assert "ragcache[plot]" in str(error)  # noqa: PT017
-    else:
-        assert "<svg" in file.read_text()
-
-
-@pytest.mark.slow
-def test_the_command_prints_tables_and_writes_json(
-    figures: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[TiersSetting] = []
-
-    def measured(setting: TiersSetting, progress: object) -> dict[str, Any]:
-        asked.append(setting)
-        return figures
-
-    monkeypatch.setattr("ragcache.bench.tiers.bench_tiers", measured)
-    file = tmp_path / "tiers.json"
-    shown = CliRunner().invoke(app, ["bench", "tiers", "--json", str(file), "--entries", "7"])
-    for word in ("mapped", "no tier", "remote", "24 tokens", "a store of 200 modules"):
-        assert word in shown.stdout
-    assert json.loads(file.read_text())["disk"] == figures["disk"]
-    assert asked[0].entries == 7

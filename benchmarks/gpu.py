@@ -1,24 +1,35 @@
-"""Runs parts over shapes, one model a shape, and keeps what was measured when a part fails."""
+"""The GPU backend's table: every figure beside what it must be, its goal, its floor and its peers.
+
+    python benchmarks/gpu.py --check --json FILE
+
+One model a shape; a part that fails loses no other. Needs torch, transformers, triton, numpy and
+safetensors only.
+"""
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
+import json
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_device import bench_attention, measure_ceilings
+from gpu_parts import ENGINE_PARTS
+from gpu_session import GpuSession, median_ms
+from gpu_table import Ceilings, GpuWorkload, missed, render_markdown, render_text, rows_of
+from shapes import SHAPES
 
-from ragcache.bench.gpu.device import bench_attention, measure_ceilings
-from ragcache.bench.gpu.parts import ENGINE_PARTS
-from ragcache.bench.gpu.session import GpuSession, median_ms
-from ragcache.bench.gpu.table import Ceilings, GpuWorkload, missed, rows_of
-from ragcache.bench.harness import SHAPES, LlamaShape, Progress
-from ragcache.bench.peers import concatenate, prefill, without_cudnn_attention
+from ragcache.bench.harness import LlamaShape, Progress, concatenate, prefill
 from ragcache.machine import describe_machine
 
 PARTS = ("attention", *ENGINE_PARTS)
@@ -104,6 +115,18 @@ class SuiteRun:
             self.save(self.document)
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Turns cuDNN's attention off: on Hopper it adds 30 to 40 ms at each new length."""
+    # PyTorch types the setter alone
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def new_document(
     shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload, device: str
 ) -> dict[str, Any]:
@@ -146,6 +169,72 @@ def _peers() -> dict[str, str]:
     return {"FlashInfer": measured if find_spec("flashinfer") is not None else absent}
 
 
-def shapes_named(names: Sequence[str]) -> dict[str, LlamaShape]:
-    """Shapes by name. Raises `KeyError` for one that does not exist."""
-    return {name: SHAPES[name] for name in names}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts and prints the table. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.render is not None:
+        table = render_markdown(json.loads(options.render.read_text(encoding="utf-8")))
+        if options.into is None:
+            print(table, end="")
+        else:
+            page = options.into.read_text(encoding="utf-8")
+            options.into.write_text(with_table(page, table), encoding="utf-8")
+        return 0
+    begin = time.perf_counter()
+
+    def progress(text: str) -> None:
+        print(f"[{time.perf_counter() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def save(document: dict[str, Any]) -> None:
+        if options.json is not None:
+            text = json.dumps(document, indent=1, default=str) + "\n"
+            options.json.write_text(text, encoding="utf-8")
+
+    load = QUICK if options.quick else GpuWorkload()
+    shapes = {name: SHAPES[name] for name in options.shape.split(",")}
+    parts = options.part.split(",")
+    run = SuiteRun(shapes, parts, load, options.device, progress, save, options.limit)
+    return report(run.run(), check=options.check)
+
+
+def report(document: dict[str, Any], *, check: bool) -> int:
+    """Prints the table and the errors. Returns 1 where a part failed, or with `check` a must was
+    missed."""
+    print(render_text(document))
+    for part, error in document["errors"].items():
+        print(f"\n{part}\n{error}", file=sys.stderr)
+    return int(bool(document["errors"]) or (check and bool(missed(document))))
+
+
+MARKS = ("<!-- gpu table -->", "<!-- end of gpu table -->")
+"""Before and after the table of a page."""
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with another table between its marks."""
+    before, after = page.split(MARKS[0], maxsplit=1)[0], page.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}\n{table}{MARKS[1]}{after}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default=",".join(DEFAULT_PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--shape", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a must is missed")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument(
+        "--limit", type=float, default=150.0, help="seconds until a part that hangs ends all"
+    )
+    parser.add_argument(
+        "--render", type=Path, metavar="FILE", help="print a file's table as Markdown; run nothing"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="with --render: put it between the page's marks"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Prompt Cache's use cases, and the time to the first token against the length of the prompt.
 
-python benchmarks/papers/prompt_cache.py --json FILE [--shape 7b --device cuda]
+python benchmarks/prompt_cache.py --json FILE [--shape 7b --device cuda]
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from comparison import (
+from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
+from papers import (
     Comparison,
     ModelSetting,
     ShapeOption,
@@ -26,17 +27,10 @@ from comparison import (
 )
 
 from ragcache import RagCache
-from ragcache.bench.harness import Progress
 from ragcache.engine import LLMEngine, Request, assemble_context
 from ragcache.models import CausalLM, LoadedModel, load_model
-from ragcache_api.cli.measure import (
-    BenchDTypeOption,
-    DeviceOption,
-    JsonFile,
-    run_benchmark,
-)
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "pml"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "pml"
 USE_CASES = {
     "code-generation": "4x sooner",
     "personalization": "sooner; the text gives no number (figure 7)",

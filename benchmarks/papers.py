@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from harness import (
+    SHAPES,
+    LlamaShape,
+    describe_machine,
+    dtypes_of,
+    plain_table,
+    print_figures,
+    shaped_causal,
+    shaped_model,
+)
 
-from ragcache.bench import harness
-from ragcache.bench.harness import LlamaShape, dtypes_of, shaped_causal
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -22,20 +30,17 @@ from ragcache.engine import (
     RequestOutput,
     encode,
 )
-from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import print_figures
 
-SHAPES: Mapping[str, LlamaShape] = {
+MODELS: Mapping[str, LlamaShape] = {
     "tiny": LlamaShape(2, 64, 4, 2, 128, 16_384, 8192),
     "small": LlamaShape(4, 512, 8, 2, 1408, 16_384, 8192),
-    **harness.SHAPES,
+    **SHAPES,
 }
 """By name; those of the papers are near `7b`, with as many key heads as query heads."""
 
-ShapeOption = Annotated[str, typer.Option(help=f"Of the random model: {', '.join(SHAPES)}.")]
+ShapeOption = Annotated[str, typer.Option(help=f"Of the random model: {', '.join(MODELS)}.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,11 @@ class ModelSetting:
     dtype: str = "auto"
 
     def build(self) -> CausalLM:
-        if self.shape not in SHAPES:
-            raise typer.BadParameter(f"no shape {self.shape!r}; give {', '.join(SHAPES)}")
+        if self.shape not in MODELS:
+            raise typer.BadParameter(f"no shape {self.shape!r}; give {', '.join(MODELS)}")
         if self.device == "cpu":
-            return shaped_causal(SHAPES[self.shape], self.dtype)
-        causal = harness.shaped_model(SHAPES[self.shape], self.device).causal
+            return shaped_causal(MODELS[self.shape], self.dtype)
+        causal = shaped_model(MODELS[self.shape], self.device).causal
         assert isinstance(causal, CausalLM)
         return causal
 

@@ -1,6 +1,6 @@
 """ChunkAttention's chatbot: a plugin prompt of 1,766 tokens that nobody declares as shared.
 
-python benchmarks/papers/chunk_attention.py --json FILE [--shape 7b --device cuda]
+python benchmarks/chunk_attention.py --json FILE [--shape 7b --device cuda]
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import cycle
 from typing import Annotated, Any
 
 import typer
-from comparison import (
+from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
+from papers import (
     Comparison,
     ModelSetting,
     ShapeOption,
@@ -23,15 +24,8 @@ from comparison import (
     result_of,
 )
 
-from ragcache.bench.harness import Progress
 from ragcache.engine import LLMEngine, Request, assemble_context
 from ragcache.models import CausalLM, LoadedModel, load_model
-from ragcache_api.cli.measure import (
-    BenchDTypeOption,
-    DeviceOption,
-    JsonFile,
-    run_benchmark,
-)
 
 PLUGINS = {
     "timetable": ("station_from", "station_to", "departure", "passengers", "bicycles"),

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_table import Ceilings, GpuWorkload
 from torch import Tensor
 
-from ragcache.bench.gpu.table import Ceilings, GpuWorkload
 from ragcache.bench.harness import LlamaShape
 from ragcache.machine import new_event, new_stream
 

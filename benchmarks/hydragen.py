@@ -1,6 +1,6 @@
 """Hydragen's end-to-end workloads: needles in a long book, and self-consistency.
 
-python benchmarks/papers/hydragen.py --json FILE [--book FILE] [--shape 7b --device cuda]
+python benchmarks/hydragen.py --json FILE [--book FILE] [--shape 7b --device cuda]
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from comparison import (
-    SHAPES,
+from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
+from papers import (
+    MODELS,
     Comparison,
     ModelSetting,
     ShapeOption,
@@ -26,18 +27,11 @@ from comparison import (
     run_batch,
 )
 
-from ragcache.bench.harness import Progress
 from ragcache.documents import load_sources
 from ragcache.engine import Request, SamplingParams, assemble_context
 from ragcache.models import CausalLM, LoadedModel, load_model
 from ragcache.states import KVStates
 from ragcache_api.cli.ask import example_handbook
-from ragcache_api.cli.measure import (
-    BenchDTypeOption,
-    DeviceOption,
-    JsonFile,
-    run_benchmark,
-)
 
 COLORS = ("amber", "black", "brown", "cream", "golden", "gray", "red", "spotted", "white")
 
@@ -209,8 +203,8 @@ def main(
     runs: Annotated[int, typer.Option(min=1)] = 3, json_file: JsonFile = None,
 ) -> None:  # fmt: skip
     """Needles in a long book, and self-consistency, beside Hydragen's figures."""
-    if document + 64 > SHAPES[shape].window:
-        raise typer.BadParameter(f"the window of {shape} is {SHAPES[shape].window}")
+    if document + 64 > MODELS[shape].window:
+        raise typer.BadParameter(f"the window of {shape} is {MODELS[shape].window}")
     needles = NeedleSetting(document=document, copies=copies, runs=runs)
     consistency = ConsistencySetting(runs=runs)
     setting = ModelSetting(shape, device, dtype)

@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
-from ragcache.bench.gpu.session import (
+from gpu_session import (
     PATIENCE,
     GpuSession,
     counters_between,
     median_ms,
     time_steps,
 )
-from ragcache.bench.gpu.table import Ceilings
-from ragcache.bench.harness import made_up_key
+from gpu_table import Ceilings
+from shapes import made_up_key
+from torch import Tensor
+
 from ragcache.machine import new_event, new_stream
 from ragcache.states import Arrival, KVStates
 from ragcache.states.quantization import quantize, restored

@@ -1,4 +1,7 @@
-"""The store: reading states from disk, first tokens by tier, and the cost of the ledger."""
+"""The store: reading states from disk, first tokens by tier, and the cost of the ledger.
+
+python benchmarks/tiers.py --json FILE
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,50 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from sqlalchemy import insert
-
-from ragcache.bench.harness import (
+import typer
+from harness import (
+    BenchDTypeOption,
+    JsonFile,
     LlamaShape,
     Progress,
     PromptSetting,
-    draw_bars,
+    describe_machine,
     dtypes_of,
     made_up_key,
-    new_figure,
+    plain_table,
+    print_figures,
+    run_benchmark,
     seconds,
     shaped_causal,
 )
+from rich.table import Table
+from sqlalchemy import insert
+
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
-from ragcache.machine import describe_machine
 from ragcache.models import LanguageModel
 from ragcache.planning import (
     break_even_tokens,
     drop_pages,
     encode_modules,
     fill_pages,
+    format_bandwidth,
+    format_seconds,
     median_seconds,
 )
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates
-from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore, LeaseRequest, RemoteTier, Tier
+from ragcache.store import DiskTier, HostTier, KVStore, LeaseRequest, RemoteTier, Tier
+from ragcache_api.cli.console import console, format_break_even, format_bytes
 
 _WARM = 64  # modules in memory that requests use
 _A_REQUEST = 4
@@ -178,13 +189,12 @@ def bench_by_tier(
     and for each length the seconds of computing one module and of making it ready, with the length
     from which on that is quicker and the bandwidth below which it never is.
 
-    `device` is measured where CUDA is; `remote` is `file://` on the same disk, and stands for the
+    `remote` is `file://` on the same disk, and stands for the
     work of the protocol, not for a network. Files are dropped from the page cache before each run,
     where the system does that.
     """
     progress("building the model")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = shaped_causal(shape, setting.dtype, device)
+    model = shaped_causal(shape, setting.dtype)
     preamble, modules, question = setting.draw(shape)
     progress("encoding the modules")
     [root] = encode(model, [EncodeJob(preamble)])
@@ -199,7 +209,7 @@ def bench_by_tier(
         key: median_seconds(model, partial(encode_modules, model, root, [tokens]))
         for key, tokens in cuts.items()
     }
-    bench = _FilledTiers(model, _store(folder, model, states), setting.runs)
+    bench = _FilledTiers(model, _store(folder, states), setting.runs)
     try:
         progress("first tokens from each tier")
         order = [root_key, *reversed(prompt)]
@@ -225,7 +235,7 @@ def bench_by_tier(
     }
     ready = {tier: leased for tier, (leased, _) in times.items()}
     ttft = {tier: first for tier, (_, first) in times.items()} | {"computed": computed}
-    details = {"device": device, "dtypes": dtypes_of(model), "runs": setting.runs, "ready_s": ready}
+    details = {"dtypes": dtypes_of(model), "runs": setting.runs, "ready_s": ready}
     details |= {"lengths": rows, "break_even_tokens": even}
     return {"ttft_by_tier": ttft, "by_tier": details}
 
@@ -269,21 +279,16 @@ class _FilledTiers:
                 drop_pages(Path(shared.tier.path(key)))
 
 
-def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) -> KVStore:
+def _store(folder: Path, states: dict[KVKey, KVStates]) -> KVStore:
     """A store without background threads, which would copy remote states to the disk meanwhile."""
     room = 2 * sum(each.nbytes for each in states.values()) + 2**24
-    memory: list[Tier] = [HostTier(room)]
-    if model.device.type == "cuda":
-        memory.insert(0, DeviceTier(room, model.device))
     remote = RemoteTier.open(f"file://{folder / 'remote'}")
     database = Database.open(folder / "ledger.sqlite")
     shared: list[Tier] = [DiskTier(folder / "states"), remote]
-    store = KVStore(Ledger(database), memory, shared)
+    store = KVStore(Ledger(database), [HostTier(room)], shared)
     store.ledger.begin()
     for key, each in states.items():
         store.put_states(key, each)
-        for index in store.memory.indexes[1:]:
-            store.memory.place(index, key, each, 0, admitted=True)
     return store
 
 
@@ -358,14 +363,66 @@ def fill_ledger(folder: Path, modules: int) -> None:
     database.close()
 
 
-def plot_tiers(result: Mapping[str, Any], file: Path) -> None:
-    """Bandwidths of the disk, first tokens by tier. Raises `MissingExtra` without matplotlib."""
-    figure, (speeds, tokens) = new_figure(2)
-    disk = {
-        f"{way}, {state}": result["disk"][state][way] / 1e9
-        for state in ("cold", "warm")
-        for way in ("plain", "mapped", "host")
-    }
-    draw_bars(speeds, "GB/s from disk", disk)
-    draw_bars(tokens, "seconds to the first token", result["ttft_by_tier"])
-    figure.savefig(file)
+def _disk_table(result: dict[str, Any]) -> Table:
+    disk = result["disk"]
+    table = plain_table("from disk", "page cache cold", "of plain", "warm", "of plain")
+    for way in ("plain", "mapped", "host"):
+        cells = []
+        for state in ("cold", "warm"):
+            share = disk[state].get(f"{way}_share")
+            cells.append(f"{disk[state][way] / 1e9:.2f} GB/s")
+            cells.append("" if share is None else f"{100 * share:.0f}%")
+        table.add_row(way, *cells)
+    return table
+
+
+def _first_token_table(result: dict[str, Any]) -> Table:
+    ttft, ready = result["ttft_by_tier"], result["by_tier"]["ready_s"]
+    table = plain_table("modules in", "ready in", "first token in", "sooner than computed")
+    for tier, first in ttft.items():
+        states = format_seconds(ready[tier]) if tier in ready else ""
+        sooner = f"{ttft['computed'] / first:.1f}x" if tier in ready else ""
+        table.add_row(tier if tier in ready else "no tier", states, format_seconds(first), sooner)
+    return table
+
+
+def _break_even_table(result: dict[str, Any]) -> Table:
+    details = result["by_tier"]
+    even = details["break_even_tokens"]
+    table = plain_table("a module of", "bytes", "computed", *even, "break-even")
+    for row in details["lengths"]:
+        times = [format_seconds(row[way]) for way in ("computed", *even)]
+        speed = format_bandwidth(row["break_even_bandwidth"])
+        table.add_row(f"{row['tokens']} tokens", format_bytes(row["nbytes"]), *times, speed)
+    shortest = details["lengths"][0]["tokens"]
+    lengths = [format_break_even(tokens, shortest) for tokens in even.values()]
+    table.add_row("quicker", "", "", *lengths, "", style="dim")
+    return table
+
+
+def _ledger_sentence(result: dict[str, Any]) -> str:
+    return (
+        f"a store of {result['setting']['entries']:,} modules opens in {result['open_s']:.1f} s; "
+        f"its ledger takes {result['ledger_ms_p50']:.2f} ms of a request"
+    )
+
+
+def main(
+    entries: Annotated[int, typer.Option(min=1, help="Modules in the ledger.")] = 100_000,
+    blobs: Annotated[int, typer.Option(min=1, help="Modules of 1,024 tokens on disk.")] = 16,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
+    dtype: BenchDTypeOption = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """The store: disk to ready states, first tokens by tier, the ledger."""
+    by_tier = ByTierSetting(dtype=dtype)
+    setting = TiersSetting(blobs=blobs, entries=entries, folder=folder, by_tier=by_tier)
+    result = run_benchmark(lambda progress: bench_tiers(setting, progress))
+    parts = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
+    print_figures([part(result) for part in parts], result, json_file)
+    if not result["disk"]["dropped"]:
+        console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
+
+
+if __name__ == "__main__":
+    typer.run(main)

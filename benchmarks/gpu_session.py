@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from gpu_table import GpuWorkload
+from shapes import draw_model
 
-from ragcache.bench.gpu.table import GpuWorkload
 from ragcache.bench.harness import LlamaShape, Progress
 from ragcache.engine import (
     Context,
@@ -62,7 +63,7 @@ class GpuSession:
     @cached_property
     def model(self) -> Any:
         """The Hugging Face model, drawn on the device."""
-        return self.shape.build(torch.bfloat16, device=self.device)
+        return draw_model(self.shape, self.device)
 
     @cached_property
     def causal(self) -> CausalLM:

@@ -1,0 +1,59 @@
+"""What the scripts share beyond `ragcache bench`: options, plots, and models by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from shapes import SHAPES, made_up_key, shaped_model
+
+from ragcache.bench.harness import (
+    LlamaShape,
+    Progress,
+    PromptSetting,
+    dtypes_of,
+    seconds,
+    shaped_causal,
+)
+from ragcache.machine import describe_machine
+from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import (
+    BenchDTypeOption,
+    JsonFile,
+    output_file,
+    print_figures,
+    run_benchmark,
+)
+
+__all__ = [
+    "SHAPES", "BenchDTypeOption", "DeviceOption", "JsonFile", "LlamaShape", "PlotFile", "Progress",
+    "PromptSetting", "describe_machine", "dtypes_of", "made_up_key", "named_shapes",
+    "new_figure", "plain_table", "print_figures", "run_benchmark", "seconds", "shaped_causal",
+    "shaped_model",
+]  # fmt: skip
+
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", callback=output_file,
+                 help="Draw a plot: .png, .svg or .pdf."),
+]  # fmt: skip
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+def named_shapes(names: str) -> dict[str, LlamaShape]:
+    """Shapes by their names, with commas between. Raises `BadParameter` for one that is none."""
+    try:
+        return {name: SHAPES[name] for name in names.split(",")}
+    except KeyError as error:
+        raise typer.BadParameter(
+            f"there is no shape {error}; give {' or '.join(SHAPES)}"
+        ) from error
+
+
+def new_figure(columns: int) -> Any:
+    """A matplotlib figure and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * columns, 4), layout="constrained", dpi=150)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]

@@ -1,0 +1,61 @@
+"""The plots of docs/benchmarks.md, drawn from the JSON of `ragcache bench`.
+
+python benchmarks/plots.py decode benchmarks/results/decode-cpu.json docs/images/decode.png
+python benchmarks/plots.py serve benchmarks/results/serve-cpu.json docs/images/serve.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import new_figure
+
+
+def draw_decode(result: dict[str, Any]) -> Any:
+    """Seconds of a step, way by way."""
+    figure, [axes] = new_figure(1)
+    sides = {"shared": "2 key heads", "shared_mha": "as many key heads"}
+    width = 0.8 / len(sides)
+    for number, (side, label) in enumerate(sides.items()):
+        steps = result[side]["step_s"]
+        places = [at + number * width for at in range(len(steps))]
+        axes.bar(places, list(steps.values()), width, label=label)
+        axes.set_xticks([at + 0.4 - width / 2 for at in range(len(steps))], list(steps))
+    axes.set_ylabel("seconds of a decoding step")
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_serve(result: dict[str, Any]) -> Any:
+    """Normalized latency and time to first token against the rate, in both modes."""
+    figure, (left, right) = new_figure(2)
+    for mode, loads in result["loads"].items():
+        rates = [load["rate"] for load in loads]
+        [line] = left.plot(rates, [load["normalized"] for load in loads], "o-", label=mode)
+        left.axvline(result["knee"][mode], color=line.get_color(), ls=":", alpha=0.6)
+        right.plot(rates, [load["ttft_p50"] for load in loads], "o-", label=f"{mode}, p50")
+        p99 = [load["ttft_p99"] for load in loads]
+        right.plot(rates, p99, "o--", color=line.get_color(), label=f"{mode}, p99")
+    left.axhline(result["limit_s_a_token"], color="gray", lw=0.8)
+    left.set_ylabel("normalized latency, seconds a token")
+    right.set_ylabel("time to first token, seconds")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("requests a second")
+        axes.legend(frameon=False)
+    return figure
+
+
+def main(kind: str, result: str, image: str) -> None:
+    """Draw one kind of plot from a file of figures."""
+    figures = json.loads(Path(result).read_text(encoding="utf-8"))
+    {"decode": draw_decode, "serve": draw_serve}[kind](figures).savefig(image)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
