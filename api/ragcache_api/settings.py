@@ -119,9 +119,6 @@ class ServiceSettings(BaseSettings):
     autoscale: str | None = Field(
         None, description="Fewest and most replicas, as `1-8`: as many as requests need."
     )
-    data_plane: Literal["handle", "haproxy"] = Field(
-        "handle", description="How requests reach replicas: through the front, or by HAProxy."
-    )
     host: str = Field("127.0.0.1", description="The address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
     connections: Positive = Field(1000, description="The most connections; one more gets 503.")

@@ -199,14 +199,6 @@ class Catalog:
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
         return [found[name] for name in names if name in found]
 
-    def modules_by_id(self, collection: str, ids: Sequence[int]) -> dict[int, ModuleRow]:
-        """Those modules of the ids that the collection has. Raises `UnknownCollection`."""
-        found: dict[int, ModuleRow] = {}
-        for chunk in chunks(ids):
-            chosen = ModuleTable.id.in_(map(int, chunk))
-            found |= {row.id: row for row in self._modules(collection, chosen)}
-        return found
-
     def reread_modules(
         self, collection: str, known: Mapping[int, ModuleRow], most: int | None = None
     ) -> Contents:

@@ -440,10 +440,6 @@ def check_ray() -> None:
 def _serve_cluster(settings: ServiceSettings) -> None:
     settings.cluster_ledger()
     check_ray()
-    if settings.data_plane == "haproxy":
-        from ragcache_api.cluster.haproxy import prepare_haproxy
-
-        prepare_haproxy(settings)
     from ragcache_api.cluster.app import serve_cluster
 
     serve_cluster(settings)

@@ -2,8 +2,7 @@
 `serve run ragcache_api.cluster.app:build`, and for KubeRay's RayService.
 
 A replica is the whole service in a process of its own. The front calls it through a handle that
-`ModuleRouter` routes; the ASGI messages of the response come back as they are sent. With the data
-plane `haproxy`, connections come to replicas themselves, and the same router is only asked.
+`ModuleRouter` routes; the ASGI messages of the response come back as they are sent.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import logging
 import os
 import signal
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import Context
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 from ray import serve
@@ -29,17 +27,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
-from ragcache.db import ApiKeys, Database, LocatedStates
-from ragcache.errors import ConfigurationError
+from ragcache.db import ApiKeys, Database
 from ragcache.routing import RoutingCosts
 from ragcache_api.cluster import replicas as shared
-from ragcache_api.cluster.front import create_front, guard_front, open_front
-from ragcache_api.cluster.haproxy import (
-    DirectApp,
-    IngressRouter,
-    check_haproxy,
-    check_variables,
-)
+from ragcache_api.cluster.front import create_front
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
     ReplicaLost,
@@ -56,8 +47,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
-_PICKER = "Router"  # the deployment that HAProxy asks
-_Hook = Callable[[serve.Application, serve.Application], serve.Application]
 _STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
 _HEALTH_SECONDS = 2.0
 _CALL_SECONDS = 5.0  # that a replica may take to say something of itself
@@ -78,7 +67,6 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     def initialize_state(self, **options: Any) -> None:  # noqa: ARG002
         """Called by Ray with `request_router_kwargs`, of which there are none here."""
         shared.PROCESS_TABLE.list_replicas = self.statuses
-        self._picks = shared.PickCounter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica],
@@ -97,22 +85,17 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         if request is None:
             return [candidate_replicas]
         statuses = [self.status_of(each) for each in candidate_replicas]
-        name = shared.PROCESS_TABLE.choose(request.located, statuses)
-        if "requests" in by_name[name].routing_stats:
-            self._picks.add(name)
+        name = shared.PROCESS_TABLE.choose(request.reads.located, statuses)
         others = [each for key, each in by_name.items() if key != name]
         return [[by_name[name]], others] if others else [[by_name[name]]]
 
     def status_of(self, replica: RunningReplica) -> ReplicaStatus:
         """What is known of a replica here."""
         name, told = replica.replica_id.unique_id, replica.routing_stats
-        if "requests" in told:  # its connections do not go through here
-            requests = self._picks.load(name, told["requests"], told["time"])
-        else:
-            requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return ReplicaStatus(
-            name, told.get("session", name), requests, told.get("draining", False),
-            told.get("costs", {}),
+            name, told.get("session", name),
+            self.replica_queue_len_cache.get(replica.replica_id) or 0,
+            told.get("draining", False), told.get("costs", {}),
         )  # fmt: skip
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -202,16 +185,14 @@ class Replica:
     """One service. settings: those of all; its state folder is one of its rank in theirs, which a
     replica that takes its place opens again."""
 
-    counts_rate: ClassVar[bool] = False  # the front does
-
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from ragcache import RagCache
         from ragcache_api.http.app import create_app
 
         rank = serve.get_replica_context().rank.rank
         every = ServiceSettings(**settings)
-        rate = every.rate if self.counts_rate else None
-        own = every.model_copy(update={"rate": rate, "state": every.state / f"replica-{rank}"})
+        folder = every.state / f"replica-{rank}"
+        own = every.model_copy(update={"rate": None, "state": folder})  # the front counts rates
         self._rag = RagCache.open(own.state, own.model, warm_up=True, **own.opening())
         self._app = create_app(self._rag, own)
         self._session = self._rag.internals.shared.store.ledger.sessions.id
@@ -255,25 +236,6 @@ class Replica:
             self._rag.close()
 
 
-class DirectReplica(Replica):
-    """A replica to which HAProxy hands connections over."""
-
-    counts_rate = True
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        self._lifespan = AsyncExitStack()  # Ray runs the app's
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        name = serve.get_replica_context().app_name
-        return DirectApp(self._app, RayReplicas(serve.get_deployment_handle(_PICKER, name)))
-
-    def record_routing_stats(self) -> dict[str, Any]:
-        """Has the requests under way, which no handle counts."""
-        running = len(self._app.state.service.requests.active)
-        return super().record_routing_stats() | {"requests": running, "time": time.time()}
-
-
 class FrontDeployment:
     """The front, as an ingress of Ray Serve."""
 
@@ -284,35 +246,6 @@ class FrontDeployment:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_front(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
-
-
-class RouterDeployment(FrontDeployment):
-    """What HAProxy asks for replicas, and the front for the paths of all of them together."""
-
-    def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
-        super().__init__(settings, replicas)
-        self._handle = replicas
-        front, auth = open_front(
-            self._database, self._replicas, shared.PROCESS_TABLE, self._settings
-        )
-        self._guarded = guard_front(front, auth, self._settings)
-        self._router = IngressRouter(
-            front, auth, self._pick, self._guarded, self._settings.body_bytes
-        )
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._router
-
-    async def asgi(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """Runs a request through the front."""
-        async for messages in run_app(self._guarded, request):
-            yield messages
-
-    async def _pick(self, located: LocatedStates) -> str:
-        request = ForwardedRequest({}, b"", located)
-        async with self._handle.choose_replica(request=request, _reserve=False) as selection:
-            name: str = selection._replica.replica_id.to_full_id_str()
-            return name
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -327,10 +260,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """
     settings = ServiceSettings.read(**args)
     settings.cluster_ledger()
-    if settings.data_plane == "haproxy":
-        check_haproxy(settings)
-        # Ray has the address, and with HAProxy all interfaces by default: a key is needed
-        settings = settings.model_copy(update={"host": "0.0.0.0"})
     return application(settings)
 
 
@@ -339,8 +268,7 @@ def application(
     **router_options: Any,
 ) -> serve.Application:  # fmt: skip
     """The replicas and their front. router: the path of a `ModuleRouter`; router_options: of its
-    `initialize_state`. replica: of the data plane `handle`. Raises `ConfigurationError` where Ray
-    was started for another data plane."""
+    `initialize_state`."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -362,40 +290,13 @@ def application(
         )  # fmt: skip
     else:
         options["num_replicas"] = settings.replicas or 1
-    front_options: dict[str, Any] = {
-        "max_ongoing_requests": _MOST_REQUESTS, "health_check_period_s": _HEALTH_SECONDS,
-        "ray_actor_options": {"num_cpus": 0}, "logging_config": quiet,
-    }  # fmt: skip
-    if settings.data_plane == "haproxy":
-        attach = _router_hook()
-        direct = serve.deployment(serve.ingress()(DirectReplica), name="Replica", **options)
-        picker = serve.deployment(serve.ingress()(RouterDeployment), name=_PICKER, **front_options)
-        replicas = direct.bind(values)
-        return attach(replicas, picker.bind(values, replicas))
     replicas = serve.deployment(replica, name="Replica", **options).bind(values)
-    front = serve.deployment(serve.ingress()(FrontDeployment), name="Front", **front_options)
+    front = serve.deployment(
+        serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
+        health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
+        logging_config=quiet,
+    )  # fmt: skip
     return front.bind(values, replicas)
-
-
-def _router_hook() -> _Hook:
-    """Makes the second application what HAProxy asks for replicas of the first. Raises
-    `ConfigurationError`."""
-    name = "_with_ingress_request_router"
-    hook: _Hook | None = getattr(serve.Application, name, None)
-    if hook is None:
-        raise ConfigurationError(
-            f"data_plane `haproxy` needs `Application.{name}`, which Ray {ray.__version__} lacks: "
-            "leave data_plane at `handle`"
-        )
-    from ray.serve._private import constants  # of the versions that were tried
-
-    check_variables({
-        "RAY_SERVE_ENABLE_HA_PROXY": f"{constants.RAY_SERVE_ENABLE_HA_PROXY:d}",
-        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY":
-            f"{constants.RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:d}",
-        "RAY_SERVE_SESSION_ID_HEADER_KEY": constants.SERVE_SESSION_ID,
-    })  # fmt: skip
-    return hook
 
 
 def serve_cluster(settings: ServiceSettings) -> None:

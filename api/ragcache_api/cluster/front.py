@@ -11,22 +11,31 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache.config import DEFAULT_K
-from ragcache.db import ApiKeys, Catalog, Database, LocatedStates, Residency
+from ragcache.db import ApiKeys, Catalog, Database, Residency
 from ragcache.errors import RagCacheError
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Reranker, Retriever, Retrievers, SearchParams, embedder_name
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
-from ragcache_api.cluster.replicas import ForwardedRequest, ReplicaLost, ReplicaSet, RoutingTable
-from ragcache_api.cluster.selection import SELECTION_HEADER, SelectionCipher
+from ragcache_api.cluster.replicas import (
+    ForwardedRequest,
+    ReplicaLost,
+    ReplicaSet,
+    RequestReads,
+    RoutingTable,
+)
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, Caller, RateLimit
 from ragcache_api.http.browser import open_paths
@@ -46,9 +55,7 @@ _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
 _UPLOADS = re.compile(r"/v1/collections/[^/]+/documents$")
 _REPLICAS = re.compile(r"/admin/replicas(?:/(?P<name>[^/]+)/(?P<change>drain|resume))?$")
 _SEARCH = ("filters", "threshold", "relative_threshold", "rerank")
-_SELECTION, _REQUEST_ID = SELECTION_HEADER.encode(), REQUEST_ID_HEADER.lower().encode()
-_OWN_HEADERS = (_SELECTION, _REQUEST_ID)  # which clients cannot set for replicas
-_SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(\{.*?\})?( .*)$")
+_REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +66,22 @@ class RequestReader:
     retriever: Retriever
     recognizer: Recognizer
     residency: Residency
-    cipher: SelectionCipher
 
-    def read(self, path: str, body: Mapping[str, Any]) -> tuple[LocatedStates, str]:
-        """The states that the answer to a body will read, and the sealed selection, "" where none
-        was made. May read rows, and raises what these and a wrong body raise."""
+    def read(self, path: str, body: Mapping[str, Any]) -> RequestReads:
+        """What the answer to a body will read. May read rows, and raises what these and a wrong
+        body raise."""
         if path.endswith("/prompts"):
             schema = parse_prompt(body["prompt"], source="prompt").schema
-            return self.residency.locate_schema(schema, self.namespace), ""
+            return RequestReads(self.residency.locate_schema(schema, self.namespace))
         if (collection := body.get("collection")) is None:
             texts = [str(each.get("content")) for each in body.get("messages", ())]
             found = {match.module.id for text in texts for match in self.recognizer.find(text)}
-            return self.residency.locate_modules(sorted(found)), ""
+            return RequestReads(self.residency.locate_modules(sorted(found)))
         given = {name: body[name] for name in _SEARCH if body.get(name) is not None}
         params = SearchParams(body.get("k") or DEFAULT_K, **given)
         selection = self.retriever.retrieve(_question(body), collection, params)
         located = self.residency.locate_modules([hit.module.id for hit in selection.hits])
-        return located, self.cipher.seal(selection, collection, self.namespace)
+        return RequestReads(located, selection)
 
 
 def _question(body: Mapping[str, Any]) -> str:
@@ -102,7 +108,6 @@ class Front:
     replicas: ReplicaSet
     table: RoutingTable
     residency: Residency
-    cipher: SelectionCipher
     stale_seconds: float = 60.0
     embedder: Embeddings | None = None
     reranker: Reranker | None = None
@@ -166,36 +171,35 @@ class Front:
 
     async def _metrics(self, scope: Scope) -> bytes:
         """The metrics of all replicas, each with its name, and the front's own."""
-        request = ForwardedRequest.of(scope, b"", LocatedStates(), scope["headers"])
-        texts = await self.replicas.call_all(request)
+        texts = await self.replicas.call_all(ForwardedRequest.of(scope))
         bodies = {
             name: b"".join(message.get("body", b"") for message in messages)
             for name, messages in texts.items()
         }
-        own = [b"# TYPE ragcache_replica_up gauge"]
+        up = GaugeMetricFamily(
+            "ragcache_replica_up", "Whether a replica answered.", labels=["replica"]
+        )
         for each in await self.replicas.statuses():
-            up = each.name in bodies
-            own.append(b'ragcache_replica_up{replica="%s"} %d' % (each.name.encode(), up))
-        own.append(b"# TYPE ragcache_routed_bytes_total counter")
+            up.add_metric([each.name], each.name in bodies)
+        text = "Bytes of modules that requests read, held where they were sent or moved there."
+        routed = CounterMetricFamily("ragcache_routed_bytes", text, labels=["kind"])
         for kind, count in self.table.routed_bytes.items():
-            own.append(b'ragcache_routed_bytes_total{kind="%s"} %d' % (kind.encode(), count))
-        own += [b"# TYPE ragcache_front_retries_total counter",
-                b"ragcache_front_retries_total %d" % self.retried]  # fmt: skip
-        return label_metrics(bodies) + b"\n".join(own) + b"\n"
+            routed.add_metric([kind], count)
+        text = "Requests that were sent again."
+        retries = CounterMetricFamily("ragcache_front_retries", text, value=self.retried)
+        return generate_latest(_ReplicaMetrics(bodies, (up, routed, retries)))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(receive)
+        body = await _read_body(receive)
         asked = _ASKS.search(scope["path"]) is not None and scope["method"] == "POST"
-        value = parse_json(body) if asked else None
-        located, sealed = LocatedStates(), ""
+        value = _parse_json(body) if asked else None
+        reads = RequestReads()
         if isinstance(value, dict):
             caller: Caller = scope["state"]["caller"]
-            located, sealed = await asyncio.to_thread(self.locate, caller, scope["path"], value)
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OWN_HEADERS]
+            reads = await asyncio.to_thread(self._locate, caller, scope["path"], value)
+        headers = [pair for pair in scope["headers"] if pair[0].lower() != _REQUEST_ID]
         headers.append((_REQUEST_ID, (request_id() or "").encode()))
-        if sealed:
-            headers.append((_SELECTION, sealed.encode()))
-        request = ForwardedRequest.of(scope, body, located, headers)
+        request = ForwardedRequest.of(scope, body, reads, headers)
         response = ResumableResponse(request.path, is_resumable(value))
         passing = asyncio.create_task(self._pass_on(request, response, send))
         leaving = asyncio.create_task(_disconnected(receive))
@@ -208,16 +212,14 @@ class Front:
                 task.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
-    def locate(
-        self, caller: Caller, path: str, body: Mapping[str, Any]
-    ) -> tuple[LocatedStates, str]:  # fmt: skip
-        """What a request reads, and the sealed selection; nothing where it is wrong, which the
-        replica will say. May read rows."""
+    def _locate(self, caller: Caller, path: str, body: Mapping[str, Any]) -> RequestReads:
+        """What a request reads; nothing where it is wrong, which the replica will say. May read
+        rows."""
         try:
             return self._reader(caller.namespace).read(path, body)
         except (RagCacheError, PMLError, LookupError, TypeError, ValueError, AttributeError) as no:
             logger.debug("%s is not routed by modules: %s", path, no)
-            return LocatedStates(), ""
+            return RequestReads()
 
     def _reader(self, namespace: str) -> RequestReader:
         if namespace not in self._readers:
@@ -225,9 +227,8 @@ class Front:
             catalog = Catalog(self.database, "", vectors, namespace, self.stale_seconds)
             retrievers = Retrievers(catalog, self.database, self.embedder, self.reranker)
             self._readers[namespace] = RequestReader(
-                namespace, retrievers.retriever_for(), Recognizer(catalog), self.residency,
-                self.cipher,
-            )  # fmt: skip
+                namespace, retrievers.retriever_for(), Recognizer(catalog), self.residency
+            )
         return self._readers[namespace]
 
     async def _pass_on(
@@ -261,11 +262,6 @@ class Front:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def is_operator_path(path: str) -> bool:
-    """Whether a path is about all replicas together."""
-    return path == "/metrics" or _REPLICAS.match(path) is not None
-
-
 def _lost(error: ReplicaLost) -> HTTPProblem:
     return HTTPProblem(503, "replica-lost", str(error), {"Retry-After": "2"})
 
@@ -282,7 +278,7 @@ def _is_repeatable(request: ForwardedRequest) -> bool:
     )
 
 
-async def read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     """The whole body of a request."""
     parts, more = [], True
     while more:
@@ -299,7 +295,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def parse_json(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     """The value of a body; None for one that is no JSON."""
     try:
         return json.loads(body)
@@ -307,50 +303,25 @@ def parse_json(body: bytes) -> Any:
         return None
 
 
-def label_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Metrics of several replicas in Prometheus's text format, each with a label `replica`; what a
-    metric is stands once before all its samples."""
-    heads: dict[bytes, list[bytes]] = {}
-    samples: dict[bytes, list[bytes]] = {}
-    for replica, text in sorted(texts.items()):
-        family = b""
-        label = b'replica="%s"' % replica.encode()
-        for line in text.splitlines():
-            if line.startswith(b"# "):
-                family = line.split(b" ", 3)[2]
-                known = heads.setdefault(family, [])
-                if line not in known:
-                    known.append(line)
-            elif found := _SAMPLE.match(line):
-                name, labels, value = found.groups()
-                inner = label if labels is None else label + b"," + labels[1:-1]
-                samples.setdefault(family, []).append(name + b"{" + inner + b"}" + value)
-    lines = (each for name in heads for each in (*heads[name], *samples.get(name, ())))
-    return b"".join(line + b"\n" for line in lines)
+@dataclass(frozen=True, slots=True)
+class _ReplicaMetrics(Collector):
+    """Metrics of replicas, each with a label `replica`, and the front's own. texts: what each
+    replica exposes, by its name."""
 
+    texts: Mapping[str, bytes]
+    own: Sequence[Metric]
 
-def open_front(
-    database: Database, replicas: ReplicaSet, table: RoutingTable, settings: ServiceSettings
-) -> tuple[Front, APIKeyAuth]:
-    """The front over a ledger, and what checks its keys; the arguments of `create_front`."""
-    keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
-    front = Front(
-        database, replicas, table, Residency(database), SelectionCipher(keys.service_secret()),
-        settings.stale_seconds, resolve_embedder(settings.embedding),
-        resolve_reranker(settings.reranker),
-    )  # fmt: skip
-    return front, APIKeyAuth(keys)
-
-
-def guard_front(front: Front, auth: APIKeyAuth, settings: ServiceSettings) -> ASGIApp:
-    """A front with keys, rates and limits for the whole service."""
-    access = AccessMiddleware(
-        front, auth=auth, rate=RateLimit(settings.rate, settings.rate_storage),
-        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
-        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
-        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
-    )  # fmt: skip
-    return RequestIds(access)
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica, text in sorted(self.texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                known = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {"replica": replica, **sample.labels}
+                    known.samples.append(sample._replace(labels=labels))
+        yield from (*merged.values(), *self.own)
 
 
 def create_front(
@@ -364,4 +335,15 @@ def create_front(
         table: That by which the replicas choose.
         settings: Those of all replicas.
     """
-    return guard_front(*open_front(database, replicas, table, settings), settings)
+    keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
+    front = Front(
+        database, replicas, table, Residency(database), settings.stale_seconds,
+        resolve_embedder(settings.embedding), resolve_reranker(settings.reranker),
+    )  # fmt: skip
+    access = AccessMiddleware(
+        front, auth=APIKeyAuth(keys), rate=RateLimit(settings.rate, settings.rate_storage),
+        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
+        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
+        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
+    )  # fmt: skip
+    return RequestIds(access)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from ragcache.db import LocatedStates
+from ragcache.retrieval import Selection
 from ragcache.routing import RoutingCosts, RoutingPolicy, choose_replica, held_bytes
 from ragcache_api.http.errors import HTTPProblem
 
@@ -29,22 +29,32 @@ class ReplicaLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestReads:
+    """What a request reads: the states, and the selection, where the front has retrieved."""
+
+    located: LocatedStates = field(default_factory=LocatedStates)
+    selection: Selection | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A request on its way to a replica. scope: what is left of ASGI's, plain values. located: the
-    states that it reads."""
+    """A request on its way to a replica. It travels between processes of the service alone, so that
+    no client can set what stands beside its scope and body. scope: what is left of ASGI's, plain
+    values."""
 
     scope: Mapping[str, Any]
     body: bytes
-    located: LocatedStates = field(default_factory=LocatedStates)
+    reads: RequestReads = field(default_factory=RequestReads)
 
     @classmethod
     def of(
-        cls, scope: Scope, body: bytes, located: LocatedStates,
-        headers: Sequence[tuple[bytes, bytes]],
+        cls, scope: Scope, body: bytes = b"", reads: RequestReads = RequestReads(),
+        headers: Sequence[tuple[bytes, bytes]] | None = None,
     ) -> ForwardedRequest:  # fmt: skip
         """headers: in place of the scope's."""
         kept = {name: scope[name] for name in _PASSED_ON if name in scope}
-        return cls({**kept, "headers": list(headers)}, body, located)
+        sent = scope["headers"] if headers is None else headers
+        return cls({**kept, "headers": list(sent)}, body, reads)
 
     @property
     def path(self) -> str:
@@ -126,29 +136,6 @@ class RoutingTable:
         return replace(self.costs, **medians)
 
 
-@dataclass(slots=True)
-class PickCounter:
-    """Estimates the requests of replicas that say them only now and then: a request that was sent
-    there since counts for the time of an answer, `seconds`."""
-
-    seconds: float = RoutingCosts().service_seconds
-    _picks: dict[str, list[float]] = field(default_factory=dict)
-    _told: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str) -> None:
-        """A request was sent to a replica."""
-        self._picks.setdefault(name, []).append(time.monotonic())
-
-    def load(self, name: str, requests: int, told: float) -> int:
-        """The requests of a replica that said how many it had at the time `told`."""
-        if self._told.get(name) != told:
-            self._told[name] = told
-            self._picks[name] = []
-        after = time.monotonic() - self.seconds
-        recent = self._picks[name] = [each for each in self._picks[name] if each > after]
-        return requests + len(recent)
-
-
 PROCESS_TABLE = RoutingTable()
 """Of this process, in which Ray makes the router: it copies the router's class, so that nothing can
 be kept there."""
@@ -171,7 +158,8 @@ async def run_app(
         return {"type": "http.request", "body": request.body, "more_body": False}
 
     async def run() -> None:
-        scope = {**request.scope, "type": "http", "asgi": {"version": "3.0"}, "state": {}}
+        state = {"selection": request.reads.selection}
+        scope = {**request.scope, "type": "http", "asgi": {"version": "3.0"}, "state": state}
         try:
             await app(scope, receive, messages.put)
         finally:

@@ -33,6 +33,61 @@ def is_resumable(body: Any) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """An event of an answer's stream, ours or OpenAI's.
+
+    raw: as it came, without its end. value: its JSON object; empty for a comment and for the end of
+    OpenAI's streams. holder: the part of `value` whose field `name` has the text that the event
+    adds to the answer; `name` is "" where it adds none. opens: whether it comes once, before all
+    text: the sources, or a chunk that names the role.
+    """
+
+    raw: bytes
+    value: dict[str, Any] = field(default_factory=dict)
+    holder: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    opens: bool = False
+
+    @classmethod
+    def parse(cls, raw: bytes) -> StreamEvent:
+        """Parses one event, without its end."""
+        lines = raw.split(b"\n")
+        if lines[0] == b"event: sources":
+            return cls(raw, opens=True)
+        data = next((line[6:] for line in lines if line.startswith(b"data: {")), None)
+        if data is None:
+            return cls(raw)
+        value = json.loads(data)
+        if lines[0] == b"event: token":
+            return cls(raw, value, value, "text")
+        choice = next(iter(value.get("choices") or [{}]))
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            return cls(raw, value, delta, "content", opens="role" in delta)
+        return cls(raw, value, choice, "text" if "text" in choice else "")
+
+    @property
+    def text(self) -> str:
+        """The text that the event adds to the answer."""
+        return (self.name and self.holder.get(self.name)) or ""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that all chunks of one completion of OpenAI's have in common."""
+        return {key: self.value[key] for key in ("id", "created") if key in self.value}
+
+    def changed(self, identity: dict[str, Any], text: str) -> bytes:
+        """The event with the identity of another completion and another text."""
+        if not self.value:
+            return self.raw
+        if self.text:
+            self.holder[self.name] = text
+        body = json.dumps(self.value | identity, ensure_ascii=False, separators=(",", ":"))
+        names = [line for line in self.raw.split(b"\n") if line.startswith(b"event: ")]
+        return b"\n".join([*names, b"data: " + body.encode()])
+
+
 @dataclass(slots=True)
 class ResumableResponse:
     """The response of one request, from one replica or several after each other. resumable: whether
@@ -43,12 +98,12 @@ class ResumableResponse:
     resumable: bool
     started: bool = False
     is_stream: bool = False
-    _again: bool = False
-    _opened: bool = False
+    _resumed: bool = False
+    _opened: bool = False  # the client has the event that opens
     _sent: str = ""
-    _behind: str = ""
-    _rest: bytes = b""
-    _head: dict[str, Any] = field(default_factory=dict)
+    _behind: str = ""  # what the client has, and the present replica has not said yet
+    _rest: bytes = b""  # of an event that has not come whole
+    _identity: dict[str, Any] = field(default_factory=dict)
 
     def begin_again(self) -> None:
         """The replica was lost, and another one begins. Raises `ReplicaLost` where the response
@@ -57,7 +112,7 @@ class ResumableResponse:
             return
         if not self.resumable:
             raise ReplicaLost("the replica that answered has ended; ask again")
-        self._again, self._behind, self._rest = True, self._sent, b""
+        self._resumed, self._behind, self._rest = True, self._sent, b""
 
     def take(self, message: Message) -> Iterator[Message]:
         """What the client is to get of a message. Raises `ReplicaLost` where another replica
@@ -69,7 +124,9 @@ class ResumableResponse:
         else:
             body, more = message.get("body", b""), message.get("more_body", False)
             *events, self._rest = (self._rest + body).split(_END)
-            passed = b"".join(self._event(event) for event in events)
+            take = self._repeated if self._resumed else self._first
+            taken = [take(StreamEvent.parse(event)) for event in events]
+            passed = b"".join(event + _END for event in taken if event is not None)
             if not more:
                 if self._behind:
                     raise _differs()
@@ -82,7 +139,7 @@ class ResumableResponse:
             name.lower() == b"content-type" and value.startswith(b"text/event-stream")
             for name, value in message["headers"]
         )
-        if self._again:
+        if self._resumed:
             if not streams or message["status"] != 200:
                 raise ReplicaLost(f"no other replica goes on: status {message['status']}")
             return
@@ -90,62 +147,32 @@ class ResumableResponse:
         self.started, self.is_stream = True, streams
         yield message
 
-    def _event(self, event: bytes) -> bytes:
-        """An event as it is passed on: whole, in part, or not at all."""
-        lines = event.split(b"\n")
-        if lines[0] == b"event: sources":
-            return self._opening(event)
-        data = next((line[6:] for line in lines if line.startswith(b"data: {")), None)
-        if data is None:  # a comment, or the end of OpenAI's streams
-            return b"" if self._behind else event + _END
-        value = json.loads(data)
-        holder, name = _text_of(value, lines[0] == b"event: token")
-        text = holder.get(name) if name else None
-        if not self._again:
-            self._head = self._head or {key: value.get(key) for key in ("id", "created")}
-            self._sent += text or ""
-            self._opened = self._opened or "role" in holder
-            return event + _END
+    def _first(self, event: StreamEvent) -> bytes:
+        """An event of the first replica, which is passed on as it is."""
+        self._opened = self._opened or event.opens
+        self._identity = self._identity or event.identity
+        self._sent += event.text
+        return event.raw
+
+    def _repeated(self, event: StreamEvent) -> bytes | None:
+        """What the client lacks of an event of another replica; None for nothing."""
+        if event.opens and not event.text:
+            opened, self._opened = self._opened, True
+            return None if opened else event.raw
+        text = event.text
         if not text:
-            if "role" in holder:
-                return self._opening(event)
-            return b"" if self._behind else self._as_before(lines, value)
+            return None if self._behind else event.changed(self._identity, "")
         known = self._behind[: len(text)]
         if not text.startswith(known):
             raise _differs()
+        new = text[len(known) :]
         self._behind = self._behind[len(known) :]
-        holder[name] = text[len(known) :]
-        self._sent += holder[name]
-        return self._as_before(lines, value) if holder[name] else b""
-
-    def _opening(self, event: bytes) -> bytes:
-        """An event that comes once, before all text."""
-        if self._opened:
-            return b""
-        self._opened = True
-        return event + _END
-
-    def _as_before(self, lines: list[bytes], value: dict[str, Any]) -> bytes:
-        """An event of the second replica under the first one's id."""
-        value |= {key: kept for key, kept in self._head.items() if kept is not None}
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-        head = b"".join(line + b"\n" for line in lines if line.startswith(b"event: "))
-        return head + b"data: " + text + _END
+        self._sent += new
+        return event.changed(self._identity, new) if new else None
 
 
 def _differs() -> ReplicaLost:
     return ReplicaLost("the replica that answered has ended, and another one answers otherwise")
-
-
-def _text_of(value: dict[str, Any], token: bool) -> tuple[dict[str, Any], str]:
-    """Where an event has text: the object and the name of its field; "" for none."""
-    if token:
-        return value, "text"
-    choices = value.get("choices") or [{}]
-    delta = choices[0].get("delta")
-    if isinstance(delta, dict):
-        return delta, "content"
-    return (choices[0], "text") if "text" in choices[0] else ({}, "")
 
 
 def error_event(info: ErrorInfo, path: str) -> bytes:

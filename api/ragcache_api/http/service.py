@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from ragcache import RagCache
 from ragcache.engine import LogprobFormat
 from ragcache.errors import DeadlineExceeded
-from ragcache_api.cluster.selection import SELECTION_HEADER, SelectionCipher
+from ragcache.retrieval import Selection
 from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import HTTPProblem
@@ -36,13 +36,11 @@ class Service:
     started: float = field(default_factory=time)
     queries: AdminQueries = field(init=False)
     metrics: Metrics = field(init=False)
-    selections: SelectionCipher = field(init=False)
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queries = AdminQueries.of(self.rag)
         self.metrics = Metrics(self.queries, self.requests)
-        self.selections = SelectionCipher(self.rag.keys.service_secret())
         self.requests.on_end += [self.recorder.record_request, self.metrics.count_request]
 
     @property
@@ -91,15 +89,12 @@ class RequestContext:
             raise DeadlineExceeded("the request's time was over before it was read")
         return left
 
-    async def selection(self, question: str, collection: str) -> dict[str, Any]:
-        """The option `selection` of `RagCache.ask`, where the front of a cluster has retrieved.
-        Raises `InvalidRequest` and `UnknownCollection`."""
-        sealed = self.request.headers.get(SELECTION_HEADER)
-        if sealed is None:
-            return {}
-        catalog = self.rag.internals.catalog
-        opening = self.service.selections.open
-        return {"selection": await off_loop(opening, sealed, question, collection, catalog)}
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The option `selection` of `RagCache.ask`, where the front of a cluster has retrieved. It
+        comes from the process that called the app (`ForwardedRequest`), never with HTTP."""
+        found: Selection | None = getattr(self.request.state, "selection", None)
+        return {} if found is None else {"selection": found}
 
     def require_operator(self) -> None:
         """Raises `HTTPProblem` (403) unless the caller may see what all namespaces share."""

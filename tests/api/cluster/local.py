@@ -71,7 +71,7 @@ class LocalReplicas:
     gone: Counter[str] = field(default_factory=Counter)
 
     async def open(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
-        name = self.table.choose(request.located, [each.status() for each in self.replicas])
+        name = self.table.choose(request.reads.located, [each.status() for each in self.replicas])
         replica = next(each for each in self.replicas if each.name == name)
         replica.seen.append(request)
         replica.running += 1

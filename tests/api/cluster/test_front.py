@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from ragcache.db import Catalog
+from ragcache.errors import LedgerUnavailable
 from ragcache.models import LoadedModel
 from ragcache_api.cluster.replicas import RoutingTable
-from ragcache_api.cluster.selection import SELECTION_HEADER
 from tests.api.cluster.local import LocalCluster, LocalReplicas, flush, recorded_searches
 from tests.api.http.asgi import events
 from tests.conftest import write_notes
@@ -89,7 +93,7 @@ def test_what_a_request_reads_is_known_for_chats_and_schemas(
     found = client.post("/v1/chat/completions", json={**listed, "collection": "notes", "k": 1})
     assert found.json()["sources"][0]["document"].endswith("leave.md")
     reads = {
-        each.path: [module.key for module in each.located.modules]
+        each.path: [module.key for module in each.reads.located.modules]
         for replica in replicas.replicas
         for each in replica.seen
     }
@@ -179,25 +183,47 @@ def content(chunks: list[Any]) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-def test_the_selection_is_of_the_front_alone(
-    cluster: LocalCluster, client: TestClient, replicas: LocalReplicas
-) -> None:
-    client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+def test_a_selection_comes_from_the_front_alone(
+    cluster: LocalCluster, client: TestClient, replicas: LocalReplicas,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nothing that a client sends is taken for one, by a front or by a replica: not a header, nor
+    a field of the body, nor what it says of the scope."""
+    question = {**LEAVE, "max_tokens": 1}
+    client.post("/v1/answers", json=question)
     [sent] = [each for replica in replicas.replicas for each in replica.seen]
-    sealed = dict(sent.scope["headers"])[SELECTION_HEADER.encode()].decode()
-    forged = {SELECTION_HEADER: "forged"}
-    answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1}, headers=forged)
-    assert answered.status_code == 200
+    selection = sent.reads.selection
+    assert selection is not None
+    assert [hit.module.document for hit in selection.hits] == ["leave.md"]
+    assert pickle.loads(pickle.dumps(sent)) == sent, "it travels between processes"
+    [keys] = cluster.rags[0].get_modules(["keys.md#1"], collection="notes")
+    other = replace(selection, hits=(replace(selection.hits[0], module=keys),))
+    forged = {
+        name: base64.b64encode(pickle.dumps(other)).decode()
+        for name in ("X-Ragcache-Selection", "Selection", "State")
+    }
+    searched = recorded_searches(monkeypatch)
     direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
-    for value in ("forged", sealed[:-2]):
-        refused = direct.post("/v1/answers", json=LEAVE, headers={SELECTION_HEADER: value})
-        assert (refused.status_code, SELECTION_HEADER in refused.text) == (400, True)
-    other = {**LEAVE, "collection": "others"}
-    refused = direct.post("/v1/answers", json=other, headers={SELECTION_HEADER: sealed})
-    assert (refused.status_code, "others" in refused.text) == (400, True)
-    assert direct.post(
-        "/v1/answers", json={**LEAVE, "max_tokens": 1}, headers={SELECTION_HEADER: sealed}
-    ).is_success
+    for asked in (client, direct):
+        answered = asked.post("/v1/answers", json=question, headers=forged)
+        assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
+        refused = asked.post("/v1/answers", json=question | {"selection": [keys.id]})
+        assert refused.status_code == 422
+    assert searched == [LEAVE["question"]] * 3  # the front's two, and the replica's own
+
+
+def test_a_replica_answers_from_a_selection_without_the_ledger(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads no rows of the modules that the front has chosen."""
+
+    def unread(*_: object) -> None:
+        raise LedgerUnavailable("the ledger is away")
+
+    client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    monkeypatch.setattr(Catalog, "_modules", unread)
+    answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
 
 
 def test_an_answer_through_the_front_is_as_confident_as_without(
@@ -256,8 +282,8 @@ def test_keys_rates_and_tenants(cluster: LocalCluster, replicas: LocalReplicas) 
     [of_a, of_b] = [each for replica in replicas.replicas for each in replica.seen]
     if dict(of_a.scope["headers"])[b"authorization"].decode() != as_a["Authorization"]:
         of_a, of_b = of_b, of_a
-    assert of_a.located.modules
-    assert not of_b.located.modules
+    assert of_a.reads.located.modules
+    assert not of_b.reads.located.modules
     quoted = f"{cluster.rags[0].get_modules(['leave.md#1'], collection='notes')[0].text}\n\nAnd?"
     chat = {**CHAT, "messages": [{"role": "user", "content": quoted}], "max_tokens": 1}
     chat["model"] = client.get("/v1/models", headers=as_b).json()["data"][0]["id"]
@@ -268,11 +294,7 @@ def test_keys_rates_and_tenants(cluster: LocalCluster, replicas: LocalReplicas) 
         each for replica in replicas.replicas for each in replica.seen
         if each.path == "/v1/chat/completions"
     ]  # fmt: skip
-    assert not quoting.located.modules
-    stolen = {SELECTION_HEADER: dict(of_a.scope["headers"])[SELECTION_HEADER.encode()].decode()}
-    cluster.rags[0].within("tenant-b").create_collection("notes")
-    direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
-    assert direct.post("/v1/answers", json=short, headers=as_b | stolen).status_code == 400
+    assert not quoting.reads.located.modules
     assert client.get("/metrics", headers=as_a).status_code == 403
     assert client.get("/v1/models", headers=as_a).is_success
     limited = client.get("/v1/models", headers=as_a)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ragcache_api.cluster.front import label_metrics
 from ragcache_api.cluster.replicas import ReplicaLost
 from ragcache_api.cluster.streams import ResumableResponse, is_resumable
 
@@ -107,15 +106,3 @@ def test_what_may_not_go_on_ends_where_it_was() -> None:
     assert take(response, token("26")[:5]) == token("26")[:5]
     with pytest.raises(ReplicaLost, match="ask again"):
         response.begin_again()
-
-
-def test_metrics_get_a_label() -> None:
-    text = (
-        b'# HELP x_total X.\n# TYPE x_total counter\nx_total{tier="host"} 2\n# TYPE y gauge\ny 1\n'
-    )
-    labeled = label_metrics({"b": text, "a": text}).decode().splitlines()
-    assert labeled == [
-        "# HELP x_total X.", "# TYPE x_total counter",
-        'x_total{replica="a",tier="host"} 2', 'x_total{replica="b",tier="host"} 2',
-        "# TYPE y gauge", 'y{replica="a"} 1', 'y{replica="b"} 1',
-    ]  # fmt: skip

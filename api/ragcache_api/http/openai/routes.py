@@ -112,7 +112,7 @@ def _opening(
             options = chat | body.chat_options()
             return await rag.astream_chat(prompt(), generation=generation, **options)
         question = prompt()
-        options = body.retrieval() | await context.selection(question, body.collection)
+        options = body.retrieval() | context.selection
         return await rag.astream(
             question, collection=body.collection, generation=generation, **options
         )

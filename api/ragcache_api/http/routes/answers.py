@@ -57,7 +57,7 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
     generation, rag = body.generation(context.deadline), context.rag
 
     async def opening() -> AsyncAnswerStream:
-        options = body.retrieval() | await context.selection(body.question, body.collection)
+        options = body.retrieval() | context.selection
         return await rag.astream(
             body.question, collection=body.collection, generation=generation, **options
         )
