@@ -15,7 +15,7 @@ RUN python -m build --wheel --no-isolation --outdir /wheels
 
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=postgres,structured,otel
+ARG EXTRAS=postgres,otel
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \

@@ -121,7 +121,7 @@ def test_a_package_loads_no_library_that_it_does_not_use() -> None:
         "rich",
     }
     assert engine & (stores | {"torch"}) == {"torch"}
-    assert pipeline & {"xgrammar", "torch"} == {"torch"}
+    assert pipeline & {"llguidance", "torch"} == {"torch"}
     assert "torch" in whole
 
 

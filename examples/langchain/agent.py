@@ -1,6 +1,6 @@
 """An agent that searches a collection: LangChain's `create_agent` and `create_retriever_tool`.
 
-    pip install langchain 'ragcache[structured]'
+    pip install langchain
     python examples/langchain/agent.py MODEL
 
 MODEL is a folder or hub name of a model whose chat template takes tools (Qwen, Llama 3, Mistral);

@@ -3,8 +3,8 @@
     python examples/langchain/citations.py [MODEL]
 
 Without a model the embedded reader answers, which copies a few words and writes no JSON. A MODEL
-(a folder or hub name) also answers with objects: they are decoded under a JSON schema (extra
-`structured`), so that every citation is the number of a document in the prompt.
+(a folder or hub name) also answers with objects: they are decoded under a JSON schema, so
+that every citation is the number of a document in the prompt.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Generation:
         timeout: In seconds, from when the request is queued.
         priority: Each level counts as 10 seconds of waiting.
         share: Whether states of the question's own tokens may be shared with other requests.
-        grammar: The form that every answer keeps to (extra `structured`).
+        grammar: The form that every answer keeps to.
         extractive: Whether every answer is a quotation: a contiguous run of the text of one of the
             modules that it is read from, from word boundary to word boundary, whose places are
             `Answer.spans`. None is what the model does with questions: the embedded reader quotes,
@@ -159,7 +159,7 @@ class Generation:
         quoted: QuotationSources | None = None, check: AnswerCheck | None = None,
     ) -> MakeRequest:  # fmt: skip
         """Makes the engine's request once its context is known. All options are checked here.
-        Raises `InvalidRequest`, or `MissingExtra` for a grammar. quoted: what the answer quotes.
+        Raises `InvalidRequest`. quoted: what the answer quotes.
         check: of the confidence in it. Where it refuses nothing, a reader does not say that there
         is no answer."""
         constraint = None if self.grammar is None else compile_constraint(self.grammar, model)

@@ -1,7 +1,8 @@
 """Grammars of answers: as values, compiled for a model's vocabulary, and held to while decoding.
 
-A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with the
-model's one compiler, and the engine takes a mask from its `GrammarConstraint` before each token.
+A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with
+llguidance, and the engine takes a mask from its `GrammarConstraint` before each token. Compilation
+runs in the caller's thread, without the interpreter's lock and within limits, so that it ends soon.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,26 +20,36 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import MakeConstraint
-from ragcache.engine.constraint import pack
-from ragcache.errors import InvalidRequest, MissingExtra
+from ragcache.engine.detokenizer import token_to_bytes
+from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
-from ragcache.structured.json_schema import check_json_schema, schema_rules
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
+Kind = Literal["json_schema", "regex", "ebnf", "lark"]
 
-Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+LONGEST = 2**18
+"""The most characters of a grammar: those of an enum of 12,000 strings, compiled in 0.2 s."""
+
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+"""What differs from the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""
 
 _ANY_OBJECT = '{"type": "object"}'
+_JSON = {
+    "whitespace_flexible": False,  # with free white space a model may write it without end
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """The form of an answer's text, from its first character to its last.
 
-    Making one needs no extra; using one needs `structured`. Equal grammars are compiled once for
-    each model. Raises `InvalidRequest` for an empty text.
+    Equal grammars are compiled once for each model. Raises `InvalidRequest` for an empty text, and
+    for one of more than `LONGEST` characters.
     """
 
     kind: Kind
@@ -46,6 +58,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             raise InvalidRequest(f"a grammar of kind {self.kind} needs a text")
+        if len(self.text) > LONGEST:
+            raise InvalidRequest(
+                f"the {self.kind} has {len(self.text)} characters; a grammar has at most {LONGEST}"
+            )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
@@ -60,9 +76,15 @@ class Grammar:
             >>> Grammar.json_schema({"type": "integer"})
             Grammar(kind='json_schema', text='{"type": "integer"}')
         """
-        parsed = _parsed(schema)
-        check_json_schema(parsed)
-        return cls("json_schema", json.dumps(parsed, ensure_ascii=False))
+        try:  # JSON values, without tuples and with strings for keys
+            parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the JSON schema is not JSON: {error}") from error
+        if not isinstance(parsed, dict):
+            raise InvalidRequest(f"a JSON schema is an object, not {type(parsed).__name__}")
+        made = cls("json_schema", json.dumps(parsed, ensure_ascii=False))
+        check_grammar(made)
+        return made
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -101,70 +123,119 @@ class Grammar:
         """A text of the rule `root`, in GBNF, the notation of llama.cpp."""
         return cls("ebnf", text)
 
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A text of the rule `start`, in llguidance's variant of Lark."""
+        return cls("lark", text)
 
-def _parsed(schema: Mapping[str, Any] | str) -> object:
-    """The schema as JSON values, without tuples and with strings for keys."""
-    try:
-        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema is not JSON: {error}") from error
+    @property
+    def source(self) -> str:
+        """The grammar as llguidance takes it. Raises `InvalidRequest`."""
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            if self.kind == "json_schema":
+                schema = _closed(json.loads(self.text))
+                return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)  # type: ignore[arg-type]
+            if self.kind == "regex":
+                return LLMatcher.grammar_from_regex(self.text)
+            lark = gbnf_to_lark(self.text) if self.kind == "ebnf" else self.text
+            return LLMatcher.grammar_from_lark(lark)
+        except Exception as error:  # `gbnf_to_lark` raises `Exception` itself
+            raise _refused(self, str(error)) from error
 
 
-KEPT_BYTES = 2**26
-"""The size of the compiled grammars that each model keeps (least recently used evicted)."""
+def lark_json(schema: dict[str, Any]) -> str:
+    """The JSON of a schema, on one line, as an expression of a rule of `Grammar.lark`."""
+    return f"%json {json.dumps({**_closed(schema), 'x-guidance': _JSON}, ensure_ascii=False)}"
 
-THREADS = 2  # of one compilation
 
-# Places in the compiler's source, of no use to a caller.
-_ORIGIN = re.compile(
-    r"^\[[\d:]+\] \S+: |Check failed: .*? is false: |Invalid structural tag error: "
-)
+# Keywords whose value is an object of schemas, a list of schemas, or one schema.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+_JOINING = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema in which objects have only the properties that it names, unless it says otherwise
+    or joins several schemas."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in made.keys() & _MAPS:
+        if isinstance(made[key], dict):
+            made[key] = {name: _closed(each) for name, each in made[key].items()}
+    for key in made.keys() & _LISTS:
+        if isinstance(made[key], list):
+            made[key] = [_closed(each) for each in made[key]]
+    for key in made.keys() & _SINGLE:
+        made[key] = _closed(made[key])
+    if made.keys() & {"properties", "patternProperties"} and not made.keys() & _JOINING:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises `InvalidRequest` where the grammar cannot be enforced, with any model."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    if reason := LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS)):  # type: ignore[arg-type]
+        raise _refused(grammar, reason)
+
+
+# The lines of a message that repeat the grammar.
+_QUOTED = re.compile(r"^\s*(\d+ \||\^).*\n?|^at \d+\(\d+\): ", re.MULTILINE)
+
+
+def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
+    reason = " ".join(_QUOTED.sub("", reason).split())
+    kind = grammar.kind.replace("json_schema", "JSON schema")
+    return InvalidRequest(f"the {kind} cannot be compiled: {reason:.300}")
 
 
 class ModelGrammarCompiler:
-    """Compiles grammars for one model; thread-safe. A grammar allows the tokens `stop_ids`, which
-    end an answer, where it is complete."""
+    """Compiles grammars for one model; thread-safe. A grammar allows the model's stop tokens where
+    it is complete.
+
+    Attributes:
+        tokenizer: llguidance's view of the model's vocabulary, as wide as its logits.
+    """
+
+    KEPT = 32
+    """How many compiled grammars are kept, those used last."""
 
     def __init__(self, model: LoadedModel) -> None:
-        xgrammar = _library()
-        vocabulary = token_bytes(model)
-        self.width = len(vocabulary)
-        self.stop_ids = sorted(each for each in model.stop_ids if each < self.width)
-        info = xgrammar.TokenizerInfo(
-            vocabulary, xgrammar.VocabType.RAW, vocab_size=self.width, stop_token_ids=self.stop_ids
-        )
-        self._compiler: GrammarCompiler = xgrammar.GrammarCompiler(
-            info, max_threads=THREADS, cache_limit_bytes=KEPT_BYTES
-        )
+        from llguidance import LLParserLimits
 
-    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles a grammar, or takes it from the cache. Raises `InvalidRequest`."""
-        try:
-            return self._compile(grammar)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = _ORIGIN.sub("", str(error)).strip(" :\n") or "it is too large"
-            raise InvalidRequest(f"the {grammar.kind} cannot be compiled: {reason}") from error
+        self.tokenizer: LLTokenizer = _Vocabulary(model).ll_tokenizer()
+        self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        compiler, text = self._compiler, grammar.text
-        if grammar.kind == "json_schema":
-            return compiler.compile_grammar(schema_rules(json.loads(text)))
-        if grammar.kind == "regex":
-            return compiler.compile_regex(text)
-        if grammar.kind == "ebnf":
-            return compiler.compile_grammar(text)
-        return compiler.compile_structural_tag(json.dumps(_with_rules(json.loads(text))))
+    def compile_grammar(self, grammar: Grammar) -> LLMatcher:
+        """Compiles a grammar, or takes it from the cache. The result is to be copied, not advanced.
+        Raises `InvalidRequest`."""
+        from llguidance import LLMatcher
 
-
-def _with_rules(described: Any) -> Any:
-    """A structural tag in which every JSON schema is replaced by its rules."""
-    if isinstance(described, list):
-        return [_with_rules(each) for each in described]
-    if not isinstance(described, dict):
-        return described
-    if described.get("type") == "json_schema":
-        return {"type": "grammar", "grammar": schema_rules(described["json_schema"])}
-    return {key: _with_rules(each) for key, each in described.items()}
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+        made = LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
+        if not made.is_error():
+            made.compute_bitmask()  # finds what allows nothing, and leaves less for the engine
+        if made.is_error():
+            reason = made.get_error()
+            if reason.startswith("NoExtension"):
+                reason = "no text satisfies it"
+            raise _refused(grammar, reason)
+        with self._lock:
+            self._kept[grammar] = made
+            if len(self._kept) > self.KEPT:
+                self._kept.popitem(last=False)
+        return made
 
 
 _compilers: WeakKeyDictionary[LoadedModel, ModelGrammarCompiler] = WeakKeyDictionary()
@@ -172,7 +243,7 @@ _lock = threading.Lock()
 
 
 def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
-    """The model's compiler, made at first use and dropped with it. Raises `MissingExtra`."""
+    """The model's compiler, made at first use and dropped with it."""
     with _lock:
         compiler = _compilers.get(model)
         if compiler is None:
@@ -180,83 +251,89 @@ def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
         return compiler
 
 
-def _library() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise MissingExtra(
-            "constrained decoding needs xgrammar: pip install 'ragcache[structured]'"
-        ) from error
-    return xgrammar
-
-
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
     """Compiles a grammar for a model's vocabulary; the result makes a constraint for each answer
-    (`engine.Request.constraint`). Raises `InvalidRequest` or `MissingExtra`."""
+    (`engine.Request.constraint`). Raises `InvalidRequest`."""
     compiler = grammar_compiler(model)
     compiled = compiler.compile_grammar(grammar)
-    stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
-    stops[0, compiler.stop_ids] = True
-    [packed] = pack(stops)
-    return lambda: GrammarConstraint(compiled, packed)
+    words = -(-compiler.tokenizer.vocab_size // 32)
+    return lambda: GrammarConstraint(compiled.deep_copy(), words)
 
 
 class GrammarConstraint:
-    """The state of one answer in its grammar. stops: the stop tokens as a mask, int32 [W]."""
+    """The state of one answer in its grammar. words: of 32 tokens each, in a mask."""
 
-    def __init__(self, compiled: CompiledGrammar, stops: Tensor) -> None:
-        from xgrammar import GrammarMatcher
-
-        self._matcher: GrammarMatcher = GrammarMatcher(compiled)
-        self._others = ~stops
-        self._mask = torch.empty((1, len(stops)), dtype=torch.int32, device="cpu")
-        self._filled = False
-        self.finished = False
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher = matcher
+        self._mask = torch.zeros(words, dtype=torch.int32, device="cpu")
 
     def mask(self) -> Tensor | None:
-        """See `Constraint.mask`."""
-        if not self._filled:
-            self._fill()
-        return self._mask[0]
+        """See `Constraint.mask`. Raises `ValueError` where the grammar exceeds its limits."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.nbytes)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+        return self._mask
 
     def accept(self, token: int) -> None:
         """See `Constraint.accept`. Raises `ValueError` for a token that the grammar refuses."""
-        if not self._matcher.accept_token(token):
+        if not self._matcher.consume_token(token):
             raise ValueError(f"the grammar does not allow token {token} here")
-        self._filled = False
-        if self._matcher.is_completed():
-            self._fill()
-            self.finished = not bool((self._mask[0] & self._others).any())
 
-    def _fill(self) -> None:
-        self._matcher.fill_next_token_bitmask(self._mask)
-        self._filled = True
+    @property
+    def finished(self) -> bool:
+        """See `Constraint.finished`."""
+        return self._matcher.is_stopped()
 
 
 TOOL_MARKERS = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"))
 """The control tokens that a grammar may use; the text of all others is hidden from callers."""
 
 
-def token_bytes(model: LoadedModel) -> list[bytes]:
-    """The bytes of every row of the model's logits: b"" for control tokens and for rows beyond the
-    tokenizer, which no grammar may use. Raises `InvalidRequest` for an unknown tokenizer."""
-    from xgrammar import TokenizerInfo
+class _Vocabulary:
+    """A model's vocabulary as llguidance asks for it: it calls this for the tokens of text that a
+    grammar leaves no choice about.
 
-    tokenizer = getattr(model.tokenizer, "hugging_face", model.tokenizer)
-    width = logits_width(model)
-    try:
-        info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=width, stop_token_ids=[0])
-    except Exception as error:
-        raise InvalidRequest(
-            f"this model's tokenizer, {type(tokenizer).__name__}, cannot be constrained: {error}"
-        ) from error
-    decoded = [bytes(token) for token in info.decoded_vocab]
-    decoded += [b""] * (width - len(decoded))
-    for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token_id < width:
-            hidden = added.special and added.content not in TOOL_MARKERS
-            decoded[token_id] = b"" if hidden else added.content.encode()
-    return decoded
+    Attributes:
+        tokens: The bytes of every row of the logits: b"" for control tokens and for rows beyond the
+            tokenizer, which no grammar may use.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, model: LoadedModel) -> None:
+        tokenizer = getattr(model.tokenizer, "hugging_face", model.tokenizer)
+        self._tokenizer, width = tokenizer, logits_width(model)
+        self.stop_ids = sorted(each for each in model.stop_ids if each < width)
+        if not self.stop_ids:
+            raise InvalidRequest(
+                "this model cannot be constrained: it has no token that ends an answer"
+            )
+        self.eos_token_id = self.stop_ids[0]
+        spell, hidden = token_to_bytes(tokenizer), {*model.stop_ids}
+        for number, added in tokenizer.added_tokens_decoder.items():
+            if added.special and added.content not in TOOL_MARKERS:
+                hidden.add(number)
+        self.tokens = [b""] * width
+        for token, number in tokenizer.get_vocab().items():
+            if number < width and number not in hidden:
+                self.tokens[number] = spell(token)
+
+    def ll_tokenizer(self) -> LLTokenizer:
+        """llguidance's tokenizer of this vocabulary."""
+        from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
+
+        made = LLTokenizer(TokenizerWrapper(self), eos_token=list(self.stop_ids))
+        self._greedy = made.greedy_tokenize
+        return made
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """As the model spells it, or else with the longest tokens: some tokenizers add a space."""
+        raw = text if isinstance(text, bytes) else text.encode()
+        ids: list[int] = self._tokenizer.encode(raw.decode(), add_special_tokens=False)
+        if b"".join(self.tokens[each] for each in ids) == raw:
+            return ids
+        return self._greedy(raw.decode())
 
 
 def logits_width(model: LoadedModel) -> int:

@@ -8,11 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ragcache.errors import InvalidRequest
-from ragcache.structured.grammar import Grammar
-from ragcache.structured.json_schema import check_json_schema
-
-Format = dict[str, Any]
-"""A part of a structural tag, the compiler's description of text with marked passages."""
+from ragcache.structured.grammar import Grammar, lark_json
 
 
 class ToolStyle(StrEnum):
@@ -106,64 +102,66 @@ def tool_call_grammar(
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
         functions, parallel = {choice: functions[_named(choice, functions)]}, False
-    opening, closing, key, separator = _NOTATION[style]
-    tags = [
-        {
-            "begin": f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ',
-            "content": {"type": "json_schema", "json_schema": schema},
-            "end": "}" + closing,
-        }
-        for name, schema in functions.items()
-    ]
-    calls = {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
-    described = _only_calls(style, calls)
-    if choice == "auto" and form is not None:
-        described = _calls_or_form(described, form)
-    elif choice == "auto":
-        described = _calls_with_text(style, tags, calls)
-    text = json.dumps({"type": "structural_tag", "format": described}, ensure_ascii=False)
-    return Grammar("structural_tag", text)
+    marker, rules = _calls(
+        style, functions, parallel=parallel, in_json=choice == "auto" and form is not None
+    )
+    if choice != "auto":
+        start = "calls"
+    elif form is not None:
+        start = f"calls | {_form(form)}"
+    elif style is ToolStyle.LLAMA:
+        start, rules = "calls | OTHER", [*rules, f"OTHER: {_ANY} & ~{_NAMED}"]
+    else:
+        many = style is ToolStyle.HERMES and parallel
+        start = "(before tail)* TEXT" if many else "TEXT | before tail"
+        # a lazy rule ends at the first marker: a call has to follow
+        rules += [f"TEXT: {_ANY}", f"before[lazy]: TEXT {_quoted(marker)}"]
+    return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
-# The text before and after each call, the key of its arguments, and the separator of calls.
+_ANY, _NAMED = r"/(.|\n)*/", r'/(.|\n)*\{"name"(.|\n)*/'
+
+
+def _calls(
+    style: ToolStyle, functions: Mapping[str, Any], *, parallel: bool, in_json: bool
+) -> tuple[str, list[str]]:
+    """The marker of calls, and the rules `calls` and `tail`: what follows the marker. in_json:
+    whether an answer may be other JSON."""
+    marker, ending, key, separator = _NOTATION[style]
+    once = style is ToolStyle.HERMES  # or else the marker stands before all calls
+    first = _quoted(marker) if marker else ""
+    more = f"({_quoted(separator)} {first if once else ''} call)*" if parallel else ""
+    if style is ToolStyle.MISTRAL:
+        rules = [f"calls: {first} tail", f'tail: "[" call {more} "]"']
+    else:
+        rules = [f"calls: {first} call {more}", "tail: call"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, (name, schema) in enumerate(functions.items()):
+        head = ["{", '"name"', ": ", _quoted(name), ", ", f'"{key}"', ": "]
+        # as a form's JSON, which may begin alike, is read: its pieces; as text is read: whole
+        head = head if in_json else ["".join(head)]
+        begin = " ".join(map(_quoted, ["\n", *head] if once else head))
+        arguments = f"{begin} arguments_{number} {_quoted('}' + ending)}"
+        rules += [f"call_{number}: {arguments}", f"arguments_{number}: {lark_json(schema)}"]
+    return marker, rules
+
+
+# The marker before calls, the text after each, the key of its arguments, and the separator.
 _NOTATION = {
-    ToolStyle.HERMES: ("<tool_call>\n", "\n</tool_call>", "arguments", "\n"),
+    ToolStyle.HERMES: ("<tool_call>", "\n</tool_call>", "arguments", "\n"),
     ToolStyle.LLAMA: ("", "", "parameters", "; "),
-    ToolStyle.MISTRAL: ("", "", "arguments", ", "),
+    ToolStyle.MISTRAL: ("[TOOL_CALLS]", "", "arguments", ", "),
 }
 
 
-def _only_calls(style: ToolStyle, calls: Format) -> Format:
-    if style is not ToolStyle.MISTRAL:
-        return calls
-    begin, end = ({"type": "const_string", "value": value} for value in ("[TOOL_CALLS][", "]"))
-    return {"type": "sequence", "elements": [begin, calls, end]}
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _calls_or_form(calls: Format, form: Grammar) -> Format:
+def _form(form: Grammar) -> str:
     if form.kind != "json_schema":
         raise InvalidRequest(f"beside calls an answer keeps to a JSON schema, not to a {form.kind}")
-    schema = {"type": "json_schema", "json_schema": json.loads(form.text)}
-    return {"type": "or", "elements": [calls, schema]}
-
-
-def _calls_with_text(style: ToolStyle, tags: list[Format], calls: Format) -> Format:
-    """Calls or text; in styles with markers also text and then calls."""
-    if style is ToolStyle.LLAMA:
-        text = {"type": "any_text", "excludes": ['{"name"']}
-        return {"type": "or", "elements": [calls, text]}
-    trigger = "<tool_call>"
-    if style is ToolStyle.MISTRAL:
-        trigger = "[TOOL_CALLS]"
-        tags = [{"begin": "[TOOL_CALLS][", "content": calls, "end": "]"}]
-    once = calls["stop_after_first"] or style is ToolStyle.MISTRAL
-    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": once}
+    return lark_json(json.loads(form.text))
 
 
 def known_style(style: str) -> ToolStyle:
@@ -187,7 +185,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         schema = tool.get("function", tool).get("parameters")
         schema = schema or {"type": "object", "properties": {}}
         try:
-            check_json_schema(schema)
+            Grammar.json_schema(schema)
         except InvalidRequest as error:
             raise InvalidRequest(f"the parameters of tool {name!r}: {error}") from error
         functions[name] = schema

@@ -255,9 +255,8 @@ class ChatRagCache(BatchingChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:  # fmt: skip
         """The model with tools that it may call.
 
-        Calls that `tool_choice` demands are decoded under a grammar (extra `structured`), so that
-        they always are some tool's; so are those of `auto` where the extra is installed and its
-        grammars can express the schemas.
+        Calls that `tool_choice` demands are decoded under a grammar, so that they always are some
+        tool's; so are those of `auto` where a grammar can express the schemas.
 
         Args:
             tools: functions, classes, LangChain's tools, or JSON descriptions.
@@ -287,7 +286,7 @@ class ChatRagCache(BatchingChatModel):
         strict: bool | None = None,  # noqa: ARG002
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:  # fmt: skip
-        """The model with answers that keep to a schema while they are decoded (extra `structured`).
+        """The model with answers that keep to a schema while they are decoded.
 
         The prompt does not change: it should describe the answer.
 

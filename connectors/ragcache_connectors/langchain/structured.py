@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +53,14 @@ def structured_output(
 
 def _response_format(schema: Any, method: str) -> dict[str, Any]:
     """JSON mode keeps to the schema too where a grammar can express it."""
-    from ragcache.structured.json_schema import check_json_schema
+    from ragcache.structured import Grammar
 
     any_object = {"type": "json_object"}
     if schema is None:
         return any_object
     converted = convert_to_json_schema(schema)
     try:
-        check_json_schema(converted)
+        Grammar.json_schema(converted)
     except InvalidRequest:
         if method == "json_mode":
             return any_object
@@ -122,9 +121,9 @@ def call_grammar(
 ) -> Grammar | None:  # fmt: skip
     """The grammar of an answer's calls to tools. Raises `InvalidRequest`, `UnsupportedModel`.
 
-    None where the model may choose and the extra `structured` is missing or no grammar can express
-    the arguments of a tool: then it calls as it was trained to, unless `strict` or `form`, the
-    grammar of an answer without calls, is given.
+    None where the model may choose and no grammar can express the arguments of a tool: then it
+    calls as it was trained to, unless `strict` or `form`, the grammar of an answer without calls,
+    is given.
     """
     from ragcache.structured import tool_call_grammar
 
@@ -135,8 +134,6 @@ def call_grammar(
         )
     if choice != "auto" or strict or form is not None:
         return tool_call_grammar(tools, choice, style=style, parallel=parallel, form=form)
-    if find_spec("xgrammar") is None:
-        return None
     try:
         return tool_call_grammar(tools, style=style, parallel=parallel)
     except InvalidRequest:

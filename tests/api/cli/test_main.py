@@ -43,7 +43,7 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
 
 HEAVY = ("torch", "transformers", "langchain_text_splitters", "fastapi")
 LIBRARIES = (
-    *HEAVY, "sqlalchemy", "numpy", "faiss", "langchain_core", "lxml", "xgrammar",
+    *HEAVY, "sqlalchemy", "numpy", "faiss", "langchain_core", "lxml", "llguidance",
     "ragcache_schemas",
 )  # fmt: skip
 

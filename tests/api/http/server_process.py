@@ -23,7 +23,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
     "alembic.context", "faiss", "ragcache.rag", "ragcache_api.cli.admin", "ragcache_api.cli.ask",
     "ragcache_api.cli.measure", "ragcache_api.cli.schema", "ragcache_api.http.server",
-    "transformers.models.llama.modeling_llama", "uvicorn.loops.auto", "xgrammar",
+    "transformers.models.llama.modeling_llama", "uvicorn.loops.auto", "llguidance",
 ])  # fmt: skip
 
 

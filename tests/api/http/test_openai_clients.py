@@ -77,7 +77,6 @@ def test_completions_models_and_errors(openai: OpenAI) -> None:
 
 
 def test_json_that_keeps_to_a_schema(openai: OpenAI) -> None:
-    pytest.importorskip("xgrammar")
     schema = {
         "type": "object", "properties": {"days": {"type": "integer", "maximum": 99}},
         "required": ["days"], "additionalProperties": False,

@@ -190,7 +190,7 @@ def test_other_errors_pass() -> None:
         raise ZeroDivisionError
 
 
-HEAVY = ("torch", "transformers", "xgrammar", "faiss", "sqlalchemy", "sentence_transformers")
+HEAVY = ("torch", "transformers", "llguidance", "faiss", "sqlalchemy", "sentence_transformers")
 
 
 def test_every_name_is_exported_and_listed() -> None:

@@ -97,7 +97,7 @@ def test_an_answer_that_was_cut_off_is_refused(rag: RagCache, schema: Any, metho
 
 
 def test_json_mode_takes_schemas_that_no_grammar_expresses(model: ChatRagCache) -> None:
-    with pytest.raises(InvalidRequest, match="'uniqueItems'"):
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
         model.with_structured_output(INEXPRESSIBLE)
     assert isinstance(
         model.with_structured_output(INEXPRESSIBLE, method="json_mode").invoke("x"), dict
@@ -253,20 +253,14 @@ def test_an_agent_calls_tools_and_answers_by_a_schema(model: ChatRagCache) -> No
     assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
 
 
-def test_optional_calls_go_unconstrained_where_no_grammar_expresses_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optional_calls_go_unconstrained_where_no_grammar_expresses_them() -> None:
     inexpressible = [{"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}]
     assert call_grammar(inexpressible, "auto", ToolStyle.HERMES, True) is None
-    with pytest.raises(InvalidRequest, match="'not'"):
+    with pytest.raises(InvalidRequest, match="not"):
         call_grammar(inexpressible, "required", ToolStyle.HERMES, True)
-    with pytest.raises(InvalidRequest, match="'not'"):
+    with pytest.raises(InvalidRequest, match="not"):
         call_grammar(inexpressible, "auto", ToolStyle.HERMES, True, strict=True)
     assert call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True) is not None
-    monkeypatch.setattr("ragcache_connectors.langchain.structured.find_spec", lambda _: None)
-    assert call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True) is None
-    strict = call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True, strict=True)
-    assert strict is not None, "the engine names the extra that is missing"
 
 
 def test_strict_reaches_the_call(model: ChatRagCache) -> None:
@@ -275,7 +269,7 @@ def test_strict_reaches_the_call(model: ChatRagCache) -> None:
         "properties": {"a": {"type": "array", "uniqueItems": True}},
     }  # fmt: skip
     assert isinstance(model.bind_tools([inexpressible]).invoke("x"), AIMessage)
-    with pytest.raises(InvalidRequest, match="'uniqueItems'"):
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
         model.bind_tools([inexpressible], strict=True).invoke("x")
 
 

@@ -9,6 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.structured import Grammar
+from ragcache.structured.grammar import grammar_compiler
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TEXTS = [
@@ -42,3 +44,9 @@ def tiny() -> LoadedModel:
     assert len(tokenizer()) < VOCABULARY
     causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
     return LoadedModel("tiny", causal, tokenizer())
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    """Whether the text is a complete answer under the grammar."""
+    matcher = grammar_compiler(tiny()).compile_grammar(grammar).deep_copy()
+    return matcher.consume_tokens(tokenizer().encode(text)) and matcher.is_accepting()

@@ -20,9 +20,8 @@ from ragcache.structured import (
     tool_call_grammar,
     tool_style,
 )
-from ragcache.structured.grammar import grammar_compiler
 from tests.ragcache.engine.stepped_engine import config_of, core_of, plain_context, run_requests
-from tests.ragcache.structured.byte_level_model import tiny
+from tests.ragcache.structured.byte_level_model import allows, tiny
 
 ADD = {
     "type": "object",
@@ -46,13 +45,6 @@ TWO = {
     ToolStyle.MISTRAL: CALL[ToolStyle.MISTRAL][:-1] + ', {"name": "now", "arguments": {}}]',
 }
 styles = pytest.mark.parametrize("style", list(ToolStyle))
-
-
-def allows(grammar: Grammar, text: str) -> bool:
-    from xgrammar import GrammarMatcher
-
-    matcher = GrammarMatcher(grammar_compiler(tiny()).compile_grammar(grammar))
-    return matcher.accept_string(text) and matcher.is_completed()
 
 
 @styles
@@ -125,7 +117,7 @@ def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: st
         (["add"], "auto", "tool 1 has no name"),
         ([{"name": "a"}, {"name": "a"}], "auto", "two tools are named 'a'"),
         ([{"name": "a"}], "b", "tool_choice is 'b'; it must be auto, required or one of a"),
-        ([{"name": "a", "parameters": {"not": {}}}], "auto", "the parameters of tool 'a': .*'not'"),
+        ([{"name": "a", "parameters": {"not": {}}}], "auto", "the parameters of tool 'a': .*not"),
         ([{"name": "a", "parameters": [1]}], "auto", "the parameters of tool 'a'"),
     ],
 )
