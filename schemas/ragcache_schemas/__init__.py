@@ -3,13 +3,7 @@
 It uses no tensors, database or files: the caller passes text and a function that counts tokens.
 """
 
-from ragcache_schemas.builder import (
-    TraitTable,
-    code_schema,
-    collection_schema,
-    document_module,
-    expand_slots,
-)
+from ragcache_schemas.builder import collection_schema, document_module, expand_slots
 from ragcache_schemas.chat_template import Render, render_prompt_turns, render_schema_turns
 from ragcache_schemas.compiler.program import Content, PromptProgram, prompt_program
 from ragcache_schemas.compiler.steps import MaxTokens, turn
@@ -62,8 +56,8 @@ __all__ = [
     "MisplacedText", "MissingArgument", "Module", "ModuleLookup", "PMLError", "PMLSyntaxError",
     "PMLWarning", "Parameter", "Path", "Piece", "Placement", "Plan", "PositionSpan", "ProgramError",
     "Prompt", "PromptProgram", "Render", "ReservedName", "Role", "Scaffold", "ScanLimits", "Schema",
-    "SchemaIndex", "Scope", "Slot", "SpanTooLong", "Text", "TraitTable", "TurnMismatch", "Union",
-    "UnionConflict", "UnknownElement", "UnknownName", "code_schema", "collection_schema",
+    "SchemaIndex", "Scope", "Slot", "SpanTooLong", "Text", "TurnMismatch", "Union",
+    "UnionConflict", "UnknownElement", "UnknownName", "collection_schema",
     "document_module", "expand_slots", "is_name", "is_prompt", "lay_out", "lint_prompt",
     "lint_schema", "module_name", "module_names", "parse_prompt", "parse_schema", "prompt_program",
     "render_prompt_turns", "render_schema_turns", "resolve_prompt", "sanitize_text", "turn",

@@ -161,22 +161,6 @@ def test_pml_examples_are_all_of_known_kinds() -> None:
     assert {block.kind for block in pml_examples()} == {"xml", "xml error", "python", "text"}
 
 
-def test_pml_tree_is_the_one_that_is_printed() -> None:
-    from ragcache_api.cli.schema_outline import outline_lines
-    from ragcache_schemas import lay_out
-
-    [shown] = [block.text for block in pml_examples() if block.text.startswith("trip (3 modules)")]
-    [source] = [block.text for block in pml_examples() if "trip = parse_schema(" in block.text]
-    schema = parse_schema(source.split('"""')[1])
-    printed = [line.plain.rstrip() for line in outline_lines(schema, lay_out(schema, len))]
-    assert [_bare(line) for line in printed] == [_bare(line) for line in shown.splitlines()]
-
-
-def _bare(line: str) -> str:
-    """A line of the tree without its numbers, which depend on the tokenizer."""
-    return re.sub(r"\s+", " ", re.sub(r"\d+(–\d+)?", "", line)).strip()
-
-
 STRUCTURED = (REPOSITORY / "docs/structured.md").read_text(encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_api.cli.schema_outline import TemplateTokenizer
+from ragcache_api.cli.schema import load_template
 from ragcache_schemas import (
     Module,
     Plan,
@@ -32,7 +32,7 @@ PROMPTS = sorted(PML.glob("*/prompt-*.xml"))
 
 def resolved(file: Path) -> Plan:
     """The plan of a prompt file against the schema beside it."""
-    template = TemplateTokenizer.load(None).template
+    template = load_template(None)
     schema = parse_schema((file.parent / "schema.xml").read_bytes())
     index = SchemaIndex.build(render_schema_turns(schema, template.render), template.count)
     prompt = parse_prompt(file.read_bytes(), source=str(file))

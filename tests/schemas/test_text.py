@@ -14,6 +14,7 @@ from ragcache_schemas import (
     Text,
     is_name,
     module_name,
+    module_names,
     parse_schema,
     sanitize_text,
     write_schema,
@@ -102,3 +103,11 @@ def test_module_name(text: str, name: str) -> None:
 @given(st.text())
 def test_module_name_is_always_valid(text: str) -> None:
     assert name_problem(module_name(text), "module") is None
+
+
+def test_paths_with_the_same_module_name_get_different_names() -> None:
+    paths = ["a/b.md", "a-b.md", "a b.md"]
+    names = module_names(paths)
+    assert names["a-b.md"] == "a-b.md"
+    assert len(set(names.values())) == 3
+    assert module_names(reversed(paths)) == names, "whatever the order"

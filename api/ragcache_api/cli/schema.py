@@ -1,11 +1,13 @@
-"""`ragcache schema`: schemas are added, shown as PML or as a tree, and linted."""
+"""`ragcache schema`: schemas are added, shown as PML, and linted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from rich.text import Text as StyledText
@@ -14,11 +16,14 @@ from ragcache.config import DEFAULT_K, check_placement
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
-    from ragcache_schemas import Layout, Placement, Schema
+    from ragcache.pipeline import ChatTemplate
+    from ragcache_schemas import Finding, Placement
 
 
 app = typer.Typer(help="PML schemas: written ones and generated ones.", no_args_is_help=True)
-_FILE_SUFFIXES = (".xml", ".pml")
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
+
+T = TypeVar("T")
 
 
 @app.command("add")
@@ -43,36 +48,19 @@ def add(
 
 @app.command("show")
 def show(
-    target: Annotated[str, typer.Argument(help="A collection, or an .xml or .pml file.")],
+    collection: Annotated[str, typer.Argument(help="The collection.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
     k: ui.KOption = DEFAULT_K,
     expand: Annotated[bool, typer.Option("--expand", help="Write the members out.")] = False,
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Print a tree with positions; files always are.")
-    ] = False,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     instruction: ui.InstructionOption = None,
 ) -> None:
-    """Print the generated schema of a collection, or a tree with token counts and positions."""
-    is_file = target.endswith(_FILE_SUFFIXES)
-    file = _require_file(target) if is_file else Path()
-    from ragcache_api.cli.schema_outline import TemplateTokenizer, read_schema
-    from ragcache_schemas import lay_out, render_schema_turns, write_schema
+    """Print the generated schema of a collection as PML."""
+    from ragcache_schemas import write_schema
 
-    if is_file:
-        tokenizer = TemplateTokenizer.load(model)
-        rendered = render_schema_turns(read_schema(file), tokenizer.template.render)
-        layout = lay_out(rendered, tokenizer.template.count)
-        _print_tree(rendered, layout, tokenizer.show_control_tokens)
-        return
     with ui.open_existing_rag(state, model, dtype=dtype, instruction=instruction) as rag:
-        generated = rag.schema(target, k=k, expanded=expand)
-    if tree:
-        layout = lay_out(generated, TemplateTokenizer.load(model).count_trusted, "compact")
-        _print_tree(generated, layout)
-    else:
-        typer.echo(write_schema(generated))
+        typer.echo(write_schema(rag.schema(collection, k=k, expanded=expand)))
 
 
 @app.command("lint")
@@ -85,24 +73,17 @@ def lint(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Find what is wrong, doubtful or wasteful in files. Exit status 1 if anything is."""
-    from ragcache_api.cli.schema_outline import (
-        TemplateTokenizer,
-        finding_values,
-        format_finding,
-        lint_files,
-    )
-
     ui.check_model(model)
-    findings, notes = lint_files(files, TemplateTokenizer.load(model).template)
+    findings, notes = _lint_files(files, load_template(model))
     found = [(file, finding) for file, each in findings.items() for finding in each]
     count = len(found)
     for note in notes:
         ui.errors.print(StyledText(note, "dim"), soft_wrap=True)
     if as_json:
-        ui.print_json([finding_values(finding, file) for file, finding in found])
+        ui.print_json([_finding_values(finding, file) for file, finding in found])
     else:
         for file, finding in found:
-            ui.console.print(format_finding(finding, file), soft_wrap=True)
+            ui.console.print(_format_finding(finding, file), soft_wrap=True)
         what = "file" if len(files) == 1 else "files"
         verdict = f"{count} finding{'s' * (count > 1)}" if count else "nothing to report"
         ui.console.print(f"{len(files)} {what}: {verdict}", style="bold" if count else "green")
@@ -115,16 +96,101 @@ def xsd() -> None:
     typer.echo((package_files("ragcache_schemas") / "pml.xsd").read_text(encoding="utf-8"))
 
 
-def _require_file(target: str) -> Path:
-    """The file of a target that is spelled as one. Raises `BadParameter`."""
-    file = Path(target)
-    if not file.is_file():
-        raise typer.BadParameter(f"there is no file {file}", param_hint="TARGET")
-    return file
+def load_template(model: str | None) -> ChatTemplate:
+    """The chat template of a model folder or hub name, by default the embedded reader, loaded
+    without weights. Raises `ModelNotFound`."""
+    from ragcache.models import LoadedModel
+    from ragcache.models.reader import READER, ReaderTokenizer
+    from ragcache.pipeline import ChatTemplate
+
+    tokenizer = ReaderTokenizer(READER) if model is None else _hub_tokenizer(model)
+    return ChatTemplate(LoadedModel(model or str(READER), cast("Any", None), tokenizer))
 
 
-def _print_tree(schema: Schema, layout: Layout, readable: Callable[[str], str] = str) -> None:
-    from ragcache_api.cli.schema_outline import outline_lines
+def _hub_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
 
-    for line in outline_lines(schema, layout, readable, width=max(ui.console.width, 100)):
-        ui.console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+    from ragcache.errors import ModelNotFound
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"cannot load the tokenizer of {model!r}: {error}. Give a folder with a tokenizer, or "
+            "the name of a hub model that this machine can reach"
+        ) from error
+
+
+def _lint_files(
+    files: Sequence[Path], template: ChatTemplate
+) -> tuple[dict[Path, list[Finding]], list[str]]:
+    """The findings in each file, and notes on prompts whose schema is not among the files."""
+    from ragcache_schemas import (
+        SchemaIndex,
+        is_prompt,
+        lint_prompt,
+        lint_schema,
+        parse_prompt,
+        parse_schema,
+    )
+
+    texts = {file: file.read_bytes() for file in files}
+    prompts = [file for file in texts if is_prompt(texts[file])]
+    findings: dict[Path, list[Finding]] = {file: [] for file in texts}
+    indexes: dict[str, SchemaIndex] = {}
+    notes: list[str] = []
+    for file in (each for each in texts if each not in prompts):
+        findings[file] = lint_schema(
+            texts[file], source=str(file), count_tokens=template.count, render=template.render
+        )
+        index = _read_quietly(
+            lambda text: SchemaIndex.build(parse_schema(text), template.count), texts[file]
+        )
+        if index is not None:
+            indexes[index.schema.name] = index
+    for file in prompts:
+        prompt = _read_quietly(parse_prompt, texts[file])
+        name = "" if prompt is None else prompt.schema
+        findings[file] = lint_prompt(texts[file], indexes.get(name), source=str(file))
+        if prompt is not None and name not in indexes:
+            notes.append(f"{file}: name the file of the schema {name!r} too, to check against it")
+    return findings, notes
+
+
+def _read_quietly(read: Callable[[bytes], T], text: bytes) -> T | None:
+    """None where the text is invalid: its findings say why."""
+    from ragcache_schemas import PMLError, PMLWarning
+
+    with suppress(PMLError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PMLWarning)
+        return read(text)
+    return None
+
+
+def _format_finding(finding: Finding, file: Path) -> StyledText:
+    """A finding with the line of the file that it is about and a mark under its column."""
+    where = finding.location
+    place = f"{file}:{where.line}:{where.column}" if where else str(file)
+    out = StyledText.assemble(
+        (place, "bold"), ": ", (finding.severity, _SEVERITY_STYLES[finding.severity]), ": ",
+        finding.message, " ", (f"[{finding.kind}]", "dim"),
+    )  # fmt: skip
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    if where is None or where.line > len(lines):
+        return out
+    line = lines[where.line - 1].replace("\t", " ")
+    start = max(0, where.column - 50)
+    number = f"{where.line:>6} │ "
+    out.append(f"\n{number}{line[start : start + 90]}", "dim")
+    out.append("\n" + " " * (len(number) + where.column - 1 - start) + "^", "bold")
+    return out
+
+
+def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
+    """A finding as plain values, for JSON."""
+    where = finding.location
+    line, column = (where.line, where.column) if where else (None, None)
+    return {
+        "file": str(file), "line": line, "column": column, "severity": finding.severity,
+        "kind": finding.kind, "message": finding.message,
+    }  # fmt: skip

@@ -24,8 +24,7 @@ from ragcache.planning import (
 from ragcache.store import KVStore
 from ragcache.store.verify import VerifyReport, verify
 from ragcache_api.http.protocol import PlanRequest, SchemaResponse
-from ragcache_api.schema_tree import tree_to_dict
-from ragcache_schemas import lay_out, render_schema_turns
+from ragcache_schemas import write_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +103,9 @@ class AdminQueries:
             raise UnknownSchema(f"there is no schema {name!r}")
         return SchemaResponse(name=name, placement=found.placement, text=found.text)
 
-    def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
-        """A hand-written schema in the model's chat template. Raises `UnknownSchema`."""
-        pml = self.rag.within(namespace).internals.pml
-        schema = render_schema_turns(pml.load(name).schema, pml.template.render)
-        return tree_to_dict(schema, lay_out(schema, pml.template.count))
-
-    def generated_tree(self, namespace: str, collection: str) -> dict[str, Any]:
-        """The schema of a collection, with one slot. Raises `UnknownCollection`."""
-        schema = self.rag.within(namespace).schema(collection, k=1, expanded=True)
-        count = lambda text: len(self.model.encode(text))  # noqa: E731
-        return tree_to_dict(schema, lay_out(schema, count, "compact"))
+    def generated_schema(self, namespace: str, collection: str) -> str:
+        """The schema of a collection as PML, with one slot. Raises `UnknownCollection`."""
+        return write_schema(self.rag.within(namespace).schema(collection, k=1))
 
     def plan(self, namespace: str, wanted: PlanRequest, module_tokens: int) -> dict[str, Any]:
         """Costs and gains of caching a corpus; a sample is measured while requests run.

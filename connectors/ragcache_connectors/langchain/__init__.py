@@ -1,5 +1,5 @@
 """LangChain: chat model, retriever, vector store, embeddings, record manager and loader over a
-`RagCache`, and schemas from prompt templates. Names are loaded on first use."""
+`RagCache`. Names are loaded on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from ragcache_connectors.langchain.chat_models import ChatRagCache
     from ragcache_connectors.langchain.document_loaders import RagCacheLoader
     from ragcache_connectors.langchain.embeddings import RagCacheEmbeddings
-    from ragcache_connectors.langchain.prompts import TemplateSchema, template_schema
     from ragcache_connectors.langchain.record_manager import RagCacheRecordManager
     from ragcache_connectors.langchain.retrievers import RagCacheRetriever
     from ragcache_connectors.langchain.shared import close_shared, shared_rag
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatRagCache", "RagCacheEmbeddings", "RagCacheLoader", "RagCacheRecordManager",
-    "RagCacheRetriever", "RagCacheVectorStore", "TemplateSchema", "close_shared", "shared_rag",
-    "template_schema",
+    "RagCacheRetriever", "RagCacheVectorStore", "close_shared", "shared_rag",
 ]  # fmt: skip
 
 _HOMES = {
     "ChatRagCache": "chat_models", "RagCacheEmbeddings": "embeddings",
     "RagCacheLoader": "document_loaders", "RagCacheRecordManager": "record_manager",
     "RagCacheRetriever": "retrievers", "RagCacheVectorStore": "vectorstores",
-    "TemplateSchema": "prompts", "template_schema": "prompts",
     "close_shared": "shared", "shared_rag": "shared",
 }  # fmt: skip
 

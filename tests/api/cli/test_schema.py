@@ -1,9 +1,8 @@
-"""`ragcache schema`, and schemas as trees of plain values."""
+"""`ragcache schema`."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from lxml import etree
 from typer.testing import CliRunner
 
 from ragcache_api.cli.main import app
-from ragcache_api.schema_tree import MOST, tree_to_dict
-from ragcache_schemas import Module, Schema, Text, Union, lay_out, parse_schema
+from ragcache_schemas import parse_schema
 from tests.api.cli.conftest import Run
 
 GOOD = """<schema name="trip">
@@ -91,43 +89,6 @@ def test_lint_checks_a_prompt_against_the_schema_beside_it(files: dict[str, str]
     assert "name the file of the schema 'other' too" in result.stderr
 
 
-def test_show_draws_a_file_as_a_tree_with_positions(files: dict[str, str]) -> None:
-    lines = run_schema("show", files["good"]).splitlines()
-    assert lines[0].split() == ["trip", "(3", "modules)", "positions", "tokens", "text"]
-    assert "<|user|>" in "\n".join(lines)  # the turns, in the words of the model's template
-    rows = {re.split("   *", line.lstrip("├─│└ "))[0]: line for line in lines}
-    assert "≤ 3" in rows["param n"]
-    assert "By the sea." in rows["module sea"]
-    starts = {_start(rows[name]) for name in ("union of 2", "module sea", "module hills")}
-    assert len(starts) == 1  # §3.3: the members of a union share their start
-    assert lines[-1].startswith("in all")
-
-
-def _start(row: str) -> str:
-    return row.split("–", maxsplit=1)[0].rsplit(maxsplit=1)[-1]
-
-
-def test_show_of_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["schema", "show", str(tmp_path / "no.xml")])
-    assert result.exit_code == 2
-    assert "there is no file" in result.stderr
-
-
-@pytest.mark.slow
-def test_show_of_a_collection(notes: Path, tmp_path: Path) -> None:
-    state = ["--state", str(tmp_path / "state")]
-    done = CliRunner().invoke(app, ["ingest", "notes", str(notes), *state])
-    assert done.exit_code == 0, done.output
-    schema = parse_schema(run_schema("show", "notes", "-k", "2", *state))
-    assert schema.name == "notes"
-    whole: Schema = parse_schema(run_schema("show", "notes", "--expand", *state))
-    assert len(whole.children) > len(schema.children)
-    tree = run_schema("show", "notes", "--tree", "-k", "2", *state)
-    assert "slot 2" in tree
-    assert "of the collection notes" in tree
-    assert "module boats.md" in run_schema("show", "notes", "--tree", "--expand", *state)
-
-
 def test_the_xml_schema_is_printed_for_editors() -> None:
     assert etree.XMLSchema(etree.fromstring(run_schema("xsd").encode())) is not None
 
@@ -142,22 +103,3 @@ def test_schema_show_prints_pml(run: Run, ingested: Path) -> None:
         assert name not in out, "the members are named by their collection"
         assert expanded.count(f'<module name="{name}">') == 2, "once in either slot"
     assert "hangs in the red cupboard" in expanded
-
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def test_what_is_not_listed_still_counts() -> None:
-    members = tuple(
-        Module(f"m{n}", (Text("word " * (900 if n == MOST + 6 else 2)),)) for n in range(MOST + 7)
-    )
-    schema = Schema("s", (Text("one two three"), Module("slot", (Union(members),))))
-    told = tree_to_dict(schema, lay_out(schema, words, "compact"))
-    [text, slot] = told["children"]
-    [union] = slot["children"]
-    assert union["children"][-1] == {"name": "7 more", "kind": "rest", "tokens": 0, "children": []}
-    assert len(union["children"]) == MOST + 1
-    assert union["tokens"] == slot["tokens"] == 900
-    assert told["tokens"] == text["tokens"] + 900
-    assert text == {"name": "one two three", "kind": "text", "tokens": 3, "children": []}

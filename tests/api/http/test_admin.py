@@ -142,19 +142,17 @@ def test_tiers_tell_their_fill(client: TestClient, rag: RagCache) -> None:
     assert tiers["host"]["used_bytes"] > 0
 
 
-def test_schemas_are_shown_as_trees(client: TestClient) -> None:
+def test_schemas_are_shown_as_pml(client: TestClient) -> None:
     text = (
         '<schema name="t"><module name="a">One two.</module><module name="b">Six.</module></schema>'
     )
     assert client.post("/v1/schemas", json={"text": text}).status_code == 201
     listed = {each["id"] for each in client.get("/admin/schemas").json()["items"]}
     assert {"schema:t", "collection:notes"} <= listed
-    tree = client.get("/admin/schemas/schema:t/tree").json()
-    assert [child["name"] for child in tree["children"]] == ["a", "b"]
-    assert tree["tokens"] == sum(child["tokens"] for child in tree["children"])
-    generated = client.get("/admin/schemas/collection:notes/tree").json()
-    assert "leave.md" in str(generated)
-    assert generated["tokens"] == sum(child["tokens"] for child in generated["children"])
+    assert client.get("/admin/schemas/schema:t").json()["text"] == text
+    generated = client.get("/admin/schemas/collection:notes").json()
+    assert (generated["kind"], generated["name"]) == ("collection", "notes")
+    assert '<union slot="1" collection="notes"/>' in generated["text"]
     assert client.get("/v1/schemas/t").json()["text"] == text
     assert client.delete("/v1/schemas/t").json() == {"deleted": 1}
     assert client.delete("/v1/schemas/t").status_code == 404

@@ -30,7 +30,7 @@ def shoot(page: Page, view: str, question: str, collection: str) -> None:
         page.find(".grid tr[data-id]")
     if view == "schemas":
         page.click(f"[data-schema='collection:{collection}']")
-        page.click(".tree [role=treeitem]", "union")
+        page.find(".stage pre")
     if view == "ask" and question:
         page.click(f"[name=collection] option[value='{collection}']")
         page.find("[name=question]").send_keys(question, Keys.ENTER)

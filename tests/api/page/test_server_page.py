@@ -200,13 +200,10 @@ def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> N
     assert module(server, "keys.md")["tiers"]
 
 
-def test_a_schema_tells_of_its_modules(page: Page, server: httpx.Client) -> None:
+def test_a_schema_is_shown_as_pml(page: Page, server: httpx.Client) -> None:
     page.open("schemas?id=collection:notes")
-    told = get(server, "/admin/schemas/collection:notes/tree")
-    assert f"{told['tokens']:,} tokens" in page.find(".stage .panel").text
-    page.click(".tree [role=treeitem]", "of 3")
-    for each in get(server, "/admin/modules", collection="notes")["items"]:
-        page.find(".tree [role=treeitem]", each["document"])
+    told = get(server, "/admin/schemas/collection:notes")["text"]
+    assert page.find(".stage pre").text.strip() == told.strip()
 
 
 @contextmanager

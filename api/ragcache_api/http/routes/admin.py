@@ -53,6 +53,12 @@ class SchemaListedResponse(ResponseModel):
     kind: str
 
 
+class SchemaDetail(SchemaListedResponse):
+    """A schema with its text in PML."""
+
+    text: str
+
+
 class ReplicaResponse(ResponseModel):
     """session: under which the ledger has its memory; requests: that it holds; routed: those that
     the front has sent it; draining: whether it gets no more."""
@@ -262,18 +268,20 @@ async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaListe
     return page.cut(await off_loop(_schemas, context), lambda s: s.id)
 
 
-@router.get("/schemas/{id}/tree")
-async def get_schema_tree(
+@router.get("/schemas/{id}")
+async def get_schema(
     id: Annotated[str, Path(min_length=1, max_length=300)], context: ContextDep
-) -> dict[str, Any]:
-    """A schema as a tree, with the tokens of each node."""
+) -> SchemaDetail:
+    """A schema as PML: as it was written, or generated for a collection with one slot."""
     kind, _, name = id.partition(":")
     queries, namespace = context.service.queries, context.caller.namespace
     if kind == "schema":
-        return await off_loop(queries.written_tree, namespace, name)
-    if kind == "collection":
-        return await off_loop(queries.generated_tree, namespace, name)
-    raise HTTPProblem(404, "unknown-schema", "ids are schema:NAME or collection:NAME")
+        text = (await off_loop(queries.schema, namespace, name)).text or ""
+    elif kind == "collection":
+        text = await off_loop(queries.generated_schema, namespace, name)
+    else:
+        raise HTTPProblem(404, "unknown-schema", "ids are schema:NAME or collection:NAME")
+    return SchemaDetail(id=id, name=name, kind=kind, text=text)
 
 
 def _schemas(context: RequestContext) -> list[SchemaListedResponse]:

@@ -1,9 +1,7 @@
-// Schemas as trees of modules, unions and parameters.
+// Schemas as PML.
 import { everything, get } from "../api.js";
 import { h, show } from "../dom.js";
-import { plural } from "../format.js";
 import { empty, fault, loading, panel } from "../parts.js";
-import { tree } from "../tree.js";
 
 export const schemas = {
   id: "schemas",
@@ -48,7 +46,7 @@ function browse(body, items, wanted, signal) {
     for (const link of links) link.setAttribute("aria-pressed", String(link.dataset.schema === id));
     show(stage, loading());
     try {
-      show(stage, drawn(id, await get(`schemas/${encodeURIComponent(id)}/tree`, { signal })));
+      show(stage, drawn(await get(`schemas/${encodeURIComponent(id)}`, { signal })));
     } catch (error) {
       if (!signal.aborted) show(stage, fault(error));
     }
@@ -70,10 +68,6 @@ const split = (id) => {
   return at < 0 ? ["schema", id] : [id.slice(0, at), id.slice(at + 1)];
 };
 
-function drawn(id, root) {
-  return panel(
-    split(id)[1],
-    { note: `at most ${plural(root.tokens, "token")}` },
-    tree(root, `Schema ${id}`),
-  );
+function drawn(schema) {
+  return panel(schema.name, {}, h("pre", { class: "text", tabindex: "0" }, schema.text));
 }
