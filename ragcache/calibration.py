@@ -222,7 +222,7 @@ class RefusalReport:
         refused_wrong: Of wrong answers to questions that have one.
         refused_unanswerable: Of answers to questions that have none; those that retrieval finds
             nothing for count as refused.
-        confidences, rights: Of each question, most confident first.
+        rights: Whether each question was answered rightly, most confident first.
     """
 
     answerable: int
@@ -231,9 +231,7 @@ class RefusalReport:
     refused_right: float
     refused_wrong: float
     refused_unanswerable: float
-    confidences: tuple[float, ...]
     rights: tuple[bool, ...]
-    answerables: tuple[bool, ...]
 
     @classmethod
     def of(cls, judged: Sequence[tuple[CalibrationExample, bool]]) -> RefusalReport:
@@ -249,9 +247,7 @@ class RefusalReport:
             refused_right=share(lambda each: each.right),
             refused_wrong=share(lambda each: each.answerable and not each.right),
             refused_unanswerable=share(lambda each: not each.answerable),
-            confidences=tuple(each.confidence or 0.0 for each in ranked),
             rights=tuple(each.right for each in ranked),
-            answerables=tuple(each.answerable for each in ranked),
         )
 
     @property
@@ -271,16 +267,6 @@ class RefusalReport:
     def area(self) -> float:
         """Under the curve of risk over coverage; less is better."""
         return float(np.mean(self.risk_coverage()[1]))
-
-    def refused(self) -> tuple[Floats, Floats]:
-        """The shares of right answers, and of answers to questions that have none, which are
-        refused, as the least confidence rises."""
-        rights = np.array(self.rights[::-1], dtype=bool)
-        vain = ~np.array(self.answerables[::-1], dtype=bool)
-        return (
-            np.cumsum(rights) / max(1, int(rights.sum())),
-            np.cumsum(vain) / max(1, int(vain.sum())),
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, without the curves' points."""

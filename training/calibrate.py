@@ -18,6 +18,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -108,14 +109,24 @@ def row(name: str, report: RefusalReport) -> str:
     return f"| {name} | {report.answerable} / {report.right} / {report.unanswerable} | {shares} | {report.area:.2f} |"
 
 
-def plot_refusals(reports: dict[str, RefusalReport], file: Path) -> None:
-    """Draws risk over coverage, and refusals of questions without an answer over those of right
-    answers, a line for each report."""
+def refusals(examples: list[CalibrationExample]) -> tuple[list[float], list[float]]:
+    """Percentages of right answers, and of answers to questions that have none, which are refused, as the least
+    confidence rises."""
+    ranked = sorted(examples, key=lambda each: each.confidence or 0.0)
+    right = accumulate(each.right for each in ranked)
+    vain = accumulate(not each.answerable for each in ranked)
+    rights, vains = sum(e.right for e in ranked), sum(not e.answerable for e in ranked)
+    return [100 * n / max(1, rights) for n in right], [100 * n / max(1, vains) for n in vain]
+
+
+def plot_refusals(judged: dict[str, list[CalibrationExample]], reports: dict[str, RefusalReport], file: Path) -> None:
+    """Draws risk over coverage, and refusals of questions without an answer over those of right answers, a line for
+    each set."""
     figure = Figure(figsize=(11, 4), layout="constrained", dpi=150)
     risk, refused = figure.subplots(1, 2)
     for name, report in reports.items():
         risk.plot(*(100 * each for each in report.risk_coverage()), label=name)
-        refused.plot(*(100 * each for each in report.refused()), label=name)
+        refused.plot(*refusals(judged[name]), label=name)
         point = 100 * report.refused_right, 100 * report.refused_unanswerable
         refused.plot(*point, "o", color=refused.lines[-1].get_color())
     risk.set(xlabel="coverage: answered, %", ylabel="risk: of the answered, not right, %")
@@ -149,9 +160,10 @@ def main() -> None:
         json.dumps(fitted.to_dict(), indent=2) + "\n", encoding="utf-8"
     )
     print(f"\n{fitted}\n\nthe calibration that ships, over what it was fitted on\n{HEAD}")
-    reports = {}
+    reports, judged = {}, {}
     for name, examples in found.items():
-        reports[name] = judge(judge_by(fitted, examples), fitted.min_confidence)
+        judged[name] = judge_by(fitted, examples)
+        reports[name] = judge(judged[name], fitted.min_confidence)
         print(row(name, reports[name]))
     print(f"\nfitted on the other sets, with the least confidence of 5 % of their right answers\n{HEAD}")
     for name, examples in found.items():
@@ -163,7 +175,7 @@ def main() -> None:
             print(row(name, cross_validate(examples)))
         except ConfigurationError as error:  # too few right answers
             print(f"{name}: {error}")
-    plot_refusals(reports, arguments.plot)
+    plot_refusals(judged, reports, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plots
+import pml
 import pytest
 import torch
+import typer
 from blend import BlendSetting, bench_blend
 from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
 from gpu_table import GpuWorkload
@@ -35,6 +35,7 @@ from recomputation import (
 )
 from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
+from typer.testing import CliRunner
 from weights import WeightsSetting, bench_weights
 
 from ragcache.documents import SourceDocument
@@ -171,11 +172,12 @@ def test_blending_takes_the_values_that_deviate_most_on_the_second_layer() -> No
     assert choose_tokens("linked", 2, [2, 4, 6, 8], exact, kept) == [4, 6]
 
 
-@pytest.mark.slow
-def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+def test_a_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "pml.json"
-    command = [sys.executable, "benchmarks/pml.py", "--modules", "200", "--json", str(file)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    script = typer.Typer()
+    script.command()(pml.main)
+    done = CliRunner().invoke(script, ["--modules", "200", "--json", str(file)])
+    assert done.exit_code == 0, done.output
     assert {"parse_layout_s", "resolve_ms"} <= json.loads(file.read_text()).keys()
     assert "200 modules" in done.stdout
 

@@ -7,8 +7,6 @@ import inspect
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from ragcache import RagCache, config, planning
 from ragcache.models import LoadedModel
@@ -57,22 +56,26 @@ def empty_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_each_readme_snippet_runs_alone(empty_clone: Path, tmp_path: Path, number: int) -> None:
+def test_each_readme_snippet_runs_alone(
+    empty_clone: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     kind, snippet = SNIPPETS[number]
     (tmp_path / "examples").symlink_to(empty_clone / "examples")
+    monkeypatch.chdir(tmp_path)
     if kind == "python":
-        command = [sys.executable, "-c", snippet]
+        exec(compile(snippet, "README.md", "exec"), {})
+        printed = capsys.readouterr().out
     else:
-        commands = [line.removeprefix("$ ") for line in snippet.splitlines()]
-        assert all(line.startswith("ragcache ") for line in commands)
-        called = shlex.join([sys.executable, "-m", "ragcache_api.cli.main"])
-        program = f'set -e\nragcache() {{ {called} "$@"; }}\n'
-        command = ["bash", "-c", program + "\n".join(commands)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        for line in snippet.splitlines():
+            program, *arguments = shlex.split(line.removeprefix("$ "))
+            assert program == "ragcache"
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 0, done.output
+            printed = done.stdout
     assert (tmp_path / "state").is_dir()
     if "print(" in snippet or kind == "text":
-        assert "cold-store.md" in done.stdout
+        assert "cold-store.md" in printed
 
 
 def test_readme_has_snippets_of_both_kinds() -> None:
