@@ -9,7 +9,7 @@ busy they are is given.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 
@@ -82,12 +82,6 @@ class RoutingCosts:
         queued = max(0, load + 1 - self.slots)
         above = max(0.0, load - self.bounded_load * mean)
         return (queued + above) * self.service_seconds / self.slots
-
-
-RoutingPolicy = Callable[
-    [Sequence[RoutedModule], Mapping[str, int], Holdings, RoutingCosts, random.Random], str
-]
-"""How a replica is chosen, with the arguments of `choose_replica`, which is one."""
 
 
 def owner_of(key: str, replicas: Iterable[str]) -> str:

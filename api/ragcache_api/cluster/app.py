@@ -64,8 +64,8 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     Ray makes one in the process of the front, and shares nothing with it but modules.
     """
 
-    def initialize_state(self, **options: Any) -> None:  # noqa: ARG002
-        """Called by Ray with `request_router_kwargs`, of which there are none here."""
+    def initialize_state(self) -> None:
+        """Called by Ray."""
         shared.PROCESS_TABLE.list_replicas = self.statuses
 
     async def choose_replicas(
@@ -263,12 +263,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return application(settings)
 
 
-def application(
-    settings: ServiceSettings, replica: type[Replica] = Replica, router: str = _ROUTER,
-    **router_options: Any,
-) -> serve.Application:  # fmt: skip
-    """The replicas and their front. router: the path of a `ModuleRouter`; router_options: of its
-    `initialize_state`."""
+def application(settings: ServiceSettings) -> serve.Application:
+    """The replicas and their front."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -277,8 +273,7 @@ def application(
         "health_check_period_s": _HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": settings.grace,
         "request_router_config": RequestRouterConfig(
-            request_router_class=router,
-            request_router_kwargs=router_options,
+            request_router_class=_ROUTER,
             request_routing_stats_period_s=_STATS_SECONDS,
         ),
         "ray_actor_options": {"num_cpus": 1, "num_gpus": int(settings.device.startswith("cuda"))},
@@ -290,7 +285,7 @@ def application(
         )  # fmt: skip
     else:
         options["num_replicas"] = settings.replicas or 1
-    replicas = serve.deployment(replica, name="Replica", **options).bind(values)
+    replicas = serve.deployment(Replica, name="Replica", **options).bind(values)
     front = serve.deployment(
         serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},

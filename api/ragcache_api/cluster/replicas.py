@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from ragcache.db import LocatedStates
 from ragcache.retrieval import Selection
-from ragcache.routing import RoutingCosts, RoutingPolicy, choose_replica, held_bytes
+from ragcache.routing import RoutingCosts, choose_replica, held_bytes
 from ragcache_api.http.errors import HTTPProblem
 
 _PASSED_ON = (
@@ -98,11 +98,8 @@ class ReplicaSet(Protocol):
 @dataclass(slots=True)
 class RoutingTable:
     """Chooses replicas, and counts what became of the bytes of their modules: `held` where they
-    were going, or `moved` there. costs: where no replica has measured any. list_replicas: set by
-    what knows them."""
+    were going, or `moved` there. list_replicas: set by what knows them."""
 
-    costs: RoutingCosts = field(default_factory=RoutingCosts)
-    policy: RoutingPolicy = choose_replica
     rng: Random = field(default_factory=Random)
     routed_bytes: dict[str, int] = field(default_factory=lambda: {"held": 0, "moved": 0})
     routed: dict[str, int] = field(default_factory=dict)
@@ -118,7 +115,7 @@ class RoutingTable:
         by_session = {each.session: each for each in open_ones}
         loads = {session: each.requests for session, each in by_session.items()}
         costs = self._measured_costs(open_ones)
-        session = self.policy(located.modules, loads, located.holds, costs, self.rng)
+        session = choose_replica(located.modules, loads, located.holds, costs, self.rng)
         held, moved = held_bytes(located.modules, located.holds, session)
         self.routed_bytes["held"] += held
         self.routed_bytes["moved"] += moved
@@ -133,7 +130,7 @@ class RoutingTable:
             for name, value in replica.costs.items():
                 measured.setdefault(name, []).append(value)
         medians: dict[str, Any] = {name: median(each) for name, each in measured.items()}
-        return replace(self.costs, **medians)
+        return RoutingCosts(**medians)
 
 
 PROCESS_TABLE = RoutingTable()
