@@ -348,7 +348,7 @@ def fill_ledger(folder: Path, modules: int) -> None:
     states = KVStates(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
     for number in range(_WARM):
         store.put_states(made_up_key(number), states, LeaseRequest("ingest", "rooted"))
-    facts = StateMetadata(3, 0.1, "rooted", made_up_key(-1), "model")
+    facts = StateMetadata(3, "rooted", made_up_key(-1), "model")
     rows = []
     for number in range(_WARM, modules):
         key = made_up_key(number)

@@ -104,7 +104,6 @@ class ServiceSettings(BaseSettings):
     remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
     remote_bytes: Size | None = Field(None, description="Budget of the remote tier.")
     kv_dtype: Literal["model", "fp8", "int8"] = Field("model", description="How tiers keep states.")
-    policy: Literal["lru", "gdsf", "lfu"] = Field("lru", description="Who is evicted first.")
     ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
     stale_seconds: float = Field(
         60.0, ge=1, description="Seconds that questions do without a ledger that is away."
@@ -233,7 +232,7 @@ class ServiceSettings(BaseSettings):
         names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "scaffold_bytes", "device_bytes", "device_kv_dtype", "disk_bytes",
-            "remote", "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
+            "remote", "remote_bytes", "kv_dtype", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
             "instruction", "reranker", "force_modes", "quantization",
         }  # fmt: skip

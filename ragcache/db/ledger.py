@@ -44,21 +44,20 @@ EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
 
 # What recording states again changes, in tiers that outlive the process and in those in memory.
 _RECORDED = (
-    "nbytes", "kv_dtype", "tokens", "encode_seconds", "mode", "root", "model",
+    "nbytes", "kv_dtype", "tokens", "mode", "root", "model",
     "expires_at",
 )  # fmt: skip
-_IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens", "encode_seconds")
+_IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens")
 
 
 class StateMetadata(NamedTuple):
     """Facts about states that hold in every tier.
 
-    tokens: their length. cost: seconds that encoding took. mode: `rooted`, `isolated`, `root` (a
-    preamble), `schema`; root: the key of the states before them; model: its fingerprint.
+    tokens: their length. mode: `rooted`, `isolated`, `root` (a preamble), `schema`; root: the key
+    of the states before them; model: its fingerprint.
     """
 
     tokens: int
-    cost: float = 0.0
     mode: str = ""
     root: KVKey | None = None
     model: str = ""
@@ -84,15 +83,15 @@ class StateRow(NamedTuple):
             "key": str(self.key), "tier": self.tier, "place": place, "nbytes": self.nbytes,
             "hits": self.hits, "last_use": self.last_use, "pinned": self.pinned,
             "expires_at": None if math.isinf(self.expires_at) else self.expires_at,
-            "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "encode_seconds": metadata.cost,
-            "mode": metadata.mode, "root": str(metadata.root or ""), "model": metadata.model,
+            "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "mode": metadata.mode,
+            "root": str(metadata.root or ""), "model": metadata.model,
         }  # fmt: skip
 
 
 COLUMNS = (
     StateTable.key, StateTable.tier, StateTable.nbytes, StateTable.hits, StateTable.last_use,
     StateTable.pinned, StateTable.expires_at, StateTable.kv_dtype, StateTable.tokens,
-    StateTable.encode_seconds, StateTable.mode, StateTable.root, StateTable.model,
+    StateTable.mode, StateTable.root, StateTable.model,
 )  # fmt: skip
 
 
@@ -101,9 +100,9 @@ _key = lru_cache(1024)(KVKey)  # roots, of which there are few
 
 def state_row(row: Any) -> StateRow:
     """The value of a row of `COLUMNS`."""
-    key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, cost, *rest = row
+    key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, *rest = row
     mode, root, model = rest
-    metadata = StateMetadata(tokens, cost, mode, _key(root) if root else None, model)
+    metadata = StateMetadata(tokens, mode, _key(root) if root else None, model)
     until = math.inf if expires_at is None else expires_at
     return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
 
@@ -174,11 +173,6 @@ class Ledger:
             logger.warning("%s; the next process to open the ledger ends this session", error)
 
     @property
-    def uses(self) -> int:
-        """How often this session has advanced the clock."""
-        return self._uses
-
-    @property
     def tick(self) -> int:
         """The logical clock as this session knows it."""
         return self._uses + self._behind
@@ -241,14 +235,15 @@ class Ledger:
         seen.append((now, max((number for number, _ in rows), default=seen[-1][1])))
         return new
 
-    def used_since(self, tick: int) -> list[tuple[str, KVKey, int, int]]:
-        """Tier, key, last use and hits of the shared states that any session has used after a tick,
-        in the order of uses."""
-        columns = (StateTable.tier, StateTable.key, StateTable.last_use, StateTable.hits)
-        chosen = select(*columns).where(self._shared(), StateTable.last_use > tick)
+    def used_since(self, tick: int) -> list[tuple[str, KVKey, int]]:
+        """Tier, key and last use of the shared states that any session has used after a tick, in
+        the order of uses."""
+        columns = (StateTable.tier, StateTable.key, StateTable.last_use)
+        used = (StateTable.last_use > tick) & (StateTable.hits > 0)
+        chosen = select(*columns).where(self._shared(), used)
         with self.database.reading() as session:
             rows = session.execute(chosen.order_by(StateTable.last_use))
-            return [(tier, KVKey(key), last, hits) for tier, key, last, hits in rows]
+            return [(tier, KVKey(key), last) for tier, key, last in rows]
 
     def load(self) -> list[StateRow]:
         """The rows of tiers that outlive processes."""
@@ -476,11 +471,10 @@ class PendingUsage:
     touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)  # hits, tick, time
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
     evictions: list[dict[str, Any]] = field(default_factory=list)
-    costs: dict[KVKey, float] = field(default_factory=dict)
     again: Counter[str] = field(default_factory=Counter)  # once written: fetched again, by tier
 
     def __bool__(self) -> bool:
-        return any((self.touches, self.memory, self.evictions, self.costs))
+        return any((self.touches, self.memory, self.evictions))
 
 
 class UsageBuffer:
@@ -519,11 +513,6 @@ class UsageBuffer:
                      "at": time.time(), "fetched_again": False}
                 )  # fmt: skip
 
-    def cost(self, key: KVKey, seconds: float) -> None:
-        """Notes how long encoding took, which is measured after the states were stored."""
-        with self._lock:
-            self._pending.costs[key] = seconds
-
     def write(self, session: Session, late: int = 0) -> PendingUsage:
         """Writes everything, and returns it: for `restore`, should the transaction fail. late: by
         how many ticks the clock has run on meanwhile."""
@@ -549,11 +538,10 @@ class UsageBuffer:
             pending.memory.update(later.memory)
             pending.evictions += later.evictions
             del pending.evictions[:-EVICTIONS_KEPT]
-            pending.costs.update(later.costs)
 
 
 def _lock_states(session: Session, pending: PendingUsage, place: str) -> None:
-    keys = {*pending.touches, *pending.costs, *(key for _, key in pending.memory)}
+    keys = {*pending.touches, *(key for _, key in pending.memory)}
     for chunk in chunks(sorted(keys)):
         lock_rows(session, StateTable, StateTable.key.in_(chunk), _written_from(place))
 
@@ -592,11 +580,6 @@ def _write_touches(session: Session, pending: PendingUsage, place: str, late: in
             for name in ("last_use", "used_at")
         }
         session.execute(update(rows).values(new).where(rows.c.key == given.key, here))
-    timed = [{"key": str(key), "cost": cost} for key, cost in pending.costs.items()]
-    for chunk in _cut(timed):
-        given = table_of(chunk).c
-        chosen = update(rows).values(encode_seconds=given.cost)
-        session.execute(chosen.where(rows.c.key == given.key, here))
 
 
 def _cut(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

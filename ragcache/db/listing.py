@@ -103,7 +103,6 @@ class HeldState:
     nbytes: int
     hits: int
     used_at: float | None
-    encode_seconds: float
     pinned: bool
     expires_at: float | None
 
@@ -340,7 +339,7 @@ def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
 def _held(row: Any) -> HeldState:
     return HeldState(
         row.key, row.tier, row.mode, row.kv_dtype, row.tokens, row.nbytes, row.hits,
-        row.used_at or None, row.encode_seconds, row.pinned, row.expires_at,
+        row.used_at or None, row.pinned, row.expires_at,
     )  # fmt: skip
 
 

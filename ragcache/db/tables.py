@@ -168,7 +168,6 @@ class StateTable(Base):
     hits: Mapped[int] = mapped_column(default=0)
     last_use: Mapped[int] = mapped_column(default=0)
     used_at: Mapped[float] = mapped_column(default=0.0)
-    encode_seconds: Mapped[float] = mapped_column(default=0.0)
     pinned: Mapped[bool] = mapped_column(default=False)
     expires_at: Mapped[float | None]
     mode: Mapped[str] = mapped_column(default="")

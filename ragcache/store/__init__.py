@@ -1,13 +1,12 @@
 """The KV cache: states in tiers, leased, evicted by policy, reconciled with the ledger."""
 
 from ragcache.store.admin import TierStatus, tier_status
-from ragcache.store.eviction import KVEntry, choose_victims
+from ragcache.store.eviction import EvictionIndex
 from ragcache.store.leases import Lease, LeaseRequest, Origin
 from ragcache.store.store import KVStore, TierOptions, open_tiers
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 __all__ = [
-    "DeviceTier", "DiskTier", "HostTier", "KVEntry", "KVStore", "Lease", "LeaseRequest", "Origin",
-    "RemoteTier", "Tier", "TierOptions", "TierStatus", "choose_victims", "open_tiers",
-    "tier_status",
+    "DeviceTier", "DiskTier", "EvictionIndex", "HostTier", "KVStore", "Lease", "LeaseRequest",
+    "Origin", "RemoteTier", "Tier", "TierOptions", "TierStatus", "open_tiers", "tier_status",
 ]  # fmt: skip

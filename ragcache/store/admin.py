@@ -93,7 +93,7 @@ def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
         if target.tier.persistent:
             store.persistent.add({key: states}, tick, target)
         else:
-            store.memory.place(target, key, states, tick, admitted=True)
+            store.memory.place(target, key, states, tick)
 
 
 def _changes(store: KVStore, keys: Sequence[KVKey], action: Action) -> list[StateChange]:
@@ -135,13 +135,13 @@ class TierStatus:
 
 
 def tier_status(store: KVStore) -> list[TierStatus]:
-    """The tiers, the fastest first. A sum over columns in memory: 100,000 states take 0.3 ms."""
+    """The tiers, the fastest first, from what is known in memory."""
     found = []
     for index in store.memory.every:
         with store.memory.lock:
-            entries = index.entries
-            pinned = entries["resident"] & entries["pinned"]
-            pinned_bytes, states = int(entries["nbytes"][pinned].sum()), len(entries)
+            entries, states = index.entries, len(index.entries)
+            pinned = [key for key in store.memory.pinned if key in entries]
+            pinned_bytes = sum(entries.get(key).nbytes for key in pinned)
         tier, hits = index.tier, store.counters.hits[index.name]
         found.append(TierStatus(
             index.name, tier.used_bytes, tier.budget_bytes, pinned_bytes, states, hits,

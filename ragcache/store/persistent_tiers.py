@@ -90,11 +90,12 @@ class Flight:
         ended = self._open if keys is None else self._open.keys() & set(keys)
         self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
 
-    def give_away(self, keys: Iterable[KVKey]) -> Flight:
-        """A flight of its own on some of the keys, for another thread to end."""
-        given = {key: self._open.pop(key) for key in keys}
-        self._flights.disown(given)
-        return Flight(self._flights, given, ())
+    def split(self, keys: Iterable[KVKey], *, disown: bool = False) -> Flight:
+        """A flight of its own on some of the keys. disown: for another thread to end."""
+        split = {key: self._open.pop(key) for key in keys}
+        if disown:
+            self._flights.disown(split)
+        return Flight(self._flights, split, ())
 
     def wait_for_others(self) -> None:
         """Waits for the ends of the flights on all other keys."""
@@ -136,12 +137,12 @@ class PersistentTiers:
         eviction from a tier with a budget goes by the uses of all."""
         if all(index.tier.budget_bytes is None for index in self.indexes):
             return
-        for tier, key, last_use, hits in self._ledger.used_since(self.learned):
+        for tier, key, last_use in self._ledger.used_since(self.learned):
             index = self.index(tier)
             self.learned = max(self.learned, last_use)
             with self._memory.lock:
                 if index is not None and key in index.entries:
-                    index.entries.learn_use(key, last_use, hits)
+                    index.entries.touch(key, last_use)
 
     def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
         """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt
@@ -188,7 +189,7 @@ class PersistentTiers:
         except StoreError as error:
             logger.warning("%s; the row of corrupt states stays", error)
         with self._memory.lock:
-            index.remove(key)
+            index.entries.remove(key)
 
     def write(self, key: KVKey, states: StoredStates, tick: int) -> None:
         """Stores states in every tier. The claim on the key, which this session holds, ends with
@@ -279,11 +280,10 @@ class PersistentTiers:
             need = self._ledger.reserve(index.name, key, nbytes, budget)
             if not need:
                 return
-            with self._memory.lock:
-                leaving = index.choose(need, time.time(), admitted=True) or []
+            leaving = self._memory.choose_victims(index, need) or {}
             gone = 0
             for reason in ("ttl", "pressure"):
-                victims = [each.key for each in leaving if each.reason == reason]
+                victims = [key for key, why in leaving.items() if why == reason]
                 gone += len(self.expel(index, victims, reason))
             if not gone and not self._refresh(index):
                 break
@@ -298,13 +298,13 @@ class PersistentTiers:
         rows = [row for row in self._ledger.load() if row.tier == index.name]
         keys = {row.key for row in rows}
         with self._memory.lock:
-            before = {entry.key for entry in index.entries}
+            before = set(index.entries)
             for key in before - keys:
-                index.remove(key)
+                index.entries.remove(key)
             self.learn(row for row in rows if row.key not in before)
-            for row in rows:
-                index.entries.pin(row.key, row.pinned)
-                index.entries.expire(row.key, row.expires_at)
+            self._memory.pin([row.key for row in rows], False)
+            self._memory.pin([row.key for row in rows if row.pinned], True)
+            self._memory.limit({row.key: row.expires_at for row in rows})
         return keys != before
 
     def expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
@@ -338,8 +338,8 @@ class PersistentTiers:
         self._delete_blobs(index, gone)
         with self._memory.lock:
             for key in gone:
-                index.remove(key)
-            self._counters.evicted(index.name, reason, len(gone))
+                index.entries.remove(key, remember=reason == "pressure")
+            self._counters.evictions[index.name, reason] += len(gone)
         return gone
 
     def discard(self, keys: Iterable[KVKey]) -> None:
@@ -353,8 +353,8 @@ class PersistentTiers:
                 gone, busy = self._reclaim(index, flight)
                 self._later.update(busy)
                 with self._memory.lock:
-                    held = sum(index.remove(key) > 0 for key in gone)
-                    self._counters.evicted(index.name, "superseded", held)
+                    held = sum(index.entries.remove(key) > 0 for key in gone)
+                    self._counters.evictions[index.name, "superseded"] += held
                 self._delete_blobs(index, gone)
 
     def _reclaim(self, index: TierIndex, flight: Flight) -> tuple[list[KVKey], list[KVKey]]:

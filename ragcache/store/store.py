@@ -36,21 +36,13 @@ from ragcache.errors import (
 )
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
-from ragcache.store.eviction import Policy, check_policy
-from ragcache.store.leases import (
-    CLAIM_PATIENCE,
-    AdmissionFilter,
-    Lease,
-    LeaseRequest,
-    StateLoader,
-)
+from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 10_000  # uses within which a second one counts as observed reuse
 SWEEP_SECONDS = 1.0
 _RETIRED_SECONDS = 60.0  # for which retired states are looked for in memory
 _WAITING = 256  # prefetches; when more wait, the next are left out
@@ -67,20 +59,18 @@ class KVStore:
 
     def __init__(
         self, ledger: Ledger, memory: Sequence[Tier], persistent: Sequence[Tier] = (),
-        policy: Policy = "lru", window: int = WINDOW, claim_patience: float = CLAIM_PATIENCE,
+        claim_patience: float = CLAIM_PATIENCE,
     ) -> None:  # fmt: skip
         self.ledger = ledger
         self.counters = Counters()
-        indexes = [TierIndex(tier, policy) for tier in persistent]
-        flights = SingleFlight()
+        indexes, flights = list(map(TierIndex, persistent)), SingleFlight()
         self.memory = MemoryTiers(
-            [TierIndex(tier, policy) for tier in memory], ledger.usage, self.counters, indexes
+            list(map(TierIndex, memory)), ledger.usage, self.counters, indexes
         )
         self.persistent = PersistentTiers(indexes, ledger, self.memory, flights, self.counters)
-        self._loader = StateLoader(
-            self.memory, self.persistent, ledger, flights, AdmissionFilter(window), self.counters,
-            claim_patience,
-        )  # fmt: skip
+        self._leases = LeaseManager(
+            self.memory, self.persistent, ledger, flights, self.counters, claim_patience
+        )
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._retired: dict[KVKey, float] = {}
         self._keeping = threading.Lock()
@@ -93,7 +83,7 @@ class KVStore:
     def open(
         cls, folder: Path, database: Database, host_bytes: int, *, disk_bytes: int | None = None,
         kv_dtype: KVDtype = "model", device: Tier | None = None, remote: Tier | None = None,
-        policy: Policy = "lru", claim_patience: float = CLAIM_PATIENCE,
+        claim_patience: float = CLAIM_PATIENCE,
     ) -> KVStore:  # fmt: skip
         """Opens the store of a state folder, whose ledger is in the database, and makes ledger and
         disk agree. kv_dtype: how the host and the disk keep states. device: a tier before the host;
@@ -105,7 +95,7 @@ class KVStore:
         disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
         memory = [host] if device is None else [device, host]
         persistent = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, memory, persistent, policy, claim_patience=claim_patience)
+        store = cls(ledger, memory, persistent, claim_patience)
         store.start()
         return store
 
@@ -206,7 +196,7 @@ class KVStore:
             ...         for key, states in zip(missing, encode(missing), strict=True):
             ...             lease.put(key, states)
         """
-        return self._loader.lease(keys, request or LeaseRequest())
+        return self._leases.lease(keys, request or LeaseRequest())
 
     def put_states(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
         """Stores states that were encoded elsewhere, as ingestion would."""
@@ -226,9 +216,7 @@ class KVStore:
     def look_up(self, keys: Sequence[KVKey]) -> None:
         """Learns in one transaction what other processes have recorded of keys that this one knows
         nothing of: a lease of them then claims none that is recorded."""
-        with self.memory.lock:
-            entries = [index.entries for index in self.memory.every]
-            unknown = [key for key in keys if not any(key in each for each in entries)]
+        unknown = [key for key in keys if not self.memory.is_known(key)]
         if unknown and self.persistent.indexes:
             try:
                 self.persistent.learn(self.ledger.find(unknown))
@@ -238,25 +226,21 @@ class KVStore:
     def read_ahead(self, keys: Iterable[KVKey]) -> None:
         """As `prefetch`, but returns when it is done."""
         for key in self._below(keys):
-            self._loader.read_ahead(key)
+            self._leases.read_ahead(key)
 
     def _below(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """The keys that a tier below the first has, and the first has not."""
         with self.memory.lock:
             return [
                 key for key in dict.fromkeys(keys)
-                if key not in self.memory.top.entries
-                and any(key in index.entries for index in self.memory.every)
+                if key not in self.memory.top.entries and self.memory.is_known(key)
             ]  # fmt: skip
 
     def fetch(self, keys: Sequence[KVKey]) -> Lease:
         """Leases what some tier has, or other threads are reading; `found` lacks the rest."""
-        return self._fetch(keys, LeaseRequest())
-
-    def _fetch(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
-        lease = self._loader.lease(keys, request)
+        lease = self._leases.lease(keys, LeaseRequest())
         try:
-            self._loader.load(lease, wait=True)
+            self._leases.load(lease, wait=True)
         except BaseException:
             lease.release()
             raise
@@ -264,7 +248,7 @@ class KVStore:
 
     def borrow(self, keys: Sequence[KVKey]) -> Lease:
         """As `fetch`, but does not count as a use: for what the store itself does with states."""
-        lease = self._fetch(keys, LeaseRequest("warm"))
+        lease = self.fetch(keys)
         lease.source.clear()
         return lease
 
@@ -276,12 +260,7 @@ class KVStore:
     def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
         """Keeps states from being evicted for pressure or time, in every tier and process."""
         self.ledger.pin(keys, pinned)
-        with self.memory.lock:
-            for key in keys:
-                (self.memory.pinned.add if pinned else self.memory.pinned.discard)(key)
-                for index in self.memory.every:
-                    if key in index.entries:
-                        index.entries.pin(key, pinned)
+        self.memory.pin(keys, pinned)
 
     def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
         """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
@@ -303,9 +282,9 @@ class KVStore:
     def count_unkept(self) -> int:
         """How many of the states encoded last end with this process. What was used again is written
         before."""
-        if self._loader.unkept():
+        if self._leases.unkept():
             _once(self, KVStore._keep_reused)
-        return len(self._loader.unkept())
+        return len(self._leases.unkept())
 
     def sweep(self) -> None:
         """The upkeep of every second: removes expired states, writes reused ones to the disk and
@@ -314,12 +293,10 @@ class KVStore:
         with suppress(LedgerUnavailable):
             self.memory.limit(self.ledger.overdue(now))  # which another process may have set
         for index in self.memory.every:
-            with self.memory.lock:
-                overdue = index.overdue(now)
             if index.tier.persistent:
-                self.persistent.expel(index, [each.key for each in overdue], "ttl")
+                self.persistent.expel(index, self.memory.overdue(index, now), "ttl")
             else:
-                self.memory.take_out(index, overdue)
+                self.memory.expire(index, now)
             if isinstance(index.tier, DeviceTier):
                 index.tier.settle()
         self.memory.forget_limits(now)
@@ -336,9 +313,7 @@ class KVStore:
         self._retired.update((key, now) for key in self.ledger.retired())
         for key in [k for k, at in self._retired.items() if at < now - _RETIRED_SECONDS]:
             del self._retired[key]
-        with self.memory.lock:
-            held = [k for k in self._retired if any(k in i.entries for i in self.memory.every)]
-        self._discard_unowned(held)
+        self._discard_unowned([key for key in self._retired if self.memory.is_known(key)])
 
     def _discard_unowned(self, keys: Sequence[KVKey]) -> None:
         if keys:
@@ -355,7 +330,7 @@ class KVStore:
             logger.warning("this process was silent, and others ended its session; it goes on")
             self.memory.note_all()
             with self.memory.lock:
-                held = {entry.key for index in self.memory.every for entry in index.entries}
+                held = {key for index in self.memory.every for key in index.entries}
             self._discard_unowned(sorted(held))
         for follow in self.on_heartbeat:
             follow()
@@ -364,8 +339,8 @@ class KVStore:
         """Writes states that questions used again to the disk, if something still owns them;
         preambles, which belong to the store, have no row before."""
         with self._keeping:
-            keys = self._loader.take_reused()
-            if keys and self.persistent.indexes:
+            keys = self._leases.take_reused()
+            if keys:
                 self._keep(keys)
 
     def _keep(self, keys: Sequence[KVKey]) -> None:
@@ -389,7 +364,7 @@ class KVStore:
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
-        self._loader.close()
+        self._leases.close()
         self._background.stop()
         self.ledger.end()
 
@@ -558,9 +533,9 @@ class TierOptions(TypedDict, total=False):
     free there. device_kv_dtype: how it keeps states: `model`, or `int8`, which attention reads in
     place. disk_bytes: without it, no limit. remote: an fsspec URL (`s3://BUCKET/PATH`,
     `file:///MOUNT`), and remote_bytes. kv_dtype: how the host, the disk and the remote keep states:
-    `model`, `fp8` or `int8`. policy: `lru`, `gdsf` or
-    `lfu`. ledger: a database URL in place of the file in the state folder. claim_patience: seconds
-    that a question waits for states which another process encodes, before it encodes them itself.
+    `model` or `int8`. ledger: a database URL in place of the file in the state folder.
+    claim_patience: seconds that a question waits for states which another process encodes, before
+    it encodes them itself.
     """
 
     device_bytes: int | str
@@ -569,7 +544,6 @@ class TierOptions(TypedDict, total=False):
     remote: str
     remote_bytes: int | str
     kv_dtype: str
-    policy: str
     ledger: str
     claim_patience: float
 
@@ -588,8 +562,6 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     if "device_bytes" in options or device.type == "cuda":
         budget = parse_optional_bytes(options.get("device_bytes"))
         device_dtype = check_kv_dtype(options.get("device_kv_dtype", "model"))
-        if device_dtype == "fp8":
-            raise ConfigurationError("device_kv_dtype is `model` or `int8`: attention reads these")
         on_device = DeviceTier(budget, device, kv_dtype=device_dtype)
     remote: Tier | None = None
     if "remote" in options:
@@ -598,7 +570,6 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     return {
         "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
         "kv_dtype": kv_dtype,
-        "policy": check_policy(options.get("policy", "lru")),
         "claim_patience": _check_patience(options.get("claim_patience", CLAIM_PATIENCE)),
         "device": on_device,
         "remote": remote,

@@ -253,7 +253,7 @@ def test_a_stream_that_is_closed_holds_nothing(chats: RagCache) -> None:
     stream = chats.stream_chat(CHATS[0], generation=LONG)
     stream.close()
     chats.stats()
-    assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
+    assert not chats.internals.shared.store.memory.leases
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_threads_chat_while_documents_change(chats: RagCache) -> None:
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(ask, range(36)))
-    assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
+    assert not chats.internals.shared.store.memory.leases
 
 
 @pytest.fixture(scope="module")
@@ -556,7 +556,7 @@ def bells(count: int, tone: str = "loud") -> list[SourceDocument]:
 def nothing_stays_leased(bells_rag: RagCache) -> None:
     """The store's own upkeep may hold states for a moment."""
     until = time.monotonic() + PATIENCE
-    while any(entry.leased for entry in bells_rag.internals.shared.store.memory.indexes[0].entries):
+    while bells_rag.internals.shared.store.memory.leases:
         assert time.monotonic() < until, "a lease was never released"
         time.sleep(0.01)
 

@@ -49,11 +49,7 @@ class AdminQueries:
     def count_leased(self) -> int:
         """States that requests are reading."""
         self.rag.internals.shared.deferred.release()
-        memory = self.store.memory
-        with memory.lock:
-            return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
-                index.entries for index in memory.every
-            ))  # fmt: skip
+        return len(self.store.memory.leases)
 
     def engine_figures(self) -> dict[str, float]:
         """Steps, batches and waits of the engine since it began."""

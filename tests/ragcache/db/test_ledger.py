@@ -44,7 +44,7 @@ def another(where: Path | str) -> Iterator[Callable[[], Ledger]]:
 
 
 def row(number: int, tier: str = "disk", nbytes: int = 10, **facts: object) -> StateRow:
-    known = StateMetadata(3, 0.5, "rooted", make_key(99), "model")._replace(**facts)
+    known = StateMetadata(3, "rooted", make_key(99), "model")._replace(**facts)
     return StateRow(make_key(number), tier, nbytes, 0, 0, False, math.inf, "model", known)
 
 
@@ -130,7 +130,7 @@ def test_the_clock_of_uses_never_runs_backwards(
     assert other.advance_clock() == 1003
     ledger.read_clock()
     assert ledger.advance_clock() == 1003
-    assert other.used_since(1001) == [("disk", make_key(1), 1002, 2)]
+    assert other.used_since(1001) == [("disk", make_key(1), 1002)]
 
 
 @pytest.mark.slow
@@ -151,7 +151,6 @@ def test_sessions_that_count_the_same_uses_wait_in_no_circle(
             sessions[number].usage.touch(mine, sessions[number].advance_clock())
             for key in mine[:20]:
                 sessions[number].usage.left("disk", key, 1, "pressure")
-                sessions[number].usage.cost(key, 1.0)
                 sessions[number].usage.admitted(row(1, "host")._replace(key=key))
             sessions[number].flush()
 

@@ -33,7 +33,7 @@ def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
 
 def leased_now(rag: RagCache) -> int:
     """How many states are in use."""
-    return sum(entry.leased for entry in rag.internals.shared.store.memory.indexes[0].entries)
+    return len(rag.internals.shared.store.memory.leases)
 
 
 def leased(rag: RagCache) -> int:

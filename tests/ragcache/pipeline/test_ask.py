@@ -235,18 +235,18 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.internals.shared.store.memory.indexes
-    assert len(host.entries) > 0
+    store = rag.internals.shared.store
+    assert len(store.memory.top.entries) > 0
     with monkeypatch.context() as patched:
         patched.setattr(rag.internals.shared.engine.core.runner, "prepare_batch", fail)
         with pytest.raises(EngineFailed, match="out of memory"):
             rag.ask(QUESTION, collection="notes")
-    assert not any(entry.leased for entry in host.entries)
+    assert not store.memory.leases
     with monkeypatch.context() as patched:
         patched.setattr(LLMEngine, "submit_request", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.ask_batch([QUESTION, QUESTION], collection="notes")
-    assert not any(entry.leased for entry in host.entries)
+    assert not store.memory.leases
     assert rag.ask(QUESTION, collection="notes").sources
 
 

@@ -150,8 +150,8 @@ def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
     rag.add_schema(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
     asked = '<prompt schema="s"><m/>Where?</prompt>'
     assert rag.prompt(asked).reuse.created_tokens == 0
-    host = rag.internals.shared.store.memory.indexes[0].entries
-    rag.internals.shared.store.evict([entry.key for entry in host])
+    store = rag.internals.shared.store
+    store.evict(list(store.memory.top.entries))
     made = rag.prompt(asked).reuse
     assert made.created_tokens > 0
     assert made.cached_tokens == 0
@@ -226,15 +226,15 @@ def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.internals.shared.store.memory.indexes
+    store = rag.internals.shared.store
     with monkeypatch.context() as patched_engine:
         patched_engine.setattr(type(rag.internals.shared.engine), "submit_request", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.chat_batch([PASTED, PASTED])
-    assert not any(entry.leased for entry in host.entries)
+    assert not store.memory.leases
     rag.chat(PASTED)
     rag.stats()
-    assert not any(entry.leased for entry in host.entries)
+    assert not store.memory.leases
 
 
 MODULES = [

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import delete, event, update
 from sqlalchemy.exc import IntegrityError
 
@@ -43,7 +41,6 @@ from ragcache.store import (
     open_tiers,
     tier_status,
 )
-from ragcache.store.leases import AdmissionFilter, admits
 from ragcache.store.verify import verify
 from tests.ragcache.conftest import (
     TOKEN_BYTES,
@@ -119,7 +116,7 @@ def in_host(store: KVStore) -> set[KVKey]:
 
 
 def leased(store: KVStore) -> set[KVKey]:
-    return {e.key for index in store.memory.every for e in index.entries if e.leased}
+    return set(store.memory.leases)
 
 
 def test_a_lease_names_the_tier_of_each_state(store: KVStore, reopen: Open) -> None:
@@ -358,7 +355,7 @@ class TestClaims:
         with store.lease(keys(1, 2)) as lease:
             lease.claim()
             lease.put(make_key(1), make_states(1))
-            with pytest.raises(ValueError, match="2 states were claimed, 1 put"):
+            with pytest.raises(ValueError, match="1 claimed states are not put yet"):
                 lease.claim()
         assert leased(store) == set()
         assert store.ledger.locks.acquire(keys(1, 2)) == keys(1, 2)
@@ -410,56 +407,75 @@ class TestClaims:
         assert leased(other) == set()
         assert other.counters.hits == {"disk": 2}
 
-    def test_what_encoding_took_is_shared_by_length(self, store: KVStore) -> None:
-        with store.lease(keys(1, 2), INGEST) as lease:
-            lease.claim()
-            time.sleep(0.02)
-            lease.put(make_key(1), make_states(1, tokens=1))
-            lease.put(make_key(2), make_states(2, tokens=3))
-        store.ledger.flush()
-        cost = {row.key: row.metadata.cost for row in store.ledger.load()}
-        assert sum(cost.values()) >= 0.02
-        assert cost[make_key(2)] == pytest.approx(3 * cost[make_key(1)])
 
-
-class TestAdmission:
-    def test_one_off_questions_push_nothing_out(self, reopen: Open) -> None:
+class TestQueues:
+    def test_one_off_questions_push_out_nothing_that_was_used_again(self, reopen: Open) -> None:
         store = reopen(3)
-        fill(store, 1, 2, 3)
+        fill(store, 1, 2)
+        assert sources(store, 1, 2) == ["host"] * 2
         for number in range(10, 60):
             assert sources(store, number) == ["encoded"]
-        assert in_host(store) == set(keys(1, 2, 3))
-        assert set(store.disk.keys()) == set(keys(1, 2, 3))
-        assert sources(store, 1, 2, 3) == ["host"] * 3
+        assert in_host(store) == set(keys(1, 2, 59))
+        assert set(store.disk.keys()) == set(keys(1, 2))
 
-    def test_one_off_reads_from_the_disk_push_nothing_out(self, reopen: Open) -> None:
+    def test_one_off_reads_from_the_disk_push_out_nothing_that_was_used_again(
+        self, reopen: Open
+    ) -> None:
         store = reopen(3)
         fill(store, *range(20))
-        assert in_host(store) == set(keys(17, 18, 19))
+        assert sources(store, 18, 19) == ["host"] * 2
         for number in range(10):
             assert sources(store, number) == ["disk"]
-        assert in_host(store) == set(keys(17, 18, 19))
+        assert in_host(store) == set(keys(18, 19, 9))
 
-    def test_states_used_again_are_admitted(self, reopen: Open) -> None:
+    def test_states_used_again_are_written_to_the_disk(self, reopen: Open) -> None:
         store = reopen(3)
-        fill(store, 1, 2, 3, 4)
-        assert [sources(store, 1)[0] for _ in range(3)] == ["disk", "disk", "host"]
-        assert sources(store, 9) == sources(store, 9) == ["encoded"]
+        assert sources(store, 9) == ["encoded"]
+        store.sweep()
+        assert make_key(9) not in set(store.disk.keys())
         assert sources(store, 9) == ["host"]
         store.sweep()
         assert make_key(9) in set(store.disk.keys())
 
-    def test_states_on_probation_leave_for_admitted_ones(self, reopen: Open) -> None:
-        store = reopen(3)
-        fill(store, 1)
-        assert sources(store, 7, 8) == ["encoded"] * 2
-        assert in_host(store) == set(keys(1, 7, 8))
-        fill(store, 2)
-        assert in_host(store) == set(keys(1, 8, 2)), "the oldest on probation went"
-        store.ledger.flush()
-        assert store.ledger.evictions() == {}, "which is no eviction"
+    def test_states_used_again_soon_after_they_went_stay(self, reopen: Open) -> None:
+        store = reopen(6)
+        fill(store, *range(8))
+        assert sources(store, 1) == ["disk"]
+        fill(store, *range(10, 30))
+        assert make_key(1) in in_host(store)
 
-    def test_a_pin_holds_on_probation_too(self, reopen: Open) -> None:
+    def test_states_that_a_call_names_stay_beside_states_used_once(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1, 2, 3)
+        assert sources(store, 4, request=LeaseRequest("warm")) == ["encoded"]
+        fill(store, *range(10, 20))
+        assert make_key(4) in in_host(store)
+
+    def test_states_that_are_read_ahead_are_used_once_by_their_first_reader(
+        self, reopen: Open
+    ) -> None:
+        fill(reopen(), 1)
+        store = reopen(3)
+        store.read_ahead(keys(1))
+        assert sources(store, 1) == ["disk"]
+        assert not store.memory.top.entries.is_reused(make_key(1))
+        assert sources(store, 1) == ["host"]
+        assert store.memory.top.entries.is_reused(make_key(1))
+
+    def test_uses_of_an_earlier_process_order_the_disk(self, reopen: Open) -> None:
+        store = reopen(10)
+        fill(store, 1, 2, 3, 4)
+        for number in (3, 1):
+            sources(store, number)
+        store.close()
+        later = reopen(10, disk_bytes=5 * BLOCK)
+        fill(later, 5)
+        assert set(later.disk.keys()) == set(keys(1, 3, 4, 5))
+        fill(later, 6, 7, 8)
+        assert set(keys(1, 3)) <= set(later.disk.keys())
+        assert list(later.persistent.indexes[0].entries)[-2:] == keys(3, 1)
+
+    def test_a_pin_holds_for_states_used_once(self, reopen: Open) -> None:
         store = reopen(3)
         fill(store, 1)
         assert sources(store, 7, 8) == ["encoded"] * 2
@@ -480,7 +496,7 @@ class TestAdmission:
         with full_lease(store, keys(4, 5, 6), Producer()):
             with pytest.raises(StoreBudgetExceeded):
                 full_lease(store, keys(7), Producer())
-            assert in_host(store) == set(keys(1, 2, 3))
+            assert in_host(store) == set(keys(4, 5, 6))
 
 
 class TestBudgets:
@@ -608,7 +624,7 @@ class TestRemote:
         store = reopen(1, remote=remote)
         fill(store, 1, 2)
         store.evict(keys(1), "disk")
-        assert sources(store, 1) == sources(store, 1) == ["remote"]
+        assert (sources(store, 1), sources(store, 1)) == (["remote"], ["host"])
         store.sweep()
         assert make_key(1) in set(store.disk.keys())
 
@@ -1065,15 +1081,14 @@ CPU = torch.device("cpu")
 
 
 def test_sizes_and_kinds_are_parsed() -> None:
-    chosen = open_tiers({"disk_bytes": "8GiB", "kv_dtype": "int8", "policy": "gdsf"}, CPU)
-    assert (chosen["disk_bytes"], chosen["kv_dtype"], chosen["policy"]) == (8 << 30, "int8", "gdsf")
+    chosen = open_tiers({"disk_bytes": "8GiB", "kv_dtype": "int8"}, CPU)
+    assert (chosen["disk_bytes"], chosen["kv_dtype"]) == (8 << 30, "int8")
     assert (chosen["device"], chosen["remote"]) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"policy": "fifo"}, "unknown policy 'fifo'; policies: lru"),
         ({"kv_dtype": "int4"}, "unknown kv_dtype 'int4'"),
         ({"disk_bytes": "much"}, "cannot read the size 'much'"),
         ({"disk_size": 3}, "unknown option 'disk_size'; options of tiers: device_bytes"),
@@ -1121,45 +1136,3 @@ def test_tier_status_counts_states_bytes_and_hits(tmp_path: Path) -> None:
     assert [tier.pinned_bytes for tier in tier_status(store)] == [0, 0]
     store.close()
     database.close()
-
-
-def key(number: int) -> KVKey:
-    return KVKey(f"{number:064x}")
-
-
-def test_ingestion_and_warm_calls_always_admit() -> None:
-    assert admits("ingest", None, 1, 1)
-    assert admits("warm", None, 1, 1)
-
-
-def test_a_question_admits_at_the_second_use_within_the_window() -> None:
-    assert not admits("question", None, 5, 10)
-    assert admits("question", 0, 10, 10)
-    assert not admits("question", 0, 11, 10)
-
-
-def test_one_off_questions_admit_nothing_however_many() -> None:
-    uses_seen = AdmissionFilter(window=100)
-    assert not any(uses_seen.admits("question", key(n), n) for n in range(10_000))
-    assert len(uses_seen) <= 100
-
-
-def test_a_second_use_is_admitted_amid_one_off_questions() -> None:
-    uses_seen = AdmissionFilter(window=100)
-    uses_seen.admits("question", key(0), 0)
-    for tick in range(1, 50):
-        uses_seen.admits("question", key(tick), tick)
-    assert uses_seen.admits("question", key(0), 50)
-
-
-@given(uses=st.lists(st.integers(0, 9), max_size=60), window=st.integers(1, 20))
-def test_a_key_enters_exactly_when_it_was_used_at_most_a_window_ago(
-    uses: list[int], window: int
-) -> None:
-    uses_seen = AdmissionFilter(window)
-    last: dict[int, int] = {}
-    for tick, number in enumerate(uses):
-        expected = number in last and tick - last[number] <= window
-        assert uses_seen.admits("question", key(number), tick) == expected
-        assert len(uses_seen) <= window
-        last[number] = tick

@@ -72,7 +72,7 @@ def _create_parts_of_modules() -> None:
 def _create_states() -> None:
     op.create_table(
         "states", _key("key"), _key("tier"), _key("place"), _number("nbytes"), _number("tokens"),
-        _number("hits"), _number("last_use"), _real("used_at"), _real("encode_seconds"),
+        _number("hits"), _number("last_use"), _real("used_at"),
         _flag("pinned"), _real("expires_at", nullable=True), _text("mode"), _text("kv_dtype"),
         _text("root"), _text("model"),
     )  # fmt: skip
