@@ -2,11 +2,10 @@
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import Constraint, MakeConstraint
-from ragcache.engine.detokenizer import TextStream
+from ragcache.engine.detokenizer import LogprobFormat, TextStream
 from ragcache.engine.encoding import EncodeJob
 from ragcache.engine.engine import LLMEngine, complete, encode
 from ragcache.engine.handle import RequestHandle
-from ragcache.engine.logprobs import LogprobFormat
 from ragcache.engine.request import (
     Choice,
     Context,

@@ -1,24 +1,29 @@
 """Token ids to text, one id at a time: whole characters, cut before the first stop string.
 
-The concatenated texts of a detokenizer equal `tokenizer.decode` of all ids.
-`tokenizers.decoders.DecodeStream` is close to that, but it raises where invalid bytes change what
-was decoded before, holds everything back while invalid bytes go on, and has no call that ends the
-text and returns the rest.
+The concatenated texts of a detokenizer equal `tokenizer.decode` of all ids. Byte-level tokenizers
+have it from `tokenizers.decoders.DecodeStream`. Others do not: it raises where an invalid byte
+token (`<0xFF>`) changes the text of the valid ones before it.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ragcache.engine.sampler import SampledToken
 from ragcache.errors import InvalidRequest
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 REPLACEMENT = "\ufffd"
+_LEAST = -9999.0  # OpenAI's value for a log-probability of minus infinity, which JSON has not
 Decode = Callable[[list[int]], str]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BLANK = "\u2581"  # sentencepiece's sign for a space
@@ -143,34 +148,29 @@ def create_detokenizer(
             tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
         return WindowDetokenizer(slow, tokenizer.convert_ids_to_tokens)
-    decode = partial(backend.decode, skip_special_tokens=skip)
     if type(backend.decoder).__name__ == "ByteLevel":
-        return ByteLevelDetokenizer(decode, backend.id_to_token)
+        return ByteLevelDetokenizer(backend, skip)
+    decode = partial(backend.decode, skip_special_tokens=skip)
     return WindowDetokenizer(decode, backend.id_to_token)
 
 
 class ByteLevelDetokenizer:
     """For byte-level BPE, where a text's bytes are those of its tokens, one after another."""
 
-    def __init__(self, decode: Decode, token_of: Callable[[int], str | None]) -> None:
-        self._decode, self._token_of = decode, token_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._held: list[int] = []  # ids whose text the stream holds back
 
     def push(self, token_id: int) -> str:
-        text = self._decode([token_id])
-        # Without the replacement character the token is whole characters, or skipped and empty.
-        part = text.encode() if REPLACEMENT not in text else self._bytes(token_id)
-        return self._utf8.decode(part)
+        self._held.append(token_id)
+        text: str | None = self._stream.step(self._tokenizer, token_id)
+        if text:
+            self._held.clear()
+        return text or ""
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-    def _bytes(self, token_id: int) -> bytes:
-        token = self._token_of(token_id) or ""
-        try:
-            return bytes(_BYTE_OF[character] for character in token)
-        except KeyError:  # an added token that is no byte-level text stands for itself
-            return token.encode()
+        return self._tokenizer.decode(self._held, skip_special_tokens=self._skip)
 
 
 class WindowDetokenizer:
@@ -245,3 +245,48 @@ def token_to_bytes(tokenizer: Any) -> Callable[[str], bytes]:
         return token.encode() if byte_level else token.replace(_BLANK, " ").encode()
 
     return spell
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobFormat:
+    """Writes log-probabilities of sampled tokens in OpenAI's forms, with the texts that a tokenizer
+    gives the tokens."""
+
+    tokenizer: Any
+
+    def chat(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
+        """`logprobs` of a chat's choice."""
+        content = []
+        for each in chosen:
+            top = [self._entry(*pair) for pair in each.alternatives]
+            content.append({**self._entry(each.token, each.logprob or 0.0), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def text(self, chosen: Sequence[SampledToken], offset: int = 0) -> dict[str, Any]:
+        """`logprobs` of a text completion's choice. offset: of its first token, in characters."""
+        tokens = [self._token(each.token) for each in chosen]
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else []
+        top = [
+            {self._token(token): _finite(value) for token, value in each.alternatives}
+            for each in chosen
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(each.logprob or 0.0) for each in chosen],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _token(self, token_id: int) -> str:
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token(token_id)
+        # a part of a character has bytes that its text does not show
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
