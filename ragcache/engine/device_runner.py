@@ -38,9 +38,8 @@ from ragcache.attention.triton.plan import (
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, passes_of
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
-from ragcache.engine.device_sampler import DeviceSampler
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
-from ragcache.engine.sampler import HostSampler, TokenSampler
+from ragcache.engine.sampler import Sampler
 from ragcache.machine import new_stream
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
@@ -176,8 +175,8 @@ class DeviceModelRunner:
         )  # fmt: skip
         return pool
 
-    def create_sampler(self) -> TokenSampler:
-        return DeviceSampler(self.device) if self.stream is not None else HostSampler()
+    def create_sampler(self) -> Sampler:
+        return Sampler(self.device, kernels=self.stream is not None)
 
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None

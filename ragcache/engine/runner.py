@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
 from ragcache.engine.kv_cache import BlockPool, RequestKV
-from ragcache.engine.sampler import HostSampler, TokenSampler
+from ragcache.engine.sampler import Sampler
 from ragcache.machine import keep_freed_memory
 from ragcache.models import CausalLM, LanguageModel
 
@@ -37,7 +37,7 @@ class ModelRunner(Protocol):
     def create_pool(self, nbytes: int) -> BlockPool:
         """The pool of private states, of at most `nbytes`."""
 
-    def create_sampler(self) -> TokenSampler:
+    def create_sampler(self) -> Sampler:
         """Samples tokens from the logits of the steps."""
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
@@ -93,8 +93,8 @@ class RaggedModelRunner:
     def create_pool(self, nbytes: int) -> BlockPool:
         return BlockPool.create(self.model, nbytes)
 
-    def create_sampler(self) -> TokenSampler:
-        return HostSampler()
+    def create_sampler(self) -> Sampler:
+        return Sampler(self.model.device)
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         await_segments(chunks, self.model.device)

@@ -1,30 +1,54 @@
 """Sampling the next token of each sequence of a batch.
 
-Penalties, forbidden tokens and constraints change a row's logits; then a token is drawn in exact
-arithmetic. Probabilities become whole numbers of shares. A sum of integers does not depend on the
-order of its terms, so neither the rows beside a row nor the device can change what is drawn, and
-tokens are kept or dropped by their shares alone.
+Penalties, forbidden tokens and constraints change a row's logits; then a token is drawn in the
+exact arithmetic of `ragcache.engine.sampling`.
+
+Nothing waits for a GPU before the tokens are needed: sampling parameters become columns on the
+device once for each list of states, what changes from step to step goes there through pinned
+memory, and filters and draws are one kernel (`sampling_kernels`) instead of sorts whose sizes the
+host would have to know.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain, cycle
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ragcache.engine.constraint import forbid
-from ragcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from ragcache.engine.constraint import forbid, pack
+from ragcache.engine.sampling import (
+    Penalties,
+    TokenCounts,
+    draw,
+    float_shares,
+    keep_likeliest,
+    likeliest_tokens,
+    logprobs_of,
+    shares_of,
+    upload,
+)
+from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import UnusableLogits
+from ragcache.machine import new_event
 
-# Rows that need copies of their logits are taken this many at a time: on a CPU for its cache, on a
-# GPU to bound the memory.
 CPU_ROWS, GPU_ROWS = 8, 64
+"""Rows whose logits are copied at once: on a CPU for its cache, on a GPU to bound the memory."""
+
+BLOCK = 4096
+"""Tokens that a program of the kernel takes at a time."""
+
+LIKELIEST_BLOCK = 16384
+"""Those that the likeliest of a row is looked for among, at a time."""
+
+MARKS = 32
+"""Marks that exist at once; a step has three, and two steps are under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +89,6 @@ class SamplerState:
     def lacks_first_logprobs(self) -> bool:
         return self.sampling.first_logprobs and self.first_logprobs is None
 
-    def record(self, token: int) -> None:
-        self.drawn += 1
-        if self.counts is not None:
-            self.counts.add(token)
-
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
@@ -99,7 +118,11 @@ class PendingTokens(Protocol):
     def inputs(self) -> Tensor: ...
 
     def wait(self) -> list[SampledToken | UnusableLogits]:
-        """Waits until the step has been computed; see `sample_tokens`. Called once."""
+        """Waits until the step has been computed. Called once.
+
+        A row whose largest allowed logit is not finite, or which holds NaN, gives an
+        `UnusableLogits` that was not raised, and its state stays as it was; the other rows are not
+        affected."""
 
 
 class Mark(Protocol):
@@ -109,89 +132,372 @@ class Mark(Protocol):
         """Milliseconds from here to there, once both have been computed."""
 
 
-class TokenSampler(Protocol):
-    """Samples the tokens of step after step."""
+class Sampler:
+    """Samples the tokens of step after step, on the current stream of its device.
+
+    kernels: whether Triton's kernels choose the tokens, those of all rows at once; on a CPU, under
+    Triton's interpreter, they serve tests. Without kernels the same operations of PyTorch serve any
+    device, for some rows at a time.
+    """
+
+    def __init__(self, device: torch.device, *, kernels: bool = False) -> None:
+        self.device, self._kernels = device, kernels
+        on_gpu = device.type == "cuda"
+        self._rows: _Rows | None = None
+        self._marks = cycle([new_event(timing=True) for _ in range(MARKS if on_gpu else 0)])
+        self._bits = torch.arange(32, dtype=torch.int32, device=device)
 
     def mark(self) -> Mark | None:
         """A mark behind what was launched. None where the host's clock shows what steps take."""
+        if self.device.type != "cuda":
+            return None
+        event = next(self._marks)
+        event.record()
+        return event
 
+    @torch.inference_mode()
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],
         forbidden: Sequence[Collection[int]] | None = None,
         masks: Sequence[Tensor | None] | None = None,
     ) -> PendingTokens:  # fmt: skip
-        """Begins `sample_tokens`, and does not wait. The states of the rows are current until it
-        has been waited for. What follows from `states` may be kept while the same list comes.
-        forbidden, masks: None where no row has any. No rows: waiting waits for the step."""
+        """Begins to sample the next token of every row, and does not wait with kernels.
+
+        Args:
+            logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
+            states: Of the rows, current until the tokens have been waited for. What follows from
+                them is kept while the same list comes. Without rows, waiting waits for the step.
+            forbidden: For each row the token ids that may not be chosen now; None for none.
+            masks: For each row those that its constraint allows (see `Constraint.mask`); None where
+                no row has one.
+        """
+        size = GPU_ROWS if logits.is_cuda else CPU_ROWS
+        if self._kernels or len(states) <= size or (not forbidden and _are_plain(states)):
+            return self._launch(logits, states, forbidden, masks)
+        portions = []
+        for begin in range(0, len(states), size):
+            here = slice(begin, begin + size)
+            bans = forbidden[here] if forbidden else None
+            allowed = masks[here] if masks else None
+            portions.append(self._launch(logits[here], states[here], bans, allowed))
+        return _Portions(portions)
+
+    def _launch(
+        self, logits: Tensor, states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None, masks: Sequence[Tensor | None] | None,
+    ) -> _PendingTokens:  # fmt: skip
+        if not states:
+            return _PendingTokens(states, *self._fetched(torch.empty(0, device=self.device)))
+        rows = self._rows
+        if rows is None or rows.states is not states:
+            rows = self._rows = _Rows.of(states, logits)
+        banned = forbidden is not None and any(forbidden)
+        masked = masks is not None and any(mask is not None for mask in masks)
+        firsts = [row for row, state in enumerate(states) if state.lacks_first_logprobs]
+        if rows.plain and not (rows.reporting or firsts or banned or masked):
+            return self._launch_likeliest(logits, states)
+        adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        rows.penalize(adjusted)
+        if banned and forbidden is not None:
+            self._forbid(adjusted, forbidden)
+        if masked and masks is not None:
+            self._mask(adjusted, masks)
+        tokens = likeliest_tokens(adjusted)
+        if rows.random:
+            tokens = rows.draw(adjusted, tokens, kernels=self._kernels)
+        inputs = tokens.clamp(min=0)
+        rows.count(tokens)
+        logprobs = [*rows.logprobs(logits, inputs)]
+        if logprobs and masked and masks is not None:
+            logprobs.append(self._allowed(logits, rows, masks))
+        host, event = self._fetched(tokens, *_all_logprobs(logits, firsts), *logprobs)
+        return _PendingTokens(states, host, event, inputs, rows.reporting, firsts)
+
+    def _launch_likeliest(self, logits: Tensor, states: Sequence[SamplerState]) -> _PendingTokens:
+        """The usual case, with kernels in one launch."""
+        if not self._kernels:
+            tokens = likeliest_tokens(logits)
+            return _PendingTokens(states, *self._fetched(tokens), tokens.clamp(min=0))
+        from ragcache.engine.sampling_kernels import likeliest_kernel
+
+        count, vocabulary = logits.shape
+        assert logits.stride(1) == 1
+        on_gpu = self.device.type == "cuda"
+        host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        inputs = torch.empty(count, dtype=torch.int64, device=self.device)
+        likeliest_kernel[(count,)](
+            logits, logits.stride(0), inputs, host, vocabulary,
+            BLOCK=LIKELIEST_BLOCK, num_warps=16,
+        )  # fmt: skip
+        return _PendingTokens(states, [host], self._event(), inputs)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """After what is launched so far."""
+        if self.device.type != "cuda":
+            return None
+        event = new_event()
+        event.record()
+        return event
+
+    def _fetched(self, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """The tensors on the host, complete after the event."""
+        if self.device.type != "cuda":
+            return list(tensors), None
+        found = []
+        for tensor in tensors:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            found.append(host.copy_(tensor, non_blocking=True))
+        return found, self._event()
+
+    def _forbid(self, logits: Tensor, forbidden: Sequence[Collection[int]]) -> None:
+        """Sets the logits of forbidden tokens to minus infinity."""
+        size = logits.shape[-1]
+        places = [
+            row * size + token
+            for row, banned in enumerate(forbidden)
+            for token in banned
+            if 0 <= token < size
+        ]
+        if places:
+            logits.view(-1).index_fill_(0, upload(places, torch.int64, self.device), -torch.inf)
+
+    def _allowed(self, logits: Tensor, rows: _Rows, masks: Sequence[Tensor | None]) -> Tensor:
+        """See `SampledToken.allowed`, of the rows that report."""
+        assert rows.reported is not None
+        found = []
+        for begin in range(0, len(rows.reporting), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            own = logits.index_select(0, rows.reported[here]).float()
+            whole = own.logsumexp(dim=-1)
+            self._mask(own, [masks[row] for row in rows.reporting[here]])
+            found.append(own.logsumexp(dim=-1) - whole)
+        return torch.cat(found)
+
+    def _mask(self, logits: Tensor, masks: Sequence[Tensor | None]) -> None:
+        """Sets what the masks do not allow to minus infinity; see `Constraint.mask`."""
+        if not self._kernels:
+            forbid(logits, masks)
+            return
+        width = -(-logits.shape[-1] // 32)
+        pins = self.device.type == "cuda"
+        words = torch.zeros(len(masks), width, dtype=torch.int32, device="cpu", pin_memory=pins)
+        rows = words.numpy()
+        for row, mask in enumerate(masks):
+            if mask is None:
+                rows[row] = -1
+            else:
+                packed = (mask if mask.dtype == torch.int32 else pack(mask[None])[0])[:width]
+                rows[row, : len(packed)] = packed.numpy()
+        words = words.to(self.device, non_blocking=True)
+        for begin in range(0, len(masks), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            allowed = (words[here, :, None] >> self._bits) & 1  # [R, W, 32]
+            added = torch.where(allowed.flatten(1)[:, : logits.shape[-1]] == 1, 0, -torch.inf)
+            logits[here] += added
+
+
+@dataclass(slots=True, eq=False)
+class _PendingTokens:
+    """See `PendingTokens`. host: the tokens, -1 where a row has none; the log-probabilities of all
+    tokens in the rows that lacked them, `firsts`, if any; those of some, of the rows that report
+    them."""
+
+    states: Sequence[SamplerState]
+    host: list[Tensor]
+    event: torch.cuda.Event | None
+    inputs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    reporting: Sequence[int] = ()
+    firsts: Sequence[int] = ()
+
+    def wait(self) -> list[SampledToken | UnusableLogits]:
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[int] = self.host[0].tolist()
+        results: list[SampledToken | UnusableLogits] = [
+            SampledToken(token) if token >= 0 else unusable(state)
+            for token, state in zip(found, self.states, strict=True)
+        ]
+        if self.reporting:
+            tokens = [found[row] for row in self.reporting]
+            counts = [self.states[row].sampling.logprobs or 0 for row in self.reporting]
+            first = 2 if self.firsts else 1
+            reported = report_logprobs(tokens, counts, *self.host[first:])
+            for row, each in zip(self.reporting, reported, strict=True):
+                if each.token >= 0:
+                    results[row] = each
+        for place, row in enumerate(self.firsts):
+            if found[row] >= 0 and self.states[row].lacks_first_logprobs:
+                self.states[row].first_logprobs = self.host[1][place].clone()
+        for state, token in zip(self.states, found, strict=True):
+            if token >= 0:
+                state.drawn += 1
+        return results
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SampledTokens:
-    """Tokens that were sampled at once."""
+class _Portions:
+    """See `PendingTokens`: the tokens of some rows after another's."""
 
-    results: list[SampledToken | UnusableLogits]
+    parts: Sequence[_PendingTokens]
 
     @property
     def inputs(self) -> Tensor:
-        return torch.tensor([getattr(each, "token", 0) for each in self.results])
+        return torch.cat([part.inputs for part in self.parts])
 
     def wait(self) -> list[SampledToken | UnusableLogits]:
-        return self.results
+        return [*chain.from_iterable(part.wait() for part in self.parts)]
 
 
-class HostSampler:
-    """Samples at once."""
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The rows with penalties: their numbers, penalties, and tables [R, V]."""
 
-    def mark(self) -> None:
-        """Nothing runs on."""
-
-    def launch(
-        self, logits: Tensor, states: Sequence[SamplerState],
-        forbidden: Sequence[Collection[int]] | None = None,
-        masks: Sequence[Tensor | None] | None = None,
-    ) -> PendingTokens:  # fmt: skip
-        bans = [()] * len(states) if forbidden is None else forbidden
-        return _SampledTokens(sample_tokens(logits, states, bans, masks) if states else [])
+    rows: Tensor
+    penalties: Penalties
+    prompt: Tensor
+    counts: Tensor
 
 
-@torch.inference_mode()
-def sample_tokens(
-    logits: Tensor,
-    states: Sequence[SamplerState],
-    forbidden: Sequence[Collection[int]],
-    masks: Sequence[Tensor | None] | None = None,
-) -> list[SampledToken | UnusableLogits]:
-    """Samples the next token of every row and records it in the row's state.
+@dataclass(frozen=True, slots=True)
+class _Random:
+    """The rows that draw: their numbers, None for all, and settings."""
 
-    logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
-    forbidden: for each row the token ids that may not be chosen now. masks: for each row those that
-    its constraint allows (see `Constraint.mask`); None: no row has one.
+    states: list[SamplerState]
+    rows: Tensor | None
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
-    A row whose largest allowed logit is not finite, or which holds NaN, gives an UnusableLogits
-    that was not raised, and its state stays as it was; the other rows are not affected.
-    """
-    masks = masks or [None] * len(states)
-    tokens = _tokens(logits, states, forbidden, masks)
-    reporting = [
-        i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0
-    ]
-    reported: dict[int, SampledToken] = {}
-    for rows in _portions(reporting, logits):
-        counts = [states[i].sampling.logprobs or 0 for i in rows]
-        chosen = _with_logprobs(
-            logits[rows], [tokens[i] for i in rows], counts, [masks[i] for i in rows]
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draws one token a row by definition. logits: float32 [R, V], of these rows."""
+        samplings = [state.sampling for state in self.states]
+        shares = shares_of(logits, [sampling.temperature for sampling in samplings])
+        if any(sampling.filtered for sampling in samplings):
+            shares = keep_likeliest(shares, samplings)
+        return draw(shares, [state.uniform() for state in self.states])
+
+    def draw_by_kernel(self, logits: Tensor) -> Tensor:
+        """Draws the same tokens, some rows at a time."""
+        from ragcache.engine.sampling_kernels import draw_kernel
+
+        drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        numbers = [state.uniform() for state in self.states]
+        uniforms = upload(numbers, torch.float64, logits.device)
+        for begin in range(0, len(logits), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            shares = float_shares(logits[here], self.temperatures[here]).trunc_()
+            keys = shares.view(torch.int32)
+            draw_kernel[(len(keys),)](
+                keys, self.top_k[here], self.top_p[here], self.min_p[here], uniforms[here],
+                drawn[here], keys.shape[-1], BLOCK=BLOCK, num_warps=16,
+            )  # fmt: skip
+        return drawn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What follows from the states of rows, on the device."""
+
+    states: Sequence[SamplerState]
+    plain: bool
+    counted: _Counted | None
+    random: _Random | None
+    reporting: list[int]
+    reported: Tensor | None
+
+    @classmethod
+    def of(cls, states: Sequence[SamplerState], logits: Tensor) -> _Rows:
+        reporting = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
+        return cls(
+            states,
+            _are_plain(states),
+            _counted(states, logits),
+            _random(states, logits.device),
+            reporting,
+            upload(reporting, torch.int64, logits.device) if reporting else None,
         )
-        reported.update(zip(rows, chosen, strict=True))
-    results: list[SampledToken | UnusableLogits] = []
-    for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
-        if token < 0:
-            results.append(unusable(state))
-            continue
-        if state.lacks_first_logprobs:
-            state.first_logprobs = logits[row].float().log_softmax(dim=-1).cpu()
-        state.record(token)
-        results.append(reported.get(row) or SampledToken(token))
-    return results
+
+    def penalize(self, logits: Tensor) -> None:
+        """Applies the penalties. logits: float32 [R, V], overwritten."""
+        counted = self.counted
+        if counted is not None:
+            own = logits.index_select(0, counted.rows)
+            penalized = counted.penalties.apply(own, counted.prompt, counted.counts)
+            logits.index_copy_(0, counted.rows, penalized)
+
+    def draw(self, logits: Tensor, tokens: Tensor, *, kernels: bool) -> Tensor:
+        """The tokens, drawn in the rows that draw and can. logits: float32 [R, V]."""
+        random = self.random
+        assert random is not None
+        own = logits if random.rows is None else logits.index_select(0, random.rows)
+        drawn = random.draw_by_kernel(own) if kernels else random.draw(own)
+        if random.rows is not None:
+            drawn = tokens.index_copy(0, random.rows, drawn)
+        return torch.where(tokens >= 0, drawn, -1)
+
+    def count(self, tokens: Tensor) -> None:
+        """Counts the tokens of the rows with penalties."""
+        counted = self.counted
+        if counted is not None:
+            own = tokens.index_select(0, counted.rows)[:, None]
+            counted.counts.scatter_add_(1, own.clamp(min=0), (own >= 0).to(counted.counts.dtype))
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Sequence[Tensor]:
+        """See `logprobs_of`, of the rows that report them."""
+        if self.reported is None:
+            return ()
+        rows = torch.split(self.reported, GPU_ROWS)
+        found = [
+            logprobs_of(logits.index_select(0, own), tokens.index_select(0, own)) for own in rows
+        ]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+
+def _are_plain(states: Sequence[SamplerState]) -> bool:
+    """Whether the likeliest tokens are chosen where nothing is forbidden."""
+    return all(state.sampling.greedy and state.counts is None for state in states)
+
+
+def _all_logprobs(logits: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
+    """Those of all tokens in these rows, [rows, V]; nothing where there are none."""
+    if not rows:
+        return ()
+    own = upload(rows, torch.int64, logits.device)
+    return [logits.index_select(0, own).float().log_softmax(dim=-1)]
+
+
+def _counted(states: Sequence[SamplerState], logits: Tensor) -> _Counted | None:
+    """Moves the tables of all rows with penalties side by side."""
+    pairs = [(row, s, s.counts) for row, s in enumerate(states) if s.counts is not None]
+    if not pairs:
+        return None
+    tables = [counts.tables(logits) for _, _, counts in pairs]
+    prompt = torch.stack([prompt for prompt, _ in tables])
+    counts = torch.stack([counts for _, counts in tables])
+    for (_, _, each), own_prompt, own_counts in zip(pairs, prompt, counts, strict=True):
+        each.move(own_prompt, own_counts)
+    penalties = Penalties.of([state.sampling for _, state, _ in pairs], logits)
+    rows = upload([row for row, _, _ in pairs], torch.int64, logits.device)
+    return _Counted(rows, penalties, prompt, counts)
+
+
+def _random(states: Sequence[SamplerState], device: torch.device) -> _Random | None:
+    pairs = [(row, state) for row, state in enumerate(states) if not state.sampling.greedy]
+    if not pairs:
+        return None
+    samplings = [state.sampling for _, state in pairs]
+    rows = None
+    if len(pairs) < len(states):
+        rows = upload([row for row, _ in pairs], torch.int64, device)
+    return _Random(
+        [state for _, state in pairs],
+        rows,
+        upload([s.temperature for s in samplings], torch.float32, device)[:, None],
+        upload([s.top_k for s in samplings], torch.int64, device),
+        upload([s.top_p for s in samplings], torch.float64, device),
+        upload([s.min_p for s in samplings], torch.float64, device),
+    )
 
 
 def unusable(state: SamplerState) -> UnusableLogits:
@@ -200,102 +506,6 @@ def unusable(state: SamplerState) -> UnusableLogits:
         f"after {state.drawn} tokens every next one is forbidden, or the model's logits are not "
         "finite; check the stop tokens, the model's weights and its dtype"
     )
-
-
-def _tokens(
-    logits: Tensor,
-    states: Sequence[SamplerState],
-    forbidden: Sequence[Collection[int]],
-    masks: Sequence[Tensor | None],
-) -> list[int]:
-    """The token of each row; -1 where none can be chosen."""
-    plain: list[int] = []
-    others: list[int] = []
-    for row, (state, banned, mask) in enumerate(zip(states, forbidden, masks, strict=True)):
-        free = not banned and mask is None
-        simple = free and state.sampling.greedy and state.counts is None
-        (plain if simple else others).append(row)
-    if not others:
-        return likeliest_tokens(logits).tolist()
-    tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
-    if plain:
-        tokens[plain] = likeliest_tokens(logits[plain])
-    for rows in _portions(others, logits):
-        tokens[rows] = _adjusted(
-            logits[rows].float(),
-            [states[i] for i in rows],
-            [forbidden[i] for i in rows],
-            [masks[i] for i in rows],
-        )
-    return tokens.tolist()
-
-
-def _portions(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
-    size = GPU_ROWS if logits.is_cuda else CPU_ROWS
-    return (rows[begin : begin + size] for begin in range(0, len(rows), size))
-
-
-def likeliest_tokens(logits: Tensor) -> Tensor:
-    """The first of each row's largest logits, [R]; -1 where that is infinite or one is NaN."""
-    largest, tokens = logits.max(dim=-1)
-    return torch.where(largest.isfinite(), tokens, -1)
-
-
-def _adjusted(
-    logits: Tensor,
-    states: Sequence[SamplerState],
-    forbidden: Sequence[Collection[int]],
-    masks: Sequence[Tensor | None],
-) -> Tensor:
-    """The tokens of rows that are not plainly greedy. logits: float32 [R, V], overwritten."""
-    penalized = [(row, s, s.counts) for row, s in enumerate(states) if s.counts is not None]
-    if penalized:
-        rows = [row for row, _, _ in penalized]
-        samplings = [s.sampling for _, s, _ in penalized]
-        logits[rows] = penalize(logits[rows], samplings, [counts for _, _, counts in penalized])
-    size = logits.shape[-1]
-    places = [(row, t) for row, banned in enumerate(forbidden) for t in banned if 0 <= t < size]
-    if places:
-        where = torch.tensor(places, device=logits.device)
-        logits[where[:, 0], where[:, 1]] = -torch.inf
-    forbid(logits, masks)
-    tokens = likeliest_tokens(logits)
-    random = [row for row, s in enumerate(states) if not s.sampling.greedy]
-    if random:
-        drawn = _drawn(logits[random], [states[row] for row in random])
-        tokens[random] = torch.where(tokens[random] >= 0, drawn, -1)
-    return tokens
-
-
-def _drawn(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """Draws one token a row. logits: float32 [R, V]."""
-    shares = shares_of(logits, [s.sampling.temperature for s in states])
-    if any(s.sampling.filtered for s in states):
-        shares = keep_likeliest(shares, [s.sampling for s in states])
-    return draw(shares, [s.uniform() for s in states])
-
-
-def _with_logprobs(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], masks: Sequence[Tensor | None]
-) -> list[SampledToken]:
-    """logits: [R, V]. counts: how many alternatives each row reports."""
-    found = [*logprobs_of(logits, torch.tensor(tokens, device=logits.device))]
-    if any(mask is not None for mask in masks):
-        wide = logits.float()  # a copy: `logits` are rows that were picked
-        whole = wide.logsumexp(dim=-1)
-        forbid(wide, masks)
-        found.append(wide.logsumexp(dim=-1) - whole)
-    return report_logprobs(tokens, counts, *found)
-
-
-def logprobs_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability of each row's token, [R], and the ids and log-probabilities of the
-    likeliest. logits: [R, V]."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-    # As many for every row, so that ties do not depend on the other rows.
-    top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
-    return own, top.indices, top.values
 
 
 def report_logprobs(
@@ -312,155 +522,3 @@ def report_logprobs(
         pairs.sort(key=lambda pair: (-pair[1], pair[0]))
         chosen.append(SampledToken(token, logprob, tuple(pairs[:count]), min(share, 0.0)))
     return chosen
-
-
-# A float32 probability times a power of two is exact. Below 2**-40 a token is never drawn.
-SHARES = 2**40
-# A nucleus is mostly this small; sorting 150,000 tokens takes twenty times as long as finding it.
-HEAD = 1024
-
-
-def shares_of(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """softmax(logits / temperature) in units of 2**-40, int64 [R, V]. logits: float32 [R, V], the
-    largest of each row finite."""
-    return float_shares(logits, _column(temperatures, logits, torch.float32)).to(torch.int64)
-
-
-def float_shares(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """The same before they are cut to whole numbers, float32. temperatures: [R, 1]."""
-    # The largest logit becomes 0 first, so that a small temperature cannot make it infinite.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
-    return scaled.softmax(dim=-1).mul_(SHARES)
-
-
-def keep_likeliest(shares: Tensor, samplings: Sequence[SamplingParams], head: int = HEAD) -> Tensor:
-    """Zeroes the shares of the tokens that top-k, top-p or min-p remove. int64 [R, V]."""
-    vocabulary = shares.shape[-1]
-    width = min(vocabulary, max(head, *(s.top_k for s in samplings)))
-    likeliest = shares.topk(width, dim=-1).values  # [R, width], descending
-    least = _least_of_top_k(likeliest, [s.top_k for s in samplings])  # [R, 1]
-    if any(s.top_p < 1 for s in samplings):
-        kept = torch.where(shares >= least, shares, 0)
-        top_p = _column([s.top_p for s in samplings], shares)
-        nucleus = _least_of_nucleus(kept, torch.where(likeliest >= least, likeliest, 0), top_p)
-        least = torch.where(top_p < 1, torch.maximum(least, nucleus), least)
-    min_p = _column([s.min_p for s in samplings], shares)
-    least = torch.maximum(least, (min_p * likeliest[:, :1]).ceil().to(torch.int64))
-    return torch.where(shares >= least, shares, 0)
-
-
-def draw(shares: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Token ids [R]: each row's distribution function inverted at its uniform number in
-    [0, 1 - 2**-48]. shares: int64 [R, V], no row all zero."""
-    cumulative = shares.cumsum(dim=-1)
-    at = (_column(uniforms, shares) * cumulative[:, -1:]).to(torch.int64)  # [R, 1], below the total
-    tokens = torch.searchsorted(cumulative, at, right=True)
-    return tokens.clamp(max=shares.shape[-1] - 1).squeeze(-1)  # only rows of NaN need the clamp
-
-
-def _least_of_top_k(likeliest: Tensor, top_k: Sequence[int]) -> Tensor:
-    """The k-th largest share of each row, [R, 1]; 0 where top-k removes nothing."""
-    width = likeliest.shape[-1]
-    wanted = [k if k <= width else 0 for k in top_k]
-    last = torch.tensor([max(k, 1) - 1 for k in wanted], device=likeliest.device)[:, None]
-    used = torch.tensor([k > 0 for k in wanted], device=likeliest.device)[:, None]
-    return torch.where(used, likeliest.gather(-1, last), 0)
-
-
-def _least_of_nucleus(shares: Tensor, likeliest: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest share in each row's nucleus, [R, 1]. likeliest: the largest, descending."""
-    mass = top_p * shares.sum(dim=-1, keepdim=True)
-    least = _last_before(likeliest, mass)
-    if likeliest.shape[-1] < shares.shape[-1]:
-        open_end = (likeliest.sum(dim=-1, keepdim=True) < mass) & (top_p < 1)
-        rows = open_end.squeeze(-1).nonzero().squeeze(-1)
-        if len(rows):
-            ordered = shares[rows].sort(dim=-1, descending=True).values
-            least[rows] = _last_before(ordered, mass[rows])
-    return least
-
-
-def _last_before(descending: Tensor, mass: Tensor) -> Tensor:
-    """The last share before the mass is reached. [R, 1]."""
-    before = descending.cumsum(dim=-1) - descending
-    count = (before < mass).sum(dim=-1, keepdim=True)
-    return descending.gather(-1, (count - 1).clamp(min=0))
-
-
-class TokenCounts:
-    """The tokens that one sequence has seen, as tables over the vocabulary on the logits' device: a
-    step costs the same however long the prompt and the answer are."""
-
-    __slots__ = ("_counts", "_prompt", "_prompt_tokens")
-
-    def __init__(self, prompt_tokens: Iterable[int]) -> None:
-        self._prompt_tokens = frozenset(prompt_tokens)
-        self._prompt: Tensor | None = None  # bool [V]
-        self._counts: Tensor | None = None  # float32 [V]: times generated
-
-    def tables(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether a token is in the prompt, bool [V]; how often it was generated, float32 [V]."""
-        if self._prompt is None or self._counts is None:
-            vocabulary = logits.shape[-1]
-            known = [token for token in self._prompt_tokens if 0 <= token < vocabulary]
-            self._prompt = torch.zeros(vocabulary, dtype=torch.bool, device=logits.device)
-            self._prompt.index_fill_(0, upload(known, torch.int64, logits.device), True)
-            self._counts = torch.zeros(vocabulary, device=logits.device)
-            self._prompt_tokens = frozenset()
-        return self._prompt, self._counts
-
-    def add(self, token: int) -> None:
-        """Counts a token that was generated; `tables` has been called before."""
-        assert self._counts is not None
-        self._counts[token] += 1
-
-    def move(self, prompt: Tensor, counts: Tensor) -> None:
-        """Keeps its tables in this memory, which holds them already."""
-        self._prompt, self._counts = prompt, counts
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """The penalties of some rows, as columns [R, 1]."""
-
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-
-    @classmethod
-    def of(cls, samplings: Sequence[SamplingParams], logits: Tensor) -> Penalties:
-        return cls(
-            _column([s.repetition_penalty for s in samplings], logits, logits.dtype),
-            _column([s.frequency_penalty for s in samplings], logits, logits.dtype),
-            _column([s.presence_penalty for s in samplings], logits, logits.dtype),
-        )
-
-    def apply(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
-        """float32 logits [R, V] as a new tensor: repetition first, then frequency and presence.
-        prompt, counts: [R, V], see `TokenCounts.tables`."""
-        generated = counts > 0
-        repeated = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
-        penalized = torch.where(prompt | generated, repeated, logits)
-        return penalized - self.frequency * counts - self.presence * generated
-
-
-def penalize(
-    logits: Tensor, samplings: Sequence[SamplingParams], counted: Sequence[TokenCounts]
-) -> Tensor:
-    """Applies each row's penalties to float32 [R, V], as a new tensor."""
-    tables = [each.tables(logits) for each in counted]
-    prompt = torch.stack([prompt for prompt, _ in tables])
-    counts = torch.stack([counts for _, counts in tables])
-    return Penalties.of(samplings, logits).apply(logits, prompt, counts)
-
-
-def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values on a device, without waiting for what it computes."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
-    return pinned.to(device, non_blocking=True)
-
-
-def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    return upload(values, dtype, like.device)[:, None]

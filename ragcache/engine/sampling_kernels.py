@@ -2,7 +2,7 @@
 
 A draw finds top-k, top-p and min-p by bisection, without a sort.
 
-Shares are whole numbers up to 2**40 (`sampler.shares_of`), given as float32, which holds each of
+Shares are whole numbers up to 2**40 (`sampling.shares_of`), given as float32, which holds each of
 them exactly. The bits of floats that are not negative are ordered as the floats are, so a share's
 bits are its key: sixteen passes over a row find, two bits at a time, the largest key from which on
 the shares reach a count or a sum. Sums are int64, as on the host, so every row draws the same token

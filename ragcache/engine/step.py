@@ -121,7 +121,7 @@ class LaunchedStep:
 
     sequences: whose next tokens are sampled, in the order of the rows of the logits. lineup: of
     these, where nothing else is computed. tokens: None until they are sampled. marks: before the
-    model, behind it, and behind the sampling (`TokenSampler.mark`). scores: log-probabilities of
+    model, behind it, and behind the sampling (`Sampler.mark`). scores: log-probabilities of
     tokens of prompts (`Request.prompt_logprobs`).
     """
 

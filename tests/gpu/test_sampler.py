@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.engine.device_sampler import BLOCK, DeviceSampler
-from ragcache.engine.sampler import SamplerState, draw, keep_likeliest, sample_tokens, shares_of
+from ragcache.engine.sampler import BLOCK, Sampler, SamplerState
+from ragcache.engine.sampling import draw, keep_likeliest, shares_of
 from ragcache.engine.sampling_params import SamplingParams
 
 if not torch.cuda.is_available():
@@ -73,7 +73,7 @@ def test_nothing_waits_between_logits_and_tokens(nothing_waits: None, dtype: tor
     """Over steps with penalties, bans and masks; the greedy rows are those of the host."""
     mine = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(MIXED * 10)]
     theirs = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(MIXED * 10)]
-    sampler = DeviceSampler(torch.device("cuda"))
+    sampler = Sampler(torch.device("cuda"), kernels=True)
     forbidden = [{row, 7} if row % 3 == 0 else set() for row in range(len(mine))]
     packed = torch.full((V // 32,), 0x55555555, dtype=torch.int32)
     masks = [packed if row % 4 == 0 else None for row in range(len(mine))]
@@ -82,7 +82,8 @@ def test_nothing_waits_between_logits_and_tokens(nothing_waits: None, dtype: tor
         pending = sampler.launch(logits, mine, forbidden, masks)
         torch.cuda.set_sync_debug_mode("default")
         found = pending.wait()
-        expected = sample_tokens(logits.cpu(), theirs, forbidden, masks)
+        host = Sampler(torch.device("cpu"))
+        expected = host.launch(logits.cpu(), theirs, forbidden, masks).wait()
         torch.cuda.set_sync_debug_mode("error")
         for one, other, state in zip(found, expected, theirs, strict=True):
             if state.sampling.greedy:
@@ -93,11 +94,11 @@ def test_nothing_waits_between_logits_and_tokens(nothing_waits: None, dtype: tor
 
 def test_equal_draws_whatever_runs_beside(nothing_waits: None) -> None:
     logits = random_logits(len(MIXED), 1)
-    together = DeviceSampler(torch.device("cuda")).launch(
+    together = Sampler(torch.device("cuda"), kernels=True).launch(
         logits, [SamplerState.start(s, (), i) for i, s in enumerate(MIXED)]
     )
     apart = [
-        DeviceSampler(torch.device("cuda")).launch(
+        Sampler(torch.device("cuda"), kernels=True).launch(
             logits[row : row + 1], [SamplerState.start(sampling, (), row)]
         )
         for row, sampling in enumerate(MIXED)

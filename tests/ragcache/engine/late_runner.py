@@ -15,13 +15,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.engine.kv_cache import BlockPool, BlockTable
 from ragcache.engine.runner import RaggedModelRunner
-from ragcache.engine.sampler import (
-    PendingTokens,
-    SampledToken,
-    SamplerState,
-    TokenSampler,
-    sample_tokens,
-)
+from ragcache.engine.sampler import PendingTokens, SampledToken, Sampler, SamplerState
 from ragcache.errors import UnusableLogits
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
@@ -100,11 +94,12 @@ class LateMark:
         return end.at - self.at
 
 
-@dataclass
-class LateSampler:
+class LateSampler(Sampler):
     """Samples when the stream comes to it."""
 
-    stream: Stream
+    def __init__(self, stream: Stream, device: torch.device) -> None:
+        super().__init__(device)
+        self.stream = stream
 
     def mark(self) -> LateMark:
         mark = LateMark()
@@ -126,7 +121,7 @@ class LateSampler:
         copies = [None if mask is None else mask.clone() for mask in masks or [None] * len(states)]
 
         def sample() -> None:
-            results = sample_tokens(logits, states, bans, copies) if states else []
+            results = super(LateSampler, self).launch(logits, states, bans, copies).wait()
             for row, result in enumerate(results):
                 pending.inputs[row] = getattr(result, "token", 0)
             pending.results = results
@@ -166,8 +161,8 @@ class LateRunner(RaggedModelRunner):
         pool.stream = self.late
         return pool
 
-    def create_sampler(self) -> TokenSampler:
-        return LateSampler(self.late)
+    def create_sampler(self) -> Sampler:
+        return LateSampler(self.late, self.model.device)
 
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None

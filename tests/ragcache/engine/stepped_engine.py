@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
 
 from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.runner import RaggedModelRunner
+from ragcache.engine.sampler import SampledToken, Sampler, SamplerState
+from ragcache.errors import UnusableLogits
 from ragcache.models import CausalLM
 
 BLOCK_SIZE = 4
@@ -89,3 +93,12 @@ def plain_context(token_ids: Sequence[int]) -> Context:
     """A prompt of own tokens alone."""
     length = len(token_ids)
     return Context((), tuple(token_ids), tuple(range(length)), length)
+
+
+def sample_tokens(
+    logits: Tensor, states: Sequence[SamplerState],
+    forbidden: Sequence[Collection[int]] | None = None,
+    masks: Sequence[Tensor | None] | None = None,
+) -> list[SampledToken | UnusableLogits]:  # fmt: skip
+    """The next tokens of all rows, by PyTorch's operations on the logits' device."""
+    return Sampler(logits.device).launch(logits, states, forbidden, masks).wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ragcache.engine import Request, RequestOutput, SamplingParams
 from ragcache.engine.constraint import forbid, pack, penalties
 from ragcache.engine.core import EngineCore
-from ragcache.engine.sampler import SampledToken, SamplerState, sample_tokens
+from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
 from tests.ragcache.engine.late_runner import late_core
@@ -25,6 +25,7 @@ from tests.ragcache.engine.stepped_engine import (
     drain,
     plain_context,
     run_requests,
+    sample_tokens,
     submit_request,
 )
 from tests.tiny_models import DEVICE, VOCABULARY, random_tokens
@@ -141,7 +142,7 @@ def test_constraint_of_one_row_leaves_other_rows_unchanged(
 ) -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
     states = [SamplerState.start(SamplingParams(repetition_penalty=1.3), [30]) for _ in range(3)]
-    free = sample_tokens(logits, states[:1], [()])
+    free = sample_tokens(logits[:1], states[:1], [()])
     allowed = [30, 31, 300]
     chosen = sample_tokens(
         logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)]

@@ -14,8 +14,7 @@ import torch
 
 from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
 from ragcache.engine.core import EngineCore
-from ragcache.engine.device_sampler import DeviceSampler
-from ragcache.engine.sampler import TokenSampler
+from ragcache.engine.sampler import Sampler
 from ragcache.errors import InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import scaled
@@ -94,8 +93,8 @@ def penalized(causal: CausalLM, prompt: list[int], cached: int, penalty: float) 
 class DeviceSampledRunner(SmallBlockRunner):
     """Samples as on a GPU."""
 
-    def create_sampler(self) -> TokenSampler:
-        return DeviceSampler(torch.device("cpu"))
+    def create_sampler(self) -> Sampler:
+        return Sampler(torch.device("cpu"), kernels=True)
 
 
 @pytest.mark.parametrize(

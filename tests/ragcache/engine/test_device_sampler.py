@@ -1,4 +1,4 @@
-"""Sampling on a device draws what the host draws. The kernel runs in Triton's interpreter."""
+"""Kernels sample what PyTorch's operations sample. They run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.engine.device_sampler import DeviceSampler
-from ragcache.engine.sampler import SHARES, SamplerState, draw, keep_likeliest, sample_tokens
+from ragcache.engine.sampler import Sampler, SamplerState
+from ragcache.engine.sampling import SHARES, draw, keep_likeliest
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import UnusableLogits
 from tests.conftest import scaled
 from tests.interpreted import interpreted
+from tests.ragcache.engine.stepped_engine import sample_tokens
 
 pytestmark = interpreted
 
@@ -98,7 +99,7 @@ def check_sampling(
     """Over some steps, after which requests leave and join."""
     mine = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(samplings)]
     theirs = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(samplings)]
-    sampler = DeviceSampler(CPU)
+    sampler = Sampler(CPU, kernels=True)
     generator = torch.Generator("cpu").manual_seed(seed)
     for step in range(4):
         if step == 2:
@@ -151,7 +152,7 @@ def test_rows_that_cannot_be_sampled_fail_alone(trouble: float) -> None:
     states = [SamplerState.start(SamplingParams(temperature=1, seed=1), ()) for _ in range(3)]
     logits = torch.randn(3, V)
     logits[1, slice(None) if trouble < 0 else 9] = trouble
-    pending = DeviceSampler(CPU).launch(logits, states)
+    pending = Sampler(CPU, kernels=True).launch(logits, states)
     first, failed, last = pending.wait()
     assert isinstance(failed, UnusableLogits)
     assert not isinstance(first, UnusableLogits)
@@ -171,7 +172,7 @@ def test_the_likeliest_is_the_first_of_equals_and_of_finite_rows_only(dtype: tor
     logits[4] = -torch.inf
     logits[5, :8999] = -torch.inf
     logits[6, 0] = 11
-    pending = DeviceSampler(CPU).launch(logits, states)
+    pending = Sampler(CPU, kernels=True).launch(logits, states)
     expected = sample_tokens(logits, [SamplerState.start(SamplingParams(), ()) for _ in states],
                              [()] * 7)  # fmt: skip
     found = [getattr(each, "token", None) for each in pending.wait()]
@@ -181,4 +182,4 @@ def test_the_likeliest_is_the_first_of_equals_and_of_finite_rows_only(dtype: tor
 
 
 def test_no_rows_can_be_waited_for() -> None:
-    assert DeviceSampler(CPU).launch(torch.empty(0, V), []).wait() == []
+    assert Sampler(CPU, kernels=True).launch(torch.empty(0, V), []).wait() == []

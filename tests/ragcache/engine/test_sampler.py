@@ -16,19 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache.engine import LogprobFormat
-from ragcache.engine.sampler import (
-    CPU_ROWS,
-    SHARES,
-    SampledToken,
-    SamplerState,
-    draw,
-    keep_likeliest,
-    sample_tokens,
-    shares_of,
-)
+from ragcache.engine.sampler import CPU_ROWS, SampledToken, SamplerState
+from ragcache.engine.sampling import SHARES, draw, keep_likeliest, shares_of
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, RequestError, UnusableLogits
 from tests.conftest import scaled
+from tests.ragcache.engine.stepped_engine import sample_tokens
 
 V = 40
 RANDOM = SamplingParams(temperature=1.0, seed=3)
