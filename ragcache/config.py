@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, wraps
 from importlib.util import find_spec
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
 from typing import (
-    TYPE_CHECKING,
-    Any,
     Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
     get_args,
-    get_origin,
-    get_type_hints,
 )
 
 from ragcache.errors import ConfigurationError, MissingExtra
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MODES = ("rooted", "linked:N", "blend:R", "isolated", "exact")
 """How modules are encoded: after the preamble; the same, with their first N tokens computed in
@@ -67,7 +50,7 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class RagCacheConfig:
-    """The options of `RagCache.open` that are numbers, described there."""
+    """The options of `RagCache.open` that are numbers, described there; sizes are bytes."""
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
@@ -81,93 +64,18 @@ class RagCacheConfig:
     stale_seconds: float = 60.0
     force_modes: bool = False
 
-    @classmethod
-    def parse(
-        cls, module_tokens: int, host_bytes: int | str, max_new_tokens: int,
-        private_bytes: int | str | None, warm_up: bool, queue: int, scaffold_after: int | None,
-        scaffold_bytes: int | str, ingestion_bytes: int | str, stale_seconds: float,
-        force_modes: bool,
-    ) -> RagCacheConfig:  # fmt: skip
-        """Options whose sizes may be texts, as `parse_bytes` reads them."""
-        check_argument("host_bytes", host_bytes, int | str)
-        check_argument("private_bytes", private_bytes, int | str | None)
-        check_argument("scaffold_bytes", scaffold_bytes, int | str)
-        check_argument("ingestion_bytes", ingestion_bytes, int | str)
-        return cls(
-            module_tokens, parse_bytes(host_bytes), max_new_tokens,
-            parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
-            parse_bytes(scaffold_bytes), parse_bytes(ingestion_bytes), stale_seconds, force_modes,
-        )  # fmt: skip
-
     def __post_init__(self) -> None:
-        check_fields(self)
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and value is not False and value < 1:
                 raise ConfigurationError(f"{field.name} is {value}; it must be positive")
 
 
-def check_argument(name: str, value: object, annotation: Any) -> None:
-    """Raises `ConfigurationError`, which names the argument, for a value of another type than its
-    annotation. Sequences of texts hold texts, and a text is none of them; what other containers
-    hold is not looked at."""
-    if not _fits(value, annotation):
-        kinds = getattr(annotation, "__name__", None) or str(annotation)
-        kind = type(value).__name__
-        raise ConfigurationError(f"{name} is {value!r:.80}, of type {kind}; it takes {kinds}")
-
-
-def check_fields(instance: DataclassInstance) -> None:
-    """Checks the fields of a dataclass by their annotations (`check_argument`); their defaults
-    fit."""
-    hints = _hints(type(instance))
-    for each in fields(instance):
-        value = getattr(instance, each.name)
-        if value is not each.default:
-            check_argument(each.name, value, hints[each.name])
-
-
-def checks_arguments(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a method whose arguments are checked by their annotations (`check_argument`) before
-    it runs; what it takes as `**options` is its own to check."""
-    parameters = inspect.signature(method)
-    named = [p.name for p in parameters.parameters.values() if p.kind is not p.VAR_KEYWORD]
-
-    @wraps(method)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        hints, given = _hints(method), parameters.bind(*args, **kwargs).arguments
-        for name in named[1:]:  # the first is the object
-            if name in given:
-                check_argument(name, given[name], hints[name])
-        return method(*args, **kwargs)
-
-    return checked
-
-
-def _fits(value: object, annotation: Any) -> bool:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
-    if annotation is None or annotation is type(None):
-        return value is None
-    if annotation is bool:
-        return isinstance(value, int)
-    if annotation in (int, float):
-        number = Integral if annotation is int else Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    if origin is Literal:
-        return any(isinstance(value, type(each)) for each in inner)
-    kind = origin or annotation
-    if kind is Sequence and isinstance(value, str | bytes):
-        return False
-    if kind is Sequence and inner == (str,) and isinstance(value, Sequence):
-        return all(isinstance(each, str) for each in value)
-    return not isinstance(kind, type) or isinstance(value, kind)
-
-
-@cache
-def _hints(known: Any) -> dict[str, Any]:
-    return get_type_hints(known)
+def check_texts(name: str, values: Sequence[str] | None) -> None:
+    """Raises `ConfigurationError` for a text in place of several: it is a sequence of its letters,
+    which no type checker finds."""
+    if isinstance(values, str):
+        raise ConfigurationError(f"{name} is {values!r:.80}; it takes a list of texts")
 
 
 def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
@@ -176,9 +84,6 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
     names = ", ".join(known.__annotations__)
     if unknown := sorted(given.keys() - known.__annotations__.keys()):
         raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")
-    for name, value in given.items():
-        if name != "filters":  # whose errors are those of its compiler
-            check_argument(name, value, _hints(known)[name])
     required: frozenset[str] = getattr(known, "__required_keys__", frozenset())
     if missing := sorted(required - given.keys()):
         raise ConfigurationError(
@@ -188,7 +93,6 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
 
 def check_mode(mode: str) -> str:
     """Checks and returns a mode. Raises `ConfigurationError`."""
-    check_argument("mode", mode, str)
     if mode not in _PLAIN_MODES and not linked_tokens(mode) and not blend_percent(mode):
         raise ConfigurationError(
             f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number of tokens such "
@@ -199,16 +103,13 @@ def check_mode(mode: str) -> str:
 
 def check_k(k: int) -> int:
     """Checks and returns the number of modules to retrieve. Raises `ConfigurationError`."""
-    check_argument("k", k, int)
     if k < 1:
         raise ConfigurationError(f"k is {k}; at least one module is needed")
     return k
 
 
 def check_instruction(instruction: str | None) -> None:
-    """Raises `ConfigurationError` for an instruction that is no text, or blank; None is the
-    default."""
-    check_argument("instruction", instruction, str | None)
+    """Raises `ConfigurationError` for an instruction that is blank; None is the default."""
     if instruction is not None and not instruction.strip():
         raise ConfigurationError(
             "the instruction is blank; say what the model is to do with the documents, or leave it "
@@ -267,7 +168,6 @@ def check_placement(placement: str) -> None:
 
 def check_namespace(name: str) -> str:
     """Checks and returns the name of a namespace. Raises `ConfigurationError`."""
-    check_argument("namespace", name, str)
     if _NAMESPACES.fullmatch(name) is None:
         raise ConfigurationError(
             f"{name!r} cannot name a namespace; use 1 to 64 letters, digits and `._-`"

@@ -13,12 +13,13 @@ from ragcache.config import (
     DEFAULT_RELATIVE_THRESHOLD,
     DEFAULT_RERANK,
     RagCacheConfig,
-    check_argument,
     check_instruction,
     check_mode,
     check_options,
     check_placement,
-    checks_arguments,
+    check_texts,
+    parse_bytes,
+    parse_optional_bytes,
 )
 from ragcache.db import (
     ApiKeys,
@@ -196,30 +197,35 @@ class RagCache:
             >>> from ragcache import RagCache
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
-        config = RagCacheConfig.parse(
-            module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
-            scaffold_after, scaffold_bytes, ingestion_bytes, stale_seconds, force_modes,
-        )  # fmt: skip
-        check_argument("state", state, str | Path)
-        check_argument("model", model, str | Path | LoadedModel | None)
+        config = RagCacheConfig(
+            module_tokens=module_tokens,
+            host_bytes=parse_bytes(host_bytes),
+            max_new_tokens=max_new_tokens,
+            private_bytes=parse_optional_bytes(private_bytes),
+            warm_up=warm_up,
+            queue=queue,
+            scaffold_after=scaffold_after,
+            scaffold_bytes=parse_bytes(scaffold_bytes),
+            ingestion_bytes=parse_bytes(ingestion_bytes),
+            stale_seconds=stale_seconds,
+            force_modes=force_modes,
+        )
         check_instruction(instruction)
         embedder, ordering = resolve_embedder(embedding), resolve_reranker(reranker)
         folder = _state_folder(Path(state))
-        if isinstance(model, LoadedModel):
-            loaded = model
-        else:
-            loaded = load_model(
-                model, device=device, dtype=dtype, states_dtype=states_dtype,
-                long_context=long_context, quantization=quantization,
-            )  # fmt: skip
+        loaded = model if isinstance(model, LoadedModel) else load_model(
+            model, device=device, dtype=dtype, states_dtype=states_dtype,
+            long_context=long_context, quantization=quantization,
+        )  # fmt: skip
         variables = _template_kwargs(loaded, chat_template_kwargs)
-        before_documents = resolve_instruction(loaded.tokenizer, instruction)
-        chosen = open_tiers(tiers, loaded.causal.device)
+        preamble = resolve_instruction(loaded.tokenizer, instruction)
+        opened = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, config.host_bytes, **chosen)
+        store = KVStore.open(folder, database, config.host_bytes, **opened)
         shared = SharedServices.start(
-            database, store, loaded, embedder, config, variables, before_documents, ordering
-        )
+            database, store, loaded, config, embedder=embedder, reranker=ordering,
+            template_kwargs=variables, instruction=preamble,
+        )  # fmt: skip
         return cls(shared.namespace())
 
     def __enter__(self) -> RagCache:
@@ -322,10 +328,11 @@ class RagCache:
     ) -> Ingestion:  # fmt: skip
         check_options(options, IngestOptions, "sync" if sync else "ingest")
         check_collection(collection)
+        include, exclude = options.get("include", ()), options.get("exclude", ())
+        check_texts("include", include)
+        check_texts("exclude", exclude)
         preparing = options.get("preparing")
-        files = FileFilter(
-            options.get("include", ()), options.get("exclude", ()), options.get("strict", False)
-        )
+        files = FileFilter(include, exclude, options.get("strict", False))
         reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
         loaded = load_sources(sources, files, reading)
         self._shared.deferred.release()
@@ -338,23 +345,22 @@ class RagCache:
         """Background ingestion, and the outcome of every ingestion."""
         return self.internals.jobs
 
-    @checks_arguments
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
+        check_texts("document_ids", document_ids)
         return self.internals.ingestor.delete(collection, document_ids)
 
-    @checks_arguments
     def preview_deletion(
         self, collection: str, document_ids: Sequence[str] | None = None
     ) -> Deletion:
         """What `delete` would take or, without ids, `delete_collection`: documents, modules, and
         the states that nothing else needs. Unknown ids count nothing. Raises
         `UnknownCollection`."""
+        check_texts("document_ids", document_ids)
         self._shared.store.ledger.flush()
         return self.internals.catalog.preview_deletion(collection, document_ids)
 
-    @checks_arguments
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
@@ -365,7 +371,6 @@ class RagCache:
         Raises `ConfigurationError`."""
         return self.internals.catalog.add_collection(check_collection(collection))
 
-    @checks_arguments
     def set_instruction(self, collection: str, instruction: str | None) -> None:
         """Gives a collection an instruction of its own: what the model is to do with its documents,
         read before them in the prompt of every question, by any process. It comes before that of
@@ -388,14 +393,12 @@ class RagCache:
             resolve_instruction(self._shared.model.tokenizer, instruction)
         self.internals.catalog.set_instruction(collection, instruction)
 
-    @checks_arguments
     def instruction(self, collection: str) -> str:
         """The instruction before the documents of a collection: its own, or that of `open`. Raises
         `UnknownCollection`."""
         own = self.internals.catalog.stamp(collection).instruction
         return self._shared.instruction if own is None else own
 
-    @checks_arguments
     def set_calibration(
         self, collection: str, calibration: Calibration | None, *, extractive: bool | None = None
     ) -> None:
@@ -425,7 +428,6 @@ class RagCache:
 
         self.internals.catalog.change_calibrations(collection, change)
 
-    @checks_arguments
     def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
         """The calibration of this model's answers from a collection: its own, or else that of the
         embedded reader's quotations; None where there is none. extractive: as in
@@ -437,17 +439,14 @@ class RagCache:
         shipped = quotes and model.extractive
         return reader_calibration() if found is None and shipped else found
 
-    @checks_arguments
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
         return self.internals.ingestor.delete_collection(collection)
 
-    @checks_arguments
     def records(self, space: str) -> Records:
         """The record manager of an indexing: which keys were written, and when."""
         return Records(self._shared.database, space, self.namespace)
 
-    @checks_arguments
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Encodes modules as one, each attending to those before it (Prompt Cache §3.3).
 
@@ -466,6 +465,7 @@ class RagCache:
             PromptTooLong: The modules do not fit the model's window.
             UnknownCollection: There is no such collection.
         """
+        check_texts("ids", ids)
         self._shared.deferred.release()
         return self.internals.add_scaffold(collection, ids)
 
@@ -526,9 +526,7 @@ class RagCache:
         self, questions: Sequence[str], options: AskOptions
     ) -> list[PendingAnswer]:
         check_options(options, AskOptions, "ask")
-        check_argument("questions", questions, Sequence)
-        for question in questions:
-            check_argument("question", question, str)
+        check_texts("questions", questions)
         params = SearchParams(
             options.get("k", DEFAULT_K),
             filters=options.get("filters"),
@@ -622,9 +620,6 @@ class RagCache:
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
-        check_argument("conversations", conversations, Sequence)
-        for messages in conversations:
-            check_argument("messages", messages, Conversation)
         mode = check_mode(options.get("mode", "rooted"))
         generation = options.get("generation", GREEDY)
         if generation.extractive and options.get("tools"):
@@ -643,7 +638,6 @@ class RagCache:
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, generation)
 
-    @checks_arguments
     def add_schema(
         self, text: str, *, placement: Placement = "schema", source: str = "<string>"
     ) -> Schema:
@@ -677,12 +671,10 @@ class RagCache:
         """The names of the hand-written schemas."""
         return self.internals.pml.texts.names()
 
-    @checks_arguments
     def delete_schema(self, name: str) -> None:
         """Deletes a schema with the states of its modules. Raises `UnknownSchema`."""
         self.internals.pml.delete(name)
 
-    @checks_arguments
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
@@ -725,7 +717,6 @@ class RagCache:
 
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
-        check_argument("text", text, str)
         mode = check_mode(options.get("mode", "isolated"))
         source = options.get("source", "<string>")
         prompt = self.internals.pml.prepare_prompt(text, mode, source)
@@ -751,21 +742,15 @@ class RagCache:
             >>> found.hits[0].module.document
             'leave.md'
         """
-        check_argument("query", query, str)
         return self.retriever().retrieve(query, *_search(options))
 
     async def aretrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
         """`retrieve` for asyncio."""
-        check_argument("query", query, str)
         return await self.retriever().aretrieve(query, *_search(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed
         from the first search on and stored beside the others."""
-        if embedding is not None:
-            from langchain_core.embeddings import Embeddings  # slow to import
-
-            check_argument("embedding", embedding, Embeddings)
         return self.internals.retrievers.retriever_for(embedding)
 
     def prepare_indexes(self) -> None:
@@ -774,25 +759,24 @@ class RagCache:
         for collection in self.internals.catalog.collections():
             self.retriever().prepare_index(collection)
 
-    @checks_arguments
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.
         Raises `UnknownCollection`."""
+        check_texts("names", names)
         return self.internals.catalog.modules(collection, names)
 
-    @checks_arguments
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
         """The texts of documents by id; unknown ids are skipped. Raises `UnknownCollection`."""
+        check_texts("document_ids", document_ids)
         return self.internals.catalog.texts(collection, document_ids)
 
-    @checks_arguments
     def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
         """The documents of a collection, in the order in which they were stored, or those with
         these ids; unknown ids are skipped. Raises `UnknownCollection`."""
+        check_texts("ids", ids)
         self.internals.catalog.stamp(collection)
         return list(self.internals.catalog.documents(collection, ids).values())
 
-    @checks_arguments
     def document_page(
         self, collection: str, cursor: str | None = None, limit: int = 100
     ) -> Page[DocumentRow]:
@@ -800,7 +784,6 @@ class RagCache:
         `InvalidRequest` or `UnknownCollection`."""
         return document_page(self._shared.database, self.namespace, collection, cursor, limit)
 
-    @checks_arguments
     def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
         """A page of the collections by name, with what they hold. Raises `InvalidRequest`."""
         return collection_page(self._shared.database, self.namespace, cursor, limit)
@@ -821,7 +804,6 @@ class RagCache:
         """The API keys of the service, of all namespaces."""
         return self._shared.keys
 
-    @checks_arguments
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """All modules, with size, tiers and hits of their states. Raises `UnknownCollection`."""
         self._shared.deferred.release()
@@ -838,7 +820,6 @@ class RagCache:
         """How full each tier of the folder is, the fastest first."""
         return tier_status(self._shared.store)
 
-    @checks_arguments
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """A page of the states that left a tier, the newest first; those of the last second may be
         missing. Raises `InvalidRequest`."""

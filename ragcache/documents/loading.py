@@ -15,7 +15,6 @@ from typing import Any
 from langchain_core.documents import Document
 from pathspec import GitIgnoreSpec
 
-from ragcache.config import check_argument
 from ragcache.documents.formats import SUFFIXES, is_supported, read_document
 from ragcache.documents.source import (
     DocumentPart,
@@ -111,7 +110,6 @@ def load_sources(
         progress: Called while files are read.
 
     Raises:
-        ConfigurationError: A source is of another type.
         NoDocuments: There are no sources, or folders hold no document that can be read.
         UnreadableDocument: A path does not exist, no file can be read or, if `strict`, one cannot;
             the message lists all of them.
@@ -119,10 +117,7 @@ def load_sources(
         UnstorableMetadata: JSON cannot hold the metadata of a document.
     """
     loader = _Loader(files or FileFilter(), progress)
-    check_argument("sources", sources, Iterable | DocumentSource)
     given = [sources] if isinstance(sources, DocumentSource) else list(sources)
-    for source in given:
-        check_argument("sources", source, DocumentSource)
     paths = [Path(each) for each in given if isinstance(each, str | Path)]
     found = loader.find(dict.fromkeys(paths))
     documents: list[SourceDocument] = []

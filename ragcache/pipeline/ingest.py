@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ragcache.config import RagCacheConfig, check_argument
+from ragcache.config import RagCacheConfig
 from ragcache.db import (
     Catalog,
     DocumentRow,
@@ -50,7 +50,6 @@ Prepared = tuple[SourceDocument, list[SplitModule]]
 
 def check_collection(name: str) -> str:
     """The name, unless it is blank. Raises `ConfigurationError`."""
-    check_argument("collection", name, str)
     if not name.strip():
         raise ConfigurationError("a collection needs a name")
     return name

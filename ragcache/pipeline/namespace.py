@@ -61,10 +61,9 @@ class SharedServices:
 
     @classmethod
     def start(
-        cls, database: Database, store: KVStore, model: LoadedModel,
-        embedder: Embeddings | None, config: RagCacheConfig,
+        cls, database: Database, store: KVStore, model: LoadedModel, config: RagCacheConfig, *,
+        embedder: Embeddings | None = None, reranker: Reranker | None = None,
         template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
-        reranker: Reranker | None = None,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine. template_kwargs: variables of the
         chat template, checked. instruction: of every preamble, checked."""

@@ -14,8 +14,6 @@ from ragcache.config import (
     NAMESPACE,
     RagCacheConfig,
     blend_percent,
-    check_argument,
-    check_fields,
 )
 from ragcache.engine import (
     Choice,
@@ -108,7 +106,6 @@ class Generation:
     refusal: str = REFUSAL
 
     def __post_init__(self) -> None:
-        check_fields(self)
         least = self.min_confidence
         if least is not None and not 0 <= least <= 1:
             raise InvalidRequest(f"min_confidence is {least}; it lies between 0 and 1")
@@ -142,7 +139,6 @@ class Generation:
             raise InvalidRequest(f"unknown option {unknown[0]!r}; options: {names}")
         if "stop" in given:
             stop = given["stop"]
-            check_argument("stop", stop, str | Sequence[str])
             given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if len(grammars) + ("grammar" in given) > 1:
             raise InvalidRequest("an answer keeps to one grammar; several were given")

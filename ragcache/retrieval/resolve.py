@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ragcache.config import MINILM_PACKAGE, check_argument, check_embedding
+from ragcache.config import MINILM_PACKAGE, check_embedding
 from ragcache.retrieval.reranking import CrossEncoderReranker, Reranker
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ def resolve_embedder(embedding: Embeddings | str | None) -> Embeddings | None:
     if embedding == "auto" and not has_minilm():
         _warn_once()
         return None
-    from langchain_core.embeddings import Embeddings  # slow to import
-
-    check_argument("embedding", embedding, str | Embeddings | None)
     if not isinstance(embedding, str):
         return embedding
     check_embedding(embedding)
@@ -57,5 +54,4 @@ def _warn_once() -> None:
 def resolve_reranker(reranker: Reranker | str | None) -> Reranker | None:
     """The reranker of an option: itself, or the cross-encoder of a folder or hub name. Raises as
     `CrossEncoderReranker`."""
-    check_argument("reranker", reranker, str | Reranker | None)
     return CrossEncoderReranker(reranker) if isinstance(reranker, str) else reranker

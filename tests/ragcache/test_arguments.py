@@ -1,11 +1,10 @@
-"""Arguments of wrong types, and calls of a closed object."""
+"""Texts in place of lists, and calls of a closed object."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,48 +60,23 @@ def kiln(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("k", lambda rag: rag.ask(Q, collection="n", k="3")),
-        ("k", lambda rag: rag.ask(Q, collection="n", k=2.5)),
-        ("k", lambda rag: rag.ask(Q, collection="n", k=True)),
-        ("mode", lambda rag: rag.ask(Q, collection="n", mode=3)),
-        ("question", lambda rag: rag.ask(None, collection="n")),
         ("questions", lambda rag: rag.ask_batch("abc", collection="n")),
-        ("collection", lambda rag: rag.ask(Q, collection=3)),
-        ("generation", lambda rag: rag.ask(Q, collection="n", generation={"n": 2})),
-        ("threshold", lambda rag: rag.ask(Q, collection="n", threshold="0.2")),
-        ("mmr", lambda rag: rag.retrieve(Q, collection="n", mmr="x")),
-        ("query", lambda rag: rag.retrieve(3, collection="n")),
-        ("mode", lambda rag: rag.chat([{"role": "user", "content": "x"}], mode=3)),
-        ("text", lambda rag: rag.prompt(3)),
-        ("text", lambda rag: rag.add_schema(3)),
         ("document_ids", lambda rag: rag.delete("n", "a")),
-        ("n", lambda _: Generation.of(n="2")),
-        ("stop", lambda _: Generation.of(stop=3)),
-        ("min_confidence", lambda _: Generation.of(min_confidence="0.5")),
-        ("refusal", lambda _: Generation(refusal=3)),  # type: ignore[arg-type]
+        ("document_ids", lambda rag: rag.preview_deletion("n", "a")),
+        ("document_ids", lambda rag: rag.texts("n", "a")),
+        ("ids", lambda rag: rag.documents("n", "a")),
+        ("ids", lambda rag: rag.add_scaffold("n", "a")),
+        ("names", lambda rag: rag.get_modules("a", collection="n")),
+        ("include", lambda rag: rag.ingest("n", [], include="*.md")),
+        ("exclude", lambda rag: rag.sync("n", [], exclude="*.md")),
     ],
 )
-def test_a_wrong_type_names_its_argument(
+def test_a_text_is_no_list_of_its_letters(
     kiln: RagCache, name: str, call: Callable[[Any], object]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^{name} is .* of type \w+; it takes "):
+    with pytest.raises(ConfigurationError, match=rf"^{name} is '.*'; it takes a list of texts"):
         call(kiln)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"module_tokens": "x"}, {"module_tokens": 1.5}, {"host_bytes": None}, {"host_bytes": 1.5},
-        {"queue": "3"}, {"embedding": 3}, {"warm_up": "yes"}, {"scaffold_after": "x"},
-        {"scaffold_bytes": 1.5}, {"disk_bytes": [1]}, {"remote": 3}, {"model": 3},
-    ],
-)  # fmt: skip
-def test_opening_names_the_argument_of_a_wrong_type(
-    reader: LoadedModel, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    [name] = options
-    with pytest.raises(ConfigurationError, match=rf"^{name} is .* of type \w+; it takes "):
-        RagCache.open(tmp_path, **{"model": reader, **options})
+    assert [each.source_id for each in kiln.documents("n")] == ["a"]
 
 
 def test_numbers_of_numpy_are_numbers(kiln: RagCache) -> None:
@@ -110,28 +84,6 @@ def test_numbers_of_numpy_are_numbers(kiln: RagCache) -> None:
 
     hits = kiln.retrieve(Q, collection="n", k=np.int64(1), threshold=np.float32(0.001)).hits
     assert len(hits) == 1
-
-
-@pytest.mark.parametrize(("method", "name"), [
-    (method, name)
-    for method, takes in METHODS.items()
-    for name in takes
-    if (method, name) != ("close", "drain")
-])  # fmt: skip
-def test_every_argument_of_a_wrong_type_is_named(kiln: RagCache, method: str, name: str) -> None:
-    given = {**required(method), name: object()}
-    shown = {"questions": "questions?", "conversations": "conversations"}.get(name, name)
-    with pytest.raises(ConfigurationError, match=rf"^{shown} is .* of type object; it takes "):
-        finish(getattr(kiln, method)(**given))
-
-
-def test_sequences_hold_texts(kiln: RagCache) -> None:
-    with pytest.raises(ConfigurationError, match=r"^document_ids is \[3\]"):
-        kiln.delete("n", [3])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError, match=r"^sources is 3, of type int"):
-        kiln.ingest("n", [3])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError, match=r"^messages is 3, of type int"):
-        kiln.chat_batch(["x", 3])  # type: ignore[list-item]
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def ask(
         else:
             ui.print_answer(served, pieces=stream)
         return
-    with ui.open_for_reading(
+    with ui.open_existing_rag(
         state,
         model,
         embedding,
@@ -124,7 +124,7 @@ def prompt(
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
-    with ui.open_for_reading(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
+    with ui.open_existing_rag(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
         from ragcache import Generation
 
         generation = Generation.of(

@@ -45,7 +45,7 @@ def chat(
     Each message is answered from the modules that it retrieves; what was said before is kept, and
     forgotten from the front where it no longer fits the model's window.
     """
-    with ui.open_for_reading(
+    with ui.open_existing_rag(
         state,
         model,
         embedding,

@@ -7,13 +7,10 @@ starts without them.
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
@@ -48,9 +45,6 @@ if TYPE_CHECKING:
 
 UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
 DEFAULT_STATE = Path("ragcache-state")
-SESSION_BYTES = 2**20  # of the ledger's log that an open folder may need
-_COPY_BYTES = 16 * 2**20  # beside the ledger, for all that a session writes into a copy
-_LEDGER_FILES = ("ledger.sqlite", "ledger.sqlite-wal")  # the index of the log is built anew
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
@@ -257,58 +251,6 @@ def open_existing_rag(
         if collection is not None:
             check_collection(database, collection)
     return open_rag(state, model, embedding, **options)
-
-
-@contextmanager
-def open_for_reading(
-    state: Path, model: str | None, embedding: str | None, collection: str | None = None,
-    **options: Any,
-) -> Iterator[RagCache]:  # fmt: skip
-    """As `open_existing_rag`, for commands that change nothing: where the disk is full, a ledger
-    cannot be opened, and a copy in memory answers."""
-    from ragcache_api.settings import ServiceSettings
-
-    with ExitStack() as stack:
-        if ServiceSettings.read().ledger is None and is_full(state):
-            copied = stack.enter_context(overlay_of(state))
-            if copied is not None:
-                state = copied
-                errors.print("the disk is full: a copy of the ledger answers, nothing is kept")
-        opened = open_existing_rag(state, model, embedding, collection, **options)
-        yield stack.enter_context(opened)
-
-
-def is_full(state: Path) -> bool:
-    """Whether the disk of a state folder that exists lacks room for what a session writes."""
-    return state.is_dir() and shutil.disk_usage(state).free < SESSION_BYTES
-
-
-@contextmanager
-def overlay_of(state: Path) -> Iterator[Path | None]:
-    """A temporary folder with a copy of the ledger and links to the blobs: whatever is written or
-    removed in it leaves the state folder as it is. None where no other disk has room."""
-    files = [state / name for name in _LEDGER_FILES if (state / name).exists()]
-    place = place_with_room(sum(file.stat().st_size for file in files) + _COPY_BYTES)
-    if place is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="ragcache-", dir=place) as name:
-        folder = Path(name)
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
-        if (state / "states").is_dir():
-            shutil.copytree(
-                (state / "states").resolve(), folder / "states", copy_function=os.symlink
-            )
-        yield folder
-
-
-def place_with_room(nbytes: int) -> Path | None:
-    """Memory, or else the folder of temporary files, where it has this many bytes left."""
-    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= nbytes:
-            return place
-    return None
 
 
 def check_collection(database: Database, collection: str, namespace: str = NAMESPACE) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine, event
 
 from ragcache import RagCache
 from tests.api.cli.conftest import QUESTION, Run, error_of
@@ -24,6 +26,19 @@ def test_named_errors_are_one_line_on_standard_error(
     error_of(run("ask", "?", "-c", "notes", "--model", nowhere), "ModelNotFound")
     error_of(run("eval", "notes", nowhere), "ConfigurationError")
     error_of(run("schema", "show", "absent"), "UnknownCollection")
+
+
+def test_a_full_disk_is_named(run: Run, ingested: Path) -> None:
+    def fail(_cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO sessions"):
+            raise sqlite3.OperationalError("database or disk is full")
+
+    event.listen(Engine, "do_execute", fail)
+    try:
+        message = error_of(run("ask", QUESTION, "-c", "notes", "--json"), "StoreFull")
+    finally:
+        event.remove(Engine, "do_execute", fail)
+    assert f"no space left for the ledger {ingested / 'ledger.sqlite'}" in message
 
 
 def test_a_folder_with_brackets_is_shown_as_it_is(run: Run, tmp_path: Path) -> None:

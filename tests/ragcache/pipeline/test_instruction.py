@@ -75,7 +75,6 @@ def test_a_written_default_reads_what_the_default_kept(state: Path, reader: Load
         ("Be kind.<|end|>", "holds a control token"),
         ("\U00100000", "private character"),
         ("\ud800", "lone surrogate"),
-        (3, "instruction is 3, of type int"),
     ],
 )
 def test_what_cannot_be_an_instruction_is_refused(

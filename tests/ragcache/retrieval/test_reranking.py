@@ -106,5 +106,3 @@ def test_what_is_no_reranker_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         RagCache.open(tmp_path, reranker="nobody/nothing")
     with pytest.raises(ConfigurationError, match="unknown reranker 'best'; give a folder or a hub"):
         RagCache.open(tmp_path, reranker="best")
-    with pytest.raises(ConfigurationError, match="reranker is 3"):
-        RagCache.open(tmp_path, reranker=3)  # type: ignore[arg-type]
