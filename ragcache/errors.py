@@ -5,9 +5,9 @@
     ├── DocumentError: DocumentsChanged, NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
-    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobTaken, ModeRefused,
-    │   PromptTooLong, QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob,
-    │   UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
+    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobCanceled, JobTaken,
+    │   ModeRefused, PromptTooLong, QueueFull, RequestCancelled, TextFailed, UnknownCollection,
+    │   UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOfOtherVersion, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
@@ -105,6 +105,10 @@ class IdempotencyConflict(RequestError, ValueError):
 
 class InvalidRequest(RequestError, ValueError):
     """A request whose parameters cannot be used."""
+
+
+class JobCanceled(RequestError):
+    """The ingestion was canceled, or its collection deleted."""
 
 
 class JobTaken(RequestError):

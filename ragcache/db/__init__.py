@@ -11,16 +11,7 @@ from ragcache.db.documents import (
     NewDocument,
     NewModule,
 )
-from ragcache.db.jobs import (
-    AdoptedJob,
-    JobDocument,
-    JobRow,
-    Jobs,
-    RunningJob,
-    StoringRequest,
-    WaitingDocuments,
-    collection_target,
-)
+from ragcache.db.jobs import JobRequest, JobRow, Jobs, TakenJob, collection_target
 from ragcache.db.ledger import Ledger
 from ragcache.db.listing import (
     CollectionRow,
@@ -44,12 +35,11 @@ from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sql import Page
 
 __all__ = [
-    "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database",
-    "Deletion", "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs",
-    "Ledger", "LedgerStatus", "LivingSession", "LocatedStates", "Members",
-    "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
-    "NewModule", "Page", "Records", "Residency", "RunningJob", "ScaffoldRows", "SchemaText",
-    "SchemaTexts", "Stamp", "StoringRequest", "Vectors", "WaitingDocuments",
+    "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "Deletion", "DocumentRow",
+    "EvictionRow", "HeldState", "JobRequest", "JobRow", "Jobs", "Ledger", "LedgerStatus",
+    "LivingSession", "LocatedStates", "Members", "ModuleDetail", "ModuleFilter", "ModuleListing",
+    "ModuleRow", "MovedDocument", "NewDocument", "NewModule", "Page", "Records", "Residency",
+    "ScaffoldRows", "SchemaText", "SchemaTexts", "Stamp", "TakenJob", "Vectors",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

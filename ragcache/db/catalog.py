@@ -19,7 +19,6 @@ from ragcache.db import jobs
 from ragcache.db.database import Database, LastKnown, Unchanged
 from ragcache.db.documents import (
     Deletion,
-    DocumentChange,
     DocumentRow,
     ModuleRow,
     MovedDocument,
@@ -47,6 +46,7 @@ from ragcache.db.tables import (
     DocumentTable,
     DocumentTextTable,
     EncodingTable,
+    JobTable,
     ModuleTable,
     NamespaceTable,
     ScaffoldTable,
@@ -139,54 +139,31 @@ class Catalog:
 
     def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
-        runner: str | None = None, removed: Sequence[str] = (),
-        moved: Sequence[MovedDocument] = (), request: jobs.StoringRequest | None = None,
+        runner: str | None = None, removed: Sequence[str] = (), moved: Sequence[MovedDocument] = (),
     ) -> list[KVKey]:  # fmt: skip
-        """Stores documents, each in place of an earlier one of its name, and ends their job, which
-        the session `runner` must still run. Others are removed, or get another name and address.
-        Returns the keys of states without an owner; their rows are gone already. request: whose
-        documents these are; a queued one leaves what later requests changed, and its states to
-        them; another one takes the place of earlier ones that wait. Raises `JobTaken`, and
-        `DocumentsChanged` where one to rename is gone or its new name is taken."""
+        """Stores documents, each in place of an earlier one of its name, removes and renames
+        others, and ends their job, which the session `runner` must still run. What was deleted
+        since the job was queued is left out.
+
+        Returns:
+            The keys of states without an owner; their rows are gone already.
+
+        Raises:
+            DocumentsChanged: A document to rename is gone, or its new name is taken.
+            JobCanceled: The job was canceled.
+            JobTaken: Another process runs the job.
+        """
         with self._database.transaction() as session:
-            change = DocumentChange(documents, removed, moved)
-            if request is not None and request.queued and job is not None:
-                change = change.left(request, jobs.WaitingDocuments.of(session, job))
-                if change.is_empty:  # the collection may be deleted
-                    jobs.hand_on(session, job, _superseded(request, documents, change))
-                    return retire(session, jobs.complete(session, job, runner))
             owner = self._change(session, collection)
-            if request is not None and request.queued and job is not None:
-                change = change.left(request, jobs.WaitingDocuments.of(session, job))
-                jobs.hand_on(session, job, _superseded(request, documents, change))
-            freed = delete_rows(session, owner, change.replaced)
-            move_rows(session, owner, change.moved)
-            for document in change.documents:
+            gone = jobs.deleted_meanwhile(session, job) if job is not None else frozenset()
+            stored = [each for each in documents if each.source_id not in gone]
+            freed = delete_rows(session, owner, [*(each.source_id for each in stored), *removed])
+            move_rows(session, owner, [each for each in moved if each.to not in gone])
+            for document in stored:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
-            if request is not None and not request.queued:
-                ids = [*request.every_id, *removed, *(each.source_id for each in moved)]
-                self._supersede(session, collection, ids, request.replaces_all, job)
             if job is not None:
                 freed += jobs.complete(session, job, runner)
             return retire(session, freed)
-
-    def supersede(self, collection: str, request: jobs.StoringRequest) -> None:
-        """Takes the place of earlier requests that wait, where all documents are stored as they
-        are."""
-        with self._database.reading() as session:
-            if not jobs.any_wait(session, self.namespace, jobs.collection_target(collection)):
-                return
-        with self._database.transaction() as session:
-            self._supersede(session, collection, request.every_id, request.replaces_all, None)
-
-    def _supersede(
-        self, session: Session, collection: str, source_ids: Sequence[str], replaces_all: bool,
-        before: int | None,
-    ) -> None:  # fmt: skip
-        target = jobs.collection_target(collection)
-        jobs.supersede(
-            session, self.namespace, target, source_ids, replaces_all=replaces_all, before=before
-        )
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """All modules of a collection, in the order of ids, or those of the names that there are,
@@ -373,13 +350,13 @@ class Catalog:
             return {KVKey(key): number for key, number in session.execute(statement)}
 
     def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
-        """Deletes documents with all that belongs to them; returns as `replace_documents`."""
+        """Deletes documents with all that belongs to them, which open jobs then do not store;
+        returns as `replace_documents`."""
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
-            jobs.forget_documents(
-                session, self.namespace, jobs.collection_target(collection), source_ids
-            )
+            target = jobs.collection_target(collection)
+            jobs.note_deleted(session, self.namespace, target, source_ids)
             return retire(session, delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
@@ -416,15 +393,20 @@ class Catalog:
             return None
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
-        """Deletes a collection with all that belongs to it; the number of its documents, and keys
-        as `replace_documents` returns them. Raises `UnknownCollection`."""
+        """Deletes a collection with all that belongs to it, and cancels its open jobs. Returns the
+        number of its documents, and keys as `replace_documents` does. Raises
+        `UnknownCollection`."""
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
-            jobs.forget_documents(session, self.namespace, jobs.collection_target(collection))
             freed = delete_rows(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
+            jobs.cancel_jobs(
+                session,
+                JobTable.namespace == self.namespace,
+                JobTable.target == jobs.collection_target(collection),
+            )
             return len(names), retire(session, freed)
 
     def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:
@@ -485,18 +467,6 @@ class Contents:
     stamp: Stamp
     modules: Sequence[ModuleRow]
     complete: bool
-
-
-def _superseded(
-    request: jobs.StoringRequest, documents: Sequence[NewDocument], change: DocumentChange
-) -> dict[str, list[KVKey]]:
-    """The keys of documents that later requests have taken over, by the ids in these."""
-    stored = {each.source_id for each in change.documents}
-    return {
-        request.source_ids[each.source_id]: [module.key for module in each.modules]
-        for each in documents
-        if each.source_id not in stored
-    }
 
 
 def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:

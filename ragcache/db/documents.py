@@ -13,7 +13,6 @@ import numpy as np
 from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.orm import Session
 
-from ragcache.db import jobs
 from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import chunks
 from ragcache.db.tables import (
@@ -62,35 +61,6 @@ class MovedDocument:
     source_id: str
     to: str
     uri: str
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentChange:
-    """Documents that are stored, removed and renamed in one transaction."""
-
-    documents: Sequence[NewDocument]
-    removed: Sequence[str]
-    moved: Sequence[MovedDocument]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.documents or self.removed or self.moved)
-
-    @property
-    def replaced(self) -> list[str]:
-        return [*(each.source_id for each in self.documents), *self.removed]
-
-    def left(self, request: jobs.StoringRequest, waiting: jobs.WaitingDocuments) -> DocumentChange:
-        """What later requests leave of the change of a queued one."""
-
-        def waits(source_id: str) -> bool:
-            return request.source_ids[source_id] in waiting.source_ids
-
-        return DocumentChange(
-            [each for each in self.documents if waits(each.source_id)],
-            [each for each in self.removed if each not in waiting.present],
-            [each for each in self.moved if waits(each.to)],
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,7 @@ class Sessions:
     def end(self) -> None:
         """Ends this session with what belonged to it."""
         with self.database.transaction() as session:
-            if session.scalar(select(SessionTable.id).where(SessionTable.id != self.id).limit(1)):
-                hand_over(session, [self.id])
+            hand_over(session, [self.id])
             end_sessions(session, [self.id])
 
     def dead(self) -> list[str]:
@@ -110,7 +109,7 @@ class Sessions:
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
-    """Forgets sessions: their memory tiers and claims go, jobs that nobody took over are
+    """Forgets sessions: their memory tiers and claims go, direct ingestions are
     interrupted."""
     if not ids:
         return

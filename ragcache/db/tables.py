@@ -290,14 +290,17 @@ class ClaimTable(Base):
 
 
 class JobTable(PublicIdMixin, Base):
-    """An ingestion. session: which runs it, empty for none; status: queued, running, done, failed
-    or interrupted; times in Unix seconds; done: modules. idempotency_key: names a request, whose
-    content has the `request_digest`. options: how it is to be run; report: what became of files and
-    documents that were not simply stored."""
+    """An ingestion. session: which may run it, empty for any; status: queued, running, done,
+    failed, canceled or interrupted; times in Unix seconds; done: modules. idempotency_key: names a
+    request, whose content has the `request_digest`, empty for a direct call. nbytes: of its
+    documents; options: how it is to be run; report: what became of files and documents that were
+    not simply stored."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
         Index("jobs_by_namespace", "namespace", "id"),
+        Index("jobs_by_status", "status", "id"),
+        Index("jobs_by_turn", "namespace", "started_at"),
         Index("jobs_by_request", "namespace", "idempotency_key", unique=True),
     )
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -313,18 +316,18 @@ class JobTable(PublicIdMixin, Base):
     done: Mapped[int] = mapped_column(default=0)
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str] = mapped_column(default="")
+    nbytes: Mapped[int] = mapped_column(default=0)
     options: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
     report: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
 
 
 class JobDocumentTable(Base):
-    """A document of a background ingestion, until it is stored: any process can go on with it.
-    content: the `SourceDocument` as JSON."""
+    """A document of a queued request, until that has ended: any process can go on with it. content:
+    the `SourceDocument` as JSON."""
 
     __tablename__ = "job_documents"
     job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
     ordinal: Mapped[int] = mapped_column(primary_key=True)
-    source_id: Mapped[str]
     content: Mapped[str]
 
 

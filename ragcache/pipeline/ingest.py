@@ -1,6 +1,7 @@
 """Ingestion: compare documents with what is stored, split, encode and store what changed.
 
-`Ingestor` does so in its caller's thread; `ragcache.pipeline.ingestion_jobs` in the background.
+`Ingestor` does so in its caller's thread, when it is its turn in the queue;
+`ragcache.pipeline.ingestion_jobs` in the background.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from ragcache.config import RagCacheConfig
 from ragcache.db import (
     Catalog,
     DocumentRow,
+    Jobs,
     MovedDocument,
     NewDocument,
     NewModule,
-    RunningJob,
-    StoringRequest,
     collection_target,
 )
 from ragcache.documents import (
@@ -102,12 +102,6 @@ class _Changes:
     gone: tuple[str, ...] = ()
     moved: tuple[MovedDocument, ...] = ()
 
-    def request(self, loaded: LoadedSources, *, queued: bool, sync: bool) -> StoringRequest:
-        """The request, with the ids under which its documents are stored."""
-        pairs = zip(self.documents, loaded.documents, strict=True)
-        ids = {stored.id: given.id for stored, given in pairs}
-        return StoringRequest(ids, queued, sync and not loaded.folders)
-
     @property
     def unchanged(self) -> frozenset[str]:
         """Documents that are stored as they are."""
@@ -135,58 +129,75 @@ class Ingestor:
     config: RagCacheConfig
 
     def ingest(
-        self, collection: str, loaded: LoadedSources, progress: Progress | None = None,
-        job: int | None = None, *, sync: bool = False, preparing: Preparing | None = None,
+        self, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
+        sync: bool = False, preparing: Preparing | None = None,
     ) -> Ingestion:  # fmt: skip
-        """Upserts documents by id. States are on disk before a row refers to them, and all rows
-        change in one transaction: no answer mixes old and new. job: the queued job that this call
-        runs; its caller ends it. sync: whether documents that are gone are removed, or renamed
-        where their content has moved; of the loaded folders, or of the whole collection. What
-        others change meanwhile is compared again; raises `DocumentsChanged` where they go on."""
+        """Upserts documents by id, once the earlier jobs of the collection have ended. sync:
+        whether documents that are gone are removed, or renamed where their content has moved; of
+        the loaded folders, or of the whole collection. Raises as `store_sources`."""
         check_collection(collection)
+        with self._jobs.turn(collection_target(collection)) as job:
+            return self.store_sources(
+                job, collection, loaded, progress, sync=sync, preparing=preparing
+            )
+
+    def store_sources(
+        self, job: int, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
+        sync: bool = False, preparing: Preparing | None = None,
+    ) -> Ingestion:  # fmt: skip
+        """As `ingest`, for a job that runs. States are on disk before a row refers to them, and all
+        rows change in one transaction, which ends the job: no answer mixes old and new.
+
+        Raises:
+            DocumentsChanged: Documents to rename were renamed or deleted meanwhile, each time that
+                the sources were compared again.
+            JobCanceled: The job was canceled.
+            JobTaken: Another process runs the job.
+        """
         encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
         own = replace(self, encoder=encoder)
-        jobs = self.store.jobs.within(self.catalog.namespace)
-        with jobs.attempts(collection_target(collection), job) as attempts:
-            ingest = partial(
-                own._ingest, collection, loaded, progress, attempts, sync=sync, preparing=preparing
-            )
-            for _ in range(_ATTEMPTS - 1):
-                with suppress(DocumentsChanged):
-                    return ingest()
-            return ingest()
+        attempt = partial(
+            own._attempt, job, collection, loaded, progress, sync=sync, preparing=preparing
+        )
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(DocumentsChanged):
+                return attempt()
+        return attempt()
 
-    def _ingest(
-        self, collection: str, loaded: LoadedSources, progress: Progress | None,
-        job: RunningJob, *, sync: bool, preparing: Preparing | None,
+    @property
+    def _jobs(self) -> Jobs:
+        return self.store.jobs.within(self.catalog.namespace)
+
+    def _attempt(
+        self, job: int, collection: str, loaded: LoadedSources, progress: Progress | None, *,
+        sync: bool, preparing: Preparing | None,
     ) -> Ingestion:  # fmt: skip
         changes = self._compare(collection, loaded, sync=sync)
         report = changes.report(loaded, sync=sync)
-        if job.queued is not None:
-            skipped = [asdict(each) for each in loaded.skipped]
-            job.jobs.note_report(job.queued, {**report, "skipped": skipped})
         prepared = self._prepare(changes.changed, preparing)
-        self._check_window([module.token_ids for _, modules in prepared for module in modules])
-        removed = report["removed"]
-        stores = prepared or removed or changes.moved
-        request = changes.request(loaded, queued=job.queued is not None, sync=sync)
-        encoded = 0
+        modules = [module for _, each in prepared for module in each]
+        self._check_window([module.token_ids for module in modules])
+        skipped = [asdict(each) for each in loaded.skipped]
+        self._jobs.describe(job, len(modules), {**report, "skipped": skipped})
+        encoded, stores = 0, bool(prepared or report["removed"] or changes.moved)
         if stores:
-            encoded = self._store(
-                collection, prepared, progress, job, removed, changes.moved, request
+            rows, encoded = self._encode(job, prepared, progress)
+            freed = self.catalog.replace_documents(
+                collection, rows, job, self._jobs.session, report["removed"], changes.moved
             )
-        elif job.queued is None:
-            self.catalog.supersede(collection, request)
-            job.finish()
+            self.store.discard(freed)
+            self.retriever.update_index(collection)
         encoded += self._encode_lost(collection, changes.unchanged)
+        if not stores:
+            self._jobs.finish(job)
         updated = sum(d.id in changes.known for d in changes.changed)
         return Ingestion(
             collection,
             added=len(changes.changed) - updated,
             updated=updated,
             unchanged=len(changes.documents) - len(changes.changed) - len(changes.moved),
-            modules=sum(len(modules) for _, modules in prepared),
-            tokens=sum(len(each.token_ids) for _, modules in prepared for each in modules),
+            modules=len(modules),
+            tokens=sum(len(each.token_ids) for each in modules),
             encoded=encoded,
             **report,
         )
@@ -260,17 +271,13 @@ class Ingestor:
         self.store.discard(freed)
         return documents
 
-    def _store(
-        self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
-        running: RunningJob, removed: Sequence[str], moved: Sequence[MovedDocument],
-        request: StoringRequest,
-    ) -> int:  # fmt: skip
-        """Encodes, then replaces documents in one transaction; returns how many modules were
-        encoded. New states belong to the job until then; if it is interrupted, the next job of the
-        collection finds them."""
-        jobs, rows, done, encoded = running.jobs, [], 0, 0
+    def _encode(
+        self, job: int, prepared: Sequence[Prepared], progress: Progress | None
+    ) -> tuple[list[NewDocument], int]:
+        """The documents to store, and how many of their modules were encoded. New states belong to
+        the job; if it is interrupted, the next job of the collection finds them."""
+        jobs, rows, done, encoded = self._jobs, [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
-        job = running.begin(total)
         note = jobs.progress(job)
         with _Writing() as writing:
             for document, modules in prepared:
@@ -284,12 +291,7 @@ class Ingestor:
                     if progress is not None:
                         progress(done, total)
                 rows.append(self._row(document, modules))
-        freed = self.catalog.replace_documents(
-            collection, rows, job, jobs.session, removed, moved, request
-        )
-        self.store.discard(freed)
-        self.retriever.update_index(collection)
-        return encoded
+        return rows, encoded
 
     def _digest(self, document: SourceDocument) -> str:
         """Digest of text, metadata and everything that decides how the text is split."""

@@ -18,7 +18,7 @@ from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import Ingestor
-from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorker
+from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorkers
 from ragcache.pipeline.module_states import (
     ModuleEncoder,
     ModuleTokens,
@@ -52,7 +52,7 @@ class SharedServices:
     template: ChatTemplate
     instruction: str
     keys: ApiKeys
-    worker: IngestionWorker
+    workers: IngestionWorkers
     gate: ModeGate
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
@@ -81,16 +81,11 @@ class SharedServices:
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model, template_kwargs), instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
-            IngestionWorker(config.ingestion_bytes),
+            IngestionWorkers(store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)),
             ModeGate(model, engine, store.ledger, config.force_modes), reranker,
         )  # fmt: skip
-        store.on_heartbeat.append(shared.adopt_job)
+        store.on_heartbeat.append(shared.workers.wake)
         return shared
-
-    def adopt_job(self) -> None:
-        """Goes on with an ingestion whose process has ended, if none is queued here."""
-        if self.worker.is_idle and (job := self.store.jobs.adopt()) is not None:
-            self.namespace(job.namespace).jobs.resume(job)
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
         """The components of a namespace, built at the first call. Raises `ConfigurationError`."""
@@ -106,9 +101,9 @@ class SharedServices:
         is interrupted even with `drain`: it may take hours, and continues where it stopped."""
         if self.closed.is_set():
             return
-        self.worker.halt()
+        self.workers.halt()
         self.engine.close(drain=drain)
-        self.worker.join()
+        self.workers.join()
         self.deferred.release()
         self.keys.flush()
         self.store.close()
@@ -166,7 +161,7 @@ class Namespace:
             ),
             Modules(catalog, store, encoder, tokens),
             retrievers,
-            IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
+            IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
         )  # fmt: skip
 
     def encoder_of(self, collection: str) -> ModuleEncoder:

@@ -1,22 +1,27 @@
-"""Jobs in the ledger: queued once a request, listed in pages, interrupted with their session."""
+"""Jobs in the ledger: queued once, run in order, listed in pages, left by their session."""
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
-from ragcache.db import Database, Jobs
-from ragcache.db.jobs import (
-    JobDocument,
-    WaitingDocuments,
-    complete,
-    forget_documents,
-    hand_on,
-    hand_over,
-    supersede,
-)
+from ragcache.db import Database, JobRequest, Jobs
+from ragcache.db.jobs import cancel_jobs, complete, deleted_meanwhile, hand_over, note_deleted
 from ragcache.db.sessions import end_sessions
-from ragcache.errors import IdempotencyConflict, InvalidRequest, JobTaken, UnknownJob
+from ragcache.db.tables import JobTable
+from ragcache.errors import (
+    IdempotencyConflict,
+    InvalidRequest,
+    JobCanceled,
+    JobTaken,
+    QueueFull,
+    UnknownJob,
+)
 from tests.ragcache.conftest import make_key
+
+NOTES, PLANS = "collection notes", "collection plans"
 
 
 @pytest.fixture
@@ -24,37 +29,110 @@ def jobs(database: Database) -> Jobs:
     return Jobs(database, "here")
 
 
+def put(jobs: Jobs, target: str = NOTES, *documents: str, **fields: Any) -> tuple[int, bool]:
+    given = {"digest": "digest", "idempotency_key": None} | fields
+    return jobs.queue(JobRequest(target, documents=documents, **given), 1000)
+
+
+def taken(jobs: Jobs) -> int | None:
+    job = jobs.take()
+    return None if job is None else job.id
+
+
+def store(jobs: Jobs, job: int) -> None:
+    with jobs.database.transaction() as session:
+        complete(session, job, jobs.session)
+
+
 def test_a_request_is_queued_once_in_a_namespace(jobs: Jobs) -> None:
-    job, new = jobs.queue("collection notes", "key", "digest")
+    job, new = put(jobs, idempotency_key="key")
     assert new
-    assert jobs.queue("collection notes", "key", "digest") == (job, False)
+    assert put(jobs, idempotency_key="key") == (job, False)
     with pytest.raises(IdempotencyConflict, match="'key'"):
-        jobs.queue("collection notes", "key", "another digest")
-    assert jobs.within("tenant").queue("collection notes", "key", "another digest")[1]
-    plain = [jobs.queue("collection notes", None, "digest")[0] for _ in range(2)]
+        put(jobs, idempotency_key="key", digest="another")
+    assert put(jobs.within("tenant"), idempotency_key="key", digest="another")[1]
+    plain = [put(jobs)[0] for _ in range(2)]
     assert len({job, *plain}) == 3
 
 
 def test_a_request_that_ended_early_is_queued_once_more(jobs: Jobs, database: Database) -> None:
-    assert jobs.known("key", "digest") is None
-    job, _ = jobs.queue("collection notes", "key", "digest")
-    jobs.start(job)
+    job, _ = put(jobs, idempotency_key="key")
+    assert taken(jobs) == job
     jobs.expect(job, [make_key(1)])
     jobs.fail(job, ValueError("no"))
-    known = jobs.known("key", "digest")
-    assert known is not None
-    assert (known.id, known.can_be_retried) == (job, True)
     with pytest.raises(IdempotencyConflict):
-        jobs.known("key", "another digest")
+        put(jobs, idempotency_key="key", digest="another")
     later = Jobs(database, "there")
-    assert later.queue("collection notes", "key", "digest") == (job, True)
-    assert jobs.queue("collection notes", "key", "digest") == (job, False), "one caller runs it"
+    assert put(later, idempotency_key="key") == (job, True)
+    assert put(jobs, idempotency_key="key") == (job, False), "one caller runs it"
     row = jobs.get(job)
     assert (row.status, row.error, row.started_at, row.finished_at) == ("queued", "", None, None)
-    assert (row.states, row.can_be_retried) == (1, False)
-    with database.transaction() as session:
-        end_sessions(session, ["there"])
-    assert jobs.get(job).status == "interrupted", "it is the session's that queued it last"
+    assert row.states == 1
+    assert (taken(jobs), taken(later)) == (None, job), "it is the session's that queued it last"
+
+
+def test_documents_that_wait_have_a_budget_of_bytes(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, _ = put(jobs, NOTES, "x" * 5000, idempotency_key="key")  # alone
+    with pytest.raises(QueueFull, match="5,000 bytes"):
+        put(jobs.within("tenant"), PLANS, "x")
+    assert put(jobs, NOTES, "x" * 5000, idempotency_key="key") == (large, False)
+    taken(jobs)
+    with pytest.raises(QueueFull, match="of 5,000 bytes"):
+        put(jobs, PLANS, "x")
+    store(jobs, large)
+    for _ in range(2):
+        put(jobs, NOTES, "x" * 500)
+    monkeypatch.setattr("ragcache.db.jobs.MAX_JOBS", 2)
+    with pytest.raises(QueueFull, match="2 ingestions wait"):
+        put(jobs)
+    assert len(jobs.page().items) == 3, "a refused request leaves no row"
+
+
+def test_jobs_of_a_collection_run_in_order_and_namespaces_take_turns(
+    jobs: Jobs, database: Database
+) -> None:
+    red, blue, green = jobs, jobs.within("blue"), jobs.within("green")
+    first, second = put(red)[0], put(red)[0]
+    others = [put(red, f"collection {n}")[0] for n in range(2)]
+    tenants = [put(blue)[0], put(blue, PLANS)[0], put(green)[0]]
+    elsewhere = put(Jobs(database, "there"), PLANS)[0]
+    order = []
+    for _ in range(6):
+        order.append(taken(jobs))
+    assert order == [first, tenants[0], tenants[2], others[0], tenants[1], others[1]]
+    assert (taken(jobs), jobs.any_waits()) == (None, True), "the second waits for the first"
+    store(jobs, first)
+    assert (taken(jobs), jobs.any_waits()) == (second, False)
+    assert taken(Jobs(database, "there")) == elsewhere, "its own session runs it"
+
+
+def test_a_direct_call_takes_its_turn(jobs: Jobs) -> None:
+    waiting, _ = put(jobs)
+    ran: list[int] = []
+
+    def call() -> None:
+        with jobs.turn(NOTES) as job:
+            ran.append(job)
+            jobs.finish(job)
+
+    with jobs.turn(PLANS) as other:
+        jobs.finish(other)
+    thread = threading.Thread(target=call)
+    thread.start()
+    while len(jobs.page().items) < 3:
+        pass
+    later, _ = put(jobs)
+    assert taken(jobs) == waiting
+    assert ran == []
+    store(jobs, waiting)
+    thread.join(20)
+    assert ran == [other + 1]
+    assert taken(jobs) == later
+    with pytest.raises(ValueError, match="no"), jobs.turn(PLANS) as failed:
+        raise ValueError("no")
+    assert jobs.get(failed).status == "failed"
 
 
 def test_pages_join_to_the_whole_list(jobs: Jobs) -> None:
@@ -73,24 +151,13 @@ def test_pages_join_to_the_whole_list(jobs: Jobs) -> None:
         jobs.page("!")
 
 
-def test_a_session_that_ends_interrupts_its_jobs(jobs: Jobs, database: Database) -> None:
-    queued, _ = jobs.queue("collection notes", None, "")
-    with jobs.running("collection plans", 2) as running:
-        jobs.expect(running, [make_key(1)])
-        with database.transaction() as session:
-            end_sessions(session, ["here"])
-    for job, states in ((queued, 0), (running, 1)):
-        row = jobs.get(job)
-        assert (row.status, row.states, row.ended) == ("interrupted", states, True)
-        assert "the same documents again" in row.error
-
-
 def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs, database: Database) -> None:
     other = jobs.within("tenant")
     for each in (jobs, other):
-        each.fail(each.begin("collection notes", 1), ValueError("no"))
-        each.expect(each.page().items[0].id, [make_key(1)])
-    job = jobs.begin("collection notes", 1)
+        failed = each.begin(NOTES, 1)
+        each.expect(failed, [make_key(1)])
+        each.fail(failed, ValueError("no"))
+    job = jobs.begin(NOTES, 1)
     with database.transaction() as session:
         assert complete(session, job) == [make_key(1)]
     assert [row.states for row in jobs.page().items] == [0, 0]
@@ -98,76 +165,71 @@ def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs, database: D
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
 
 
-def documents(*names: str) -> list[JobDocument]:
-    return [JobDocument(name, f"text of {name}") for name in names]
-
-
-def test_a_job_with_documents_goes_on_where_its_session_ended(
+def test_a_session_that_ends_leaves_requests_and_interrupts_direct_calls(
     jobs: Jobs, database: Database
 ) -> None:
-    job, _ = jobs.queue("collection notes", None, "", documents("a", "b"))
+    job, _ = put(jobs, NOTES, "a", "b", options={"sync": True})
     other = Jobs(database, "there")
-    assert other.adopt() is None, "its session lives"
-    jobs.start(job)
-    with database.transaction() as session:
-        hand_over(session, ["here"])
-        end_sessions(session, ["here"])
+    assert taken(other) is None, "its session lives"
+    assert taken(jobs) == job
+    with jobs.running(PLANS, 2) as direct:
+        jobs.expect(direct, [make_key(1)])
+        with database.transaction() as session:
+            hand_over(session, ["here"])
+            end_sessions(session, ["here"])
+    row = jobs.get(direct)
+    assert (row.status, row.states, row.ended) == ("interrupted", 1, True)
+    assert "the same documents again" in row.error
     assert jobs.get(job).status == "queued"
-    adopted = other.adopt()
+    adopted = other.take()
     assert adopted is not None
-    assert (adopted.id, adopted.target) == (job, "collection notes")
-    assert adopted.contents == ("text of a", "text of b")
-    assert other.adopt() is None
-    with pytest.raises(JobTaken, match="another process goes on"):
-        jobs.start(job)
+    assert (adopted.id, adopted.target, adopted.documents) == (job, NOTES, ("a", "b"))
+    assert (adopted.options, other.take()) == ({"sync": True}, None)
+    for late in (lambda: jobs.expect(job, []), lambda: jobs.describe(job, 1, {}),
+                 lambda: store(jobs, job)):  # fmt: skip
+        with pytest.raises(JobTaken, match="another process goes on"):
+            late()
     jobs.fail(job, ValueError("late"))
     jobs.finish(job)
-    assert jobs.get(job).status == "queued", "only the one that runs it may end it"
-    with pytest.raises(JobTaken), database.transaction() as session:
-        complete(session, job, "here")
-    with database.transaction() as session:
-        complete(session, job, "there")
+    assert jobs.get(job).status == "running", "only the one that runs it may end it"
+    store(other, job)
     assert jobs.get(job).status == "done"
-    assert other.adopt() is None
 
 
-def test_later_requests_replace_documents_that_wait(jobs: Jobs, database: Database) -> None:
-    first, _ = jobs.queue("collection notes", None, "", documents("a", "b"))
-    jobs.queue("collection plans", None, "", documents("b"))
-    jobs.queue("collection notes", None, "", documents("b"))
+def test_a_job_that_waits_or_runs_can_be_canceled(jobs: Jobs, database: Database) -> None:
+    running, waiting = (put(jobs, NOTES, "a", idempotency_key=key)[0] for key in "ab")
+    assert taken(jobs) == running
+    jobs.expect(running, [make_key(1)])
+    assert jobs.cancel(waiting).status == "canceled"
+    assert jobs.cancel(jobs.get(running).public_id).states == 1, "for the next of the collection"
+    for late in (lambda: jobs.expect(running, []), lambda: store(jobs, running)):
+        with pytest.raises(JobCanceled, match="it stored nothing"):
+            late()
+    jobs.fail(running, ValueError("late"))
+    assert [row.status for row in jobs.page().items] == ["canceled"] * 2
+    assert taken(jobs) is None
+    with pytest.raises(UnknownJob):
+        jobs.within("tenant").cancel(running)
+    assert put(jobs, NOTES, "a", idempotency_key="b") == (waiting, True)
+    assert taken(jobs) == waiting
+    store(jobs, waiting)
+    assert jobs.cancel(waiting).status == "done"
+    direct = jobs.begin(PLANS, 1)
     with database.transaction() as session:
-        hand_over(session, ["here"])
-    contents = [(job.id, job.contents) for _ in range(3) if (job := jobs.adopt())]
-    assert contents == [(first, ("text of a",)), (first + 1, ("text of b",)),
-                        (first + 2, ("text of b",))]  # fmt: skip
+        cancel_jobs(session, JobTable.target == PLANS)
+    assert jobs.get(direct).status == "canceled"
 
 
-def test_a_request_supersedes_earlier_jobs_only(jobs: Jobs, database: Database) -> None:
-    sync = {"sync": True, "present": ["a"]}
-    first, _ = jobs.queue("collection notes", None, "", documents("a", "b"), sync)
-    own = jobs.begin("collection notes", 1)
-    last, _ = jobs.queue("collection notes", None, "", documents("c"), sync)
+def test_open_jobs_are_told_of_deleted_documents(jobs: Jobs, database: Database) -> None:
+    ended, _ = put(jobs)
+    taken(jobs)
+    store(jobs, ended)
+    first, plans, last = put(jobs)[0], put(jobs, PLANS)[0], put(jobs)[0]
     with database.transaction() as session:
-        supersede(session, jobs.namespace, "collection notes", ["b", "d"], before=own)
-    assert jobs.waiting(first) == WaitingDocuments(frozenset("a"), frozenset("abcd"))
-    assert jobs.waiting(last) == WaitingDocuments(frozenset("c"), frozenset("ac"))
-
-
-def test_the_job_that_took_a_document_over_gets_its_states(jobs: Jobs, database: Database) -> None:
-    first, second, third = (
-        jobs.queue("collection notes", None, "", documents(*names))[0]
-        for names in ("abcd", "abc", "b")
-    )
-    jobs.queue("collection plans", None, "", documents("a"))
-    keys = {name: [make_key(number)] for number, name in enumerate("abcd")}
-    with database.transaction() as session:
-        forget_documents(session, jobs.namespace, "collection notes", ["c"])
-        hand_on(session, first, keys)
-        hand_on(session, third, keys)
-    assert [jobs.get(job).states for job in (first, second, third)] == [0, 1, 1]
-    assert [jobs.get(row.id).states for row in jobs.page().items] == [0, 1, 1, 0]
-    with database.transaction() as session:
-        assert [complete(session, job) for job in (second, third)] == [keys["a"], keys["b"]]
+        for deleted in ("b", "ac"):
+            note_deleted(session, jobs.namespace, NOTES, list(deleted))
+        told = [deleted_meanwhile(session, job) for job in (ended, first, plans, last)]
+    assert told == [frozenset(), frozenset("abc"), frozenset(), frozenset("abc")]
 
 
 def test_an_unknown_job_is_named(jobs: Jobs) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from langchain_core.documents import Document
 
 import ragcache.store.tiers.base
 from ragcache import RagCache, SourceDocument
-from ragcache.db import Database, Jobs, Ledger
+from ragcache.db import Database, Ledger
 from ragcache.engine import EncodeJob, LLMEngine
 from ragcache.errors import (
     ConfigurationError,
@@ -24,6 +23,7 @@ from ragcache.errors import (
     EngineClosed,
     IdempotencyConflict,
     InvalidRequest,
+    JobCanceled,
     NoDocuments,
     QueueFull,
     StoreBudgetExceeded,
@@ -32,7 +32,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel
-from ragcache.pipeline.ingestion_jobs import IngestionWorker
+from ragcache.pipeline.ingestion_jobs import IngestionWorkers
 from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.retrieval.words import WordIndex
 
@@ -281,17 +281,6 @@ def test_a_job_that_comes_while_one_of_the_same_texts_runs_encodes_none_again(
     assert rag.jobs.get(later.id).states == 0
 
 
-def test_each_of_several_later_jobs_gets_what_it_took_over(
-    encoded: list[tuple[int, ...]], rag: RagCache, gate: Gate
-) -> None:
-    first = rag.jobs.submit("notes", DOCUMENTS)
-    assert gate.reached.wait(20)
-    later = [rag.jobs.submit("notes", given) for given in (DOCUMENTS, DOCUMENTS[1:])]
-    gate.opened.set()
-    assert {rag.jobs.wait(each.id, 20).status for each in (first, *later)} == {"done"}
-    assert len(encoded) == len(set(encoded)) == 3
-
-
 def test_a_job_of_another_process_encodes_nothing_again(
     tmp_path: Path, model: LoadedModel, gate: Gate, encoded: list[tuple[int, ...]]
 ) -> None:
@@ -307,31 +296,32 @@ def test_a_job_of_another_process_encodes_nothing_again(
     assert sorted(encoded) == sorted(set(encoded))
 
 
-def test_states_that_no_later_job_needs_go_with_it(
-    rag: RagCache, tmp_path: Path, gate: Gate
-) -> None:
-    rag.jobs.submit("notes", DOCUMENTS)
-    assert gate.reached.wait(20)
-    later = rag.jobs.submit("notes", [replace(each, text="Gone.") for each in DOCUMENTS])
-    gate.opened.set()
-    rag.jobs.wait(later.id, 20)
-    assert stored(tmp_path) == 2, "the preamble and one module"
-
-
 def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
     rag.ingest("notes", DOCUMENTS)
     done = rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
     assert (done.status, done.total) == ("done", 0)
 
 
-def test_jobs_run_one_after_another_and_are_listed_the_newest_first(rag: RagCache) -> None:
+def test_jobs_of_a_collection_run_in_order_and_others_side_by_side(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rag.ingest("before", DOCUMENTS)
-    ids = [rag.jobs.submit(f"notes {n}", DOCUMENTS).id for n in range(3)]
-    ended = [rag.jobs.wait(job, 20) for job in ids]
-    assert all(a.finished_at <= b.started_at for a, b in pairwise(ended))
-    first = rag.jobs.list(limit=3)
-    assert [row.id for row in first.items] == ids[::-1]
-    rest = rag.jobs.list(first.next, limit=3)
+    together = threading.Barrier(2)
+    lease = ModuleEncoder.lease
+
+    def meet(*args: Any, **named: Any) -> Any:
+        together.wait(60)
+        return lease(*args, **named)
+
+    monkeypatch.setattr(ModuleEncoder, "lease", meet)
+    plans = rag.jobs.submit("plans", DOCUMENTS).id
+    notes = [rag.jobs.submit("notes", DOCUMENTS).id for _ in range(2)]
+    first, *ended = [rag.jobs.wait(job, 60) for job in (plans, *notes)]
+    assert {row.status for row in (first, *ended)} == {"done"}
+    assert ended[0].finished_at <= ended[1].started_at
+    page = rag.jobs.list(limit=3)
+    assert [row.id for row in page.items] == [*notes[::-1], plans]
+    rest = rag.jobs.list(page.next, limit=3)
     assert [row.target for row in rest.items] == ["collection before"]
     assert rest.next is None
 
@@ -339,13 +329,13 @@ def test_jobs_run_one_after_another_and_are_listed_the_newest_first(rag: RagCach
 def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache.db.jobs.PROGRESS_SECONDS", 0.0)
     seen: list[int] = []
-    run = type(rag.internals.ingestor).ingest
+    run = type(rag.internals.ingestor).store_sources
 
-    def watched(self, collection, loaded, progress=None, job=None, *, sync):  # type: ignore[no-untyped-def]
+    def watched(self, job, collection, loaded, progress, *, sync):  # type: ignore[no-untyped-def]
         look = lambda *_: seen.append(rag.jobs.get(job).done)  # noqa: E731
-        return run(self, collection, loaded, look, job, sync=sync)
+        return run(self, job, collection, loaded, look, sync=sync)
 
-    monkeypatch.setattr(type(rag.internals.ingestor), "ingest", watched)
+    monkeypatch.setattr(type(rag.internals.ingestor), "store_sources", watched)
     job = rag.jobs.submit("notes", DOCUMENTS).id
     assert gate.reached.wait(20)
     running = rag.jobs.get(job)
@@ -396,29 +386,12 @@ def test_what_cannot_be_ingested_is_refused_at_once(
     assert rag.jobs.list().items == ()
 
 
-def test_a_full_queue_takes_no_more_but_knows_what_it_has(
-    rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragcache.pipeline.ingestion_jobs.MAX_JOBS", 2)
-    jobs = [rag.jobs.submit(f"notes {n}", DOCUMENTS, idempotency_key=str(n)).id for n in range(2)]
-    with pytest.raises(QueueFull, match="2 ingestions wait"):
-        rag.jobs.submit("notes", DOCUMENTS)
-    assert rag.jobs.submit("notes 1", DOCUMENTS, idempotency_key="1").id == jobs[1]
-    with pytest.raises(IdempotencyConflict):
-        rag.jobs.submit("notes 0", DOCUMENTS, idempotency_key="1")
-    assert len(rag.jobs.list().items) == 2
-    gate.opened.set()
-    for job in jobs:
-        assert rag.jobs.wait(job, 20).status == "done"
-    assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
-
-
 def test_documents_that_wait_have_a_budget_of_bytes(
     tmp_path: Path, model: LoadedModel, gate: Gate
 ) -> None:
-    large = [SourceDocument("a", "The kiln is warm. " * 40)]
+    large = [SourceDocument("a", "The kiln is warm. " * 80)]
     with RagCache.open(tmp_path / "state", model, ingestion_bytes="1KiB") as rag:
-        first = rag.jobs.submit("notes", large)  # alone it may be larger: 1.1 KB
+        first = rag.jobs.submit("notes", large)  # alone it may be larger
         with pytest.raises(QueueFull, match="1,024"):
             rag.jobs.submit("notes", DOCUMENTS)
         gate.opened.set()
@@ -442,25 +415,6 @@ def test_a_request_that_failed_is_queued_again_under_its_number(
     assert rag.ask("Where is the kiln?", collection="notes").sources
 
 
-def test_a_job_that_fails_is_ended_once(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second end would come after a retry was queued under the same number, and end that one."""
-    ended: list[int] = []
-    fail = Jobs.fail
-
-    def counted(rows: Jobs, job: int, error: BaseException) -> None:
-        ended.append(job)
-        fail(rows, job, error)
-
-    monkeypatch.setattr(Jobs, "fail", counted)
-    monkeypatch.setattr(ModuleEncoder, "lease", lambda *_, **__: 1 / 0)
-    queued = rag.jobs.submit("notes", DOCUMENTS)
-    assert rag.jobs.wait(queued.id, 20).status == "failed"
-    with pytest.raises(ZeroDivisionError):
-        rag.ingest("notes", DOCUMENTS)
-    rag.close()
-    assert ended == [queued.id, queued.id + 1]
-
-
 def test_a_job_that_fails_says_why_and_the_next_one_runs(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,12 +425,11 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(
     assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
 
 
-def test_closing_interrupts_what_runs_and_what_waits(
+def test_jobs_go_on_when_the_folder_is_opened_again(
     tmp_path: Path, model: LoadedModel, gate: Gate
 ) -> None:
     rag = RagCache.open(tmp_path / "state", model)
-    running = rag.jobs.submit("notes", DOCUMENTS).id
-    waiting = rag.jobs.submit("plans", DOCUMENTS, idempotency_key="a").id
+    jobs = [rag.jobs.submit("notes", DOCUMENTS[:n]).id for n in (2, 1)]
     assert gate.reached.wait(20)
     closing = threading.Thread(target=rag.close)
     closing.start()
@@ -486,31 +439,8 @@ def test_closing_interrupts_what_runs_and_what_waits(
     with pytest.raises(EngineClosed):
         rag.jobs.submit("notes", DOCUMENTS)
     with RagCache.open(tmp_path / "state", model) as again:
-        rows = {row.id: row for row in again.jobs.list().items}
-        assert {row.status for row in rows.values()} == {"interrupted"}
-        assert "EngineClosed" in rows[running].error
-        assert "the same documents again" in rows[waiting].error
-        assert again.jobs.wait(again.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
-        assert again.jobs.get(running).states == 0, "the next one of its target took them over"
-        resent = again.jobs.submit("plans", DOCUMENTS, idempotency_key="a")
-        assert resent.id == waiting
-        assert again.jobs.wait(waiting, 20).status == "done"
-
-
-def test_an_ingestion_goes_on_when_the_folder_is_opened_again(
-    tmp_path: Path, model: LoadedModel, gate: Gate
-) -> None:
-    rag = RagCache.open(tmp_path / "state", model)
-    job = rag.jobs.submit("notes", DOCUMENTS).id
-    assert gate.reached.wait(20)
-    closing = threading.Thread(target=rag.close)
-    closing.start()
-    gate.opened.set()
-    closing.join(20)
-    with RagCache.open(tmp_path / "state", model) as again:
-        assert again.jobs.get(job).status == "interrupted"
-        again.internals.shared.adopt_job()
-        assert again.jobs.wait(job, 60).status == "done"
+        assert {row.status for row in again.jobs.list().items} == {"queued"}
+        assert [again.jobs.wait(job, 60).status for job in jobs] == ["done"] * 2
         assert {row.source_id for row in again.documents("notes")} == {"kiln", "lamp"}
 
 
@@ -519,33 +449,36 @@ def texts(rag: RagCache, collection: str = "notes") -> dict[str, str]:
     return dict(rag.internals.catalog.texts(collection, names))
 
 
-@pytest.mark.parametrize("stored_before", [False, True])
-def test_what_is_ingested_at_once_stays_where_an_earlier_job_is_adopted(
-    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, stored_before: bool
+def test_a_direct_call_waits_for_jobs_that_another_process_left(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = SourceDocument("kiln", "Version 1."), SourceDocument("kiln", "Version 2.")
-    monkeypatch.setattr(IngestionWorker, "put_job", lambda *_: None)
+    monkeypatch.setattr(IngestionWorkers, "wake", lambda *_: None)
     with RagCache.open(tmp_path / "state", model) as rag:
-        if stored_before:
-            rag.ingest("notes", newer)
         job = rag.jobs.submit("notes", [older, DOCUMENTS[1]]).id
     monkeypatch.undo()
     with RagCache.open(tmp_path / "state", model) as again:
-        again.ingest("notes", newer)
-        again.internals.shared.adopt_job()
-        assert again.jobs.wait(job, 20).status == "done"
+        assert again.ingest("notes", newer).updated == 1
+        assert again.jobs.get(job).status == "done"
         assert texts(again) == {"kiln": newer.text, "lamp": DOCUMENTS[1].text}
 
 
-def test_a_job_leaves_out_what_was_deleted_while_it_waited(rag: RagCache, gate: Gate) -> None:
-    rag.jobs.submit("plans", DOCUMENTS)
-    assert gate.reached.wait(20)
+def test_a_job_that_is_canceled_stores_nothing(rag: RagCache, gate: Gate) -> None:
     job = rag.jobs.submit("notes", DOCUMENTS).id
-    rag.internals.catalog.add_collection("notes")
-    rag.delete("notes", ["kiln"])
+    assert gate.reached.wait(20)
+    assert rag.jobs.cancel(job).status == "canceled"
     gate.opened.set()
-    assert rag.jobs.wait(job, 20).status == "done"
-    assert list(texts(rag)) == ["lamp"]
+    rag.jobs.workers.join()
+    done = rag.ingest("notes", DOCUMENTS)
+    assert (done.added, done.encoded) == (2, 1), "the states that it had encoded are found"
+    assert (rag.jobs.get(job).status, rag.jobs.get(job).done) == ("canceled", 0)
+
+    def late(*_: object) -> None:
+        rag.jobs.cancel(rag.jobs.list().items[0].id)
+
+    with pytest.raises(JobCanceled, match="was canceled"):
+        rag.ingest("plans", DOCUMENTS, progress=late)
+    assert "plans" not in rag.stats().collections
 
 
 def test_a_job_leaves_out_what_was_deleted_while_it_ran(
@@ -569,96 +502,6 @@ def test_a_collection_that_is_deleted_while_its_job_runs_stays_away(
     rag.internals.catalog.add_collection("notes")
     rag.delete_collection("notes")
     gate.opened.set()
-    assert rag.jobs.wait(job, 20).status == "done"
-    assert rag.stats().collections == {}
-
-
-@pytest.fixture
-def worker() -> Iterator[IngestionWorker]:
-    made = IngestionWorker(100)
-    yield made
-    made.halt()
-    made.join()
-
-
-class Runs:
-    """Jobs that write down when they ran; the first waits until all are queued."""
-
-    def __init__(self, worker: IngestionWorker) -> None:
-        self.worker, self.ran = worker, list[int]()
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def put(self, job: int, namespace: str, nbytes: int = 1) -> None:
-        with self.worker.reserve_slot(namespace, nbytes) as slot:
-            self.worker.put_job(job, lambda: self._run(job), slot)
-
-    def _run(self, job: int) -> None:
-        self.begun.set()
-        assert self.go.wait(20)
-        self.ran.append(job)
-        if job < 0:
-            raise ValueError("a job that fails")
-
-    def finish(self, last: int) -> list[int]:
-        self.go.set()
-        self.worker.wait_for(last, 20)
-        return self.ran
-
-
-def test_namespaces_take_turns(worker: IngestionWorker) -> None:
-    runs = Runs(worker)
-    runs.put(0, "red")
-    assert runs.begun.wait(20)
-    for job in (1, 2, 3):
-        runs.put(job, "red")
-    runs.put(10, "blue")
-    runs.put(11, "blue")
-    runs.put(20, "green")
-    assert runs.finish(3) == [0, 1, 10, 20, 2, 11, 3]
-
-
-def test_bytes_are_counted_until_a_job_has_ended(worker: IngestionWorker) -> None:
-    runs = Runs(worker)
-    runs.put(1, "red", 500)  # alone
-    assert runs.begun.wait(20)
-    with pytest.raises(QueueFull, match="500 bytes"):
-        runs.put(2, "red")
-    runs.finish(1)
-    for job in (3, 4):
-        runs.put(job, "red", 50)
-    runs.finish(4)
-    runs.put(5, "red", 100)
-    assert runs.finish(5) == [1, 3, 4, 5]
-
-
-def test_a_slot_that_no_job_took_is_free_again(worker: IngestionWorker) -> None:
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no"), worker.reserve_slot("red", 100):
-            raise ValueError("no")
-    with worker.reserve_slot("red", 100), pytest.raises(QueueFull), worker.reserve_slot("red", 1):
-        pass
-
-
-def test_a_job_that_fails_ends_and_may_come_again(
-    worker: IngestionWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    runs = Runs(worker)
-    for _ in range(2):
-        runs.put(-1, "red", 100)
-        runs.finish(-1)
-    assert runs.ran == [-1, -1]
-    assert "job -1 failed" in caplog.text
-
-
-def test_nothing_begins_after_the_halt(worker: IngestionWorker) -> None:
-    runs = Runs(worker)
-    runs.put(1, "red")
-    assert runs.begun.wait(20)
-    runs.put(2, "red")
-    worker.halt()
-    runs.go.set()
-    worker.join()
-    worker.wait_for(2, 20)
-    assert runs.ran == [1]
-    with pytest.raises(EngineClosed), worker.reserve_slot("red", 1):
-        pass
+    assert rag.jobs.wait(job, 20).status == "canceled"
+    assert rag.ingest("plans", DOCUMENTS).added == 2
+    assert list(rag.stats().collections) == ["plans"]

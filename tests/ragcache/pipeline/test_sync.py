@@ -63,7 +63,7 @@ def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
     assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
 
 
-def test_a_new_name_that_is_taken_meanwhile_is_compared_again(
+def test_documents_that_were_deleted_meanwhile_are_compared_again(
     rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rag.ingest("c", folder)
@@ -73,34 +73,15 @@ def test_a_new_name_that_is_taken_meanwhile_is_compared_again(
 
     def late(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(catalog, "replace_documents", replace)
-        rag.ingest("c", SourceDocument("z.md", "Stored by somebody else."))
+        rag.delete("c", ["a.md"])
         return replace(*arguments, **options)
 
     monkeypatch.setattr(catalog, "replace_documents", late)
     done = rag.sync("c", folder)
     assert ids(rag) == ["b.md", "deep/c.md", "z.md"]
     assert rag.texts("c", ["z.md"])["z.md"].startswith("# a.md")
-    assert (done.updated, done.removed, dict(done.renamed)) == (1, ("a.md",), {})
-    assert done.encoded == 0, "its states are there"
-    assert [row.status for row in rag.jobs.list().items] == ["done"] * 3
-
-
-def test_a_sync_that_finds_its_work_done_leaves_no_failed_job(
-    rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rag.ingest("c", folder)
-    (folder / "a.md").rename(folder / "z.md")
-    catalog = rag._internals.catalog
-    replace = catalog.replace_documents
-
-    def late(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(catalog, "replace_documents", replace)
-        rag.sync("c", folder)
-        return replace(*arguments, **options)
-
-    monkeypatch.setattr(catalog, "replace_documents", late)
-    assert rag.sync("c", folder).unchanged == 3
-    assert [row.status for row in rag.jobs.list().items] == ["done"] * 3
+    assert (done.added, done.removed, dict(done.renamed)) == (1, (), {})
+    assert [row.status for row in rag.jobs.list().items] == ["done"] * 2
     assert verify(rag.internals.shared.store).clean
 
 
@@ -264,12 +245,11 @@ def test_another_process_goes_on_with_a_sync(
         (SourceDocument("lamp", "The lamp is new."), boat),
         (SkippedFile("oar", "a binary file", failed=True),), present=frozenset({"oar"}),
     )  # fmt: skip
-    monkeypatch.setattr(type(rag.jobs.worker), "put_job", lambda *_: None)
+    monkeypatch.setattr(type(rag.jobs.workers), "wake", lambda *_: None)
     job = rag.jobs.submit("c", loaded, sync=True).id
     rag.close()
     monkeypatch.undo()
     with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
-        other.internals.shared.adopt_job()
         ended = other.jobs.wait(job, 20)
         assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])
         assert ended.report["skipped"][0]["name"] == "oar"
@@ -278,29 +258,13 @@ def test_another_process_goes_on_with_a_sync(
         assert last.details == {"headings": ["Boat"], "page": 2}
 
 
-@pytest.mark.parametrize("queued", [False, True])
-def test_a_sync_that_comes_late_keeps_what_was_stored_after_its_submission(
-    rag: RagCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: LoadedModel, queued: bool
-) -> None:
+def test_a_sync_keeps_what_was_queued_after_it(rag: RagCache) -> None:
     documents = {name: SourceDocument(name, f"The {name}.") for name in ("kiln", "oar", "lamp")}
     rag.ingest("c", [documents["kiln"], documents["oar"]])
-    later = [documents["oar"], documents["lamp"]]
-    monkeypatch.setattr(type(rag.jobs.worker), "put_job", lambda *_: None)
     job = rag.jobs.submit("c", SourceDocument("boat", "The boat."), sync=True).id
-    if queued:
-        rag.jobs.submit("c", later)
-    rag.close()
-    monkeypatch.undo()
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
-        if not queued:
-            other.ingest("c", later)
-        for _ in range(1 + queued):
-            other.internals.shared.adopt_job()
-            other.jobs.wait(job, 20)
-        last = other.jobs.list().items[0].id if queued else job
-        assert other.jobs.wait(last, 20).status == "done"
-        assert other.jobs.get(job).report["removed"] == ["kiln"]
-        assert ids(other, "c") == ["boat", "lamp", "oar"]
+    rag.ingest("c", [documents["oar"], documents["lamp"]])
+    assert rag.jobs.get(job).report["removed"] == ["kiln", "oar"]
+    assert ids(rag, "c") == ["boat", "lamp", "oar"]
 
 
 def test_documents_that_langchain_split_are_ingested_as_they_are(rag: RagCache) -> None:

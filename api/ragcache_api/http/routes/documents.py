@@ -291,6 +291,13 @@ async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
     return found
 
 
+@jobs_router.delete("/{job}")
+async def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
+    """Cancels a job that waits or runs; it stores and removes nothing. One that has ended stays as
+    it is."""
+    return JobResponse.model_validate(await off_loop(context.rag.jobs.cancel, job))
+
+
 async def _job(context: RequestContext, public_id: str) -> JobResponse:
     return JobResponse.model_validate(await off_loop(context.rag.jobs.get, public_id))
 

@@ -131,14 +131,16 @@ def _create_jobs() -> None:
         _real("finished_at", nullable=True), _number("modules"), _text("error"),
         _text("namespace"), _real("created_at"), _number("done"),
         _text("idempotency_key", nullable=True), _text("request_digest"),
-        _json("options"), _json("report"),
+        _number("nbytes"), _json("options"), _json("report"),
     )  # fmt: skip
     op.create_index("jobs_by_namespace", "ingestion_jobs", ["namespace", "id"])
+    op.create_index("jobs_by_status", "ingestion_jobs", ["status", "id"])
+    op.create_index("jobs_by_turn", "ingestion_jobs", ["namespace", "started_at"])
     request = ["namespace", "idempotency_key"]
     op.create_index("jobs_by_request", "ingestion_jobs", request, unique=True)
     op.create_table(
         "job_documents", _owner_key("job_id", "ingestion_jobs"),
-        _number("ordinal", primary_key=True), _text("source_id"), _text("content"),
+        _number("ordinal", primary_key=True), _text("content"),
     )  # fmt: skip
     op.create_table("job_states", _owner_key("job_id", "ingestion_jobs"), _key("key"))
     op.create_index("ix_job_states_key", "job_states", ["key"])

@@ -13,7 +13,7 @@ const LISTED = 50;
 const PORTION_BYTES = 32 * 2 ** 20;
 const PORTION_FILES = 500;
 const WATCHED = 3; // streams at once: browsers open six connections to a server of HTTP/1.1
-const ENDED = ["done", "failed", "interrupted"];
+const ENDED = ["done", "failed", "canceled", "interrupted"];
 
 export const ingestion = {
   id: "ingestion",
