@@ -157,7 +157,7 @@ class Namespace:
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(
                 model, shared.engine, shared.deferred, config, name,
-                Quotations(model, tokens), shared.gate,
+                Quotations(model), shared.gate,
             ),
             Modules(catalog, store, encoder, tokens),
             retrievers,

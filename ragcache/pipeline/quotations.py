@@ -13,7 +13,6 @@ from typing import Any
 from ragcache.db import ModuleRow
 from ragcache.engine import Choice
 from ragcache.models import LoadedModel
-from ragcache.pipeline.module_states import ModuleTokens
 from ragcache.structured.quotation import (
     Occurrence,
     QuotableText,
@@ -57,12 +56,13 @@ class AnswerSpan:
 class QuotableModule:
     """A module's graph, and where the runs of its text stand in its document."""
 
+    text: str
     graph: QuotableText
     places: Sequence[tuple[int, int]]
 
     def span(self, module: ModuleRow, found: Occurrence, choice: int) -> AnswerSpan:
         """The span of an occurrence in the module's text."""
-        text = self.graph.text
+        text = self.text
         moved = next((at - a for a, at in reversed(self.places) if a <= found.begin), None)
         line = max(text.rfind("\n", 0, found.begin) + 1, found.begin - CONTEXT)
         end = text.find("\n", found.end)
@@ -109,7 +109,7 @@ class QuotationSources:
             if choice.finish_reason == "no_answer":  # its text is a refusal
                 continue
             known = set()
-            for found in quote(self.index, choice.token_ids, len(choice.text)):
+            for found in quote(self.index, choice.token_ids, choice.text):
                 span = self.quotable[found.text].span(self.modules[found.text], found, number)
                 place = (span.document, span.start, span.module if span.start is None else "")
                 if place not in known:  # modules may repeat a heading
@@ -120,8 +120,8 @@ class QuotationSources:
 class Quotations:
     """Makes modules of a namespace quotable, and keeps those used last. Thread-safe."""
 
-    def __init__(self, model: LoadedModel, tokens: ModuleTokens) -> None:
-        self._model, self._tokens = model, tokens
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
         self._known: OrderedDict[int, QuotableModule] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -141,10 +141,10 @@ class Quotations:
         self, modules: Sequence[ModuleRow], spellings: TokenSpellings
     ) -> dict[int, QuotableModule]:
         made = {}
-        for module, ids in zip(modules, self._tokens.of(modules), strict=True):
+        for module in modules:
             cuts = [begin for begin, _ in module.places]
-            graph = QuotableText.of(module.text, ids, spellings, cuts)
-            made[module.id] = QuotableModule(graph, module.places)
+            graph = QuotableText.of(module.text, spellings, cuts)
+            made[module.id] = QuotableModule(module.text, graph, module.places)
         with self._lock:
             self._known.update(made)
             while len(self._known) > _KEPT:

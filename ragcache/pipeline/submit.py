@@ -47,7 +47,7 @@ from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
 from ragcache.pipeline.quotations import Quotations, QuotationSources
 from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
-from ragcache.structured.quotation import QuotationConstraint, QuotationText
+from ragcache.structured.quotation import Quotation, QuotationText
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Generation:
         constraint = None if self.grammar is None else compile_constraint(self.grammar, model)
         text: MakeText = partial(_plain_text, model, self.skip_special_tokens)
         if quoted is not None:
-            constraint = partial(QuotationConstraint, quoted.index)
+            constraint = partial(Quotation, quoted.index)
             text = partial(QuotationText, quoted.index)
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)

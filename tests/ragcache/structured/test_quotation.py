@@ -20,7 +20,6 @@ from ragcache.structured.quotation import (
     Occurrence,
     QuotableText,
     Quotation,
-    QuotationConstraint,
     QuotationIndex,
     QuotationText,
     quote,
@@ -73,9 +72,7 @@ def loaded(request: pytest.FixtureRequest, tiny_reader: LoadedModel) -> LoadedMo
 
 def index_of(model: LoadedModel, *texts: str, cuts: tuple[int, ...] = ()) -> QuotationIndex:
     spellings = token_spellings(model)
-    graphs = [
-        QuotableText.of(each, model.encode_untrusted(each), spellings, cuts) for each in texts
-    ]
+    graphs = [QuotableText.of(each, spellings, cuts) for each in texts]
     return QuotationIndex(graphs, spellings)
 
 
@@ -107,7 +104,7 @@ def test_any_choice_of_tokens_is_a_run_of_words(loaded: LoadedModel, data: st.Da
     said = "".join(pieces) + text.finish()
     assert said == said.strip()
     assert not any(each in said for each in stop)
-    found = quote(index, tokens, len(said))
+    found = quote(index, tokens, said)
     assert bool(found) == bool(said)
     for place in found:
         source = texts[place.text]
@@ -154,7 +151,7 @@ def test_an_answer_may_end_between_words_only(tiny_reader: LoadedModel) -> None:
         assert not quotation.mask()[stop // 32] >> stop % 32 & 1
         assert text.push(token) == ""
     assert text.finish() == "", "nothing is left of a word that a limit cut"
-    assert quote(index, tokens[:-1], 0) == []
+    assert quote(index, tokens[:-1], "") == []
 
 
 def test_each_chinese_character_is_a_word(tiny_reader: LoadedModel) -> None:
@@ -167,41 +164,37 @@ def test_each_chinese_character_is_a_word(tiny_reader: LoadedModel) -> None:
 def test_all_occurrences_are_found_in_the_order_of_the_texts(tiny_reader: LoadedModel) -> None:
     texts = ("the red key", "no", "a red key, the red keys")
     index, tokens = index_of(tiny_reader, *texts), tiny_reader.encode_untrusted(" red key")
-    assert quote(index, tokens, 7) == [Occurrence(0, 4, 11), Occurrence(2, 2, 9)]
-    assert quote(index, tokens, 3) == [Occurrence(0, 4, 7), Occurrence(2, 2, 5)]
+    assert quote(index, tokens, "red key") == [Occurrence(0, 4, 11), Occurrence(2, 2, 9)]
+    assert quote(index, tokens, "red") == [Occurrence(0, 4, 7), Occurrence(2, 2, 5)]
 
 
 def test_no_quotation_crosses_a_cut(tiny_reader: LoadedModel) -> None:
     text = "# Leave\n\nThere are 28 days."
     whole, cut = index_of(tiny_reader, text), index_of(tiny_reader, text, cuts=(9,))
     tokens = tiny_reader.encode_untrusted(text)
-    assert len(quote(whole, tokens, len(text))) == 1
+    assert len(quote(whole, tokens, text.rstrip())) == 1
     quotation, said = Quotation(cut), 0
     while not quotation.finished:
         quotation.accept(tokens[said])
         said += 1
     assert quotation.text() == "# Leave"
-    assert quote(cut, tokens[said:], 5) == [Occurrence(0, 9, 14)]
+    assert quote(cut, tokens[said:], "There") == [Occurrence(0, 9, 14)]
 
 
-def test_tokens_that_do_not_spell_the_text_are_not_quoted(tiny_reader: LoadedModel) -> None:
-    spellings = token_spellings(tiny_reader)
-    ids = tiny_reader.encode_untrusted("The spare key hangs here")
-    wrong = [*ids[:2], 0, 100_000, *ids[3:]]  # `key` is a control token, and one of no vocabulary
-    index = QuotationIndex(
-        [QuotableText.of("The spare key hangs here", wrong, spellings)], spellings
-    )
-    text = QuotationText(index)
-    assert "".join(map(text.push, ids[:2])) + text.finish() == "The spare"
-    text = QuotationText(index)
-    assert "".join(map(text.push, ids[3:])) == "hangs here"
+def test_what_no_tokens_spell_is_not_quoted() -> None:
+    model = made("spaced")
+    quotation = Quotation(index_of(model, "key ☕ key ☕key"))
+    first = model.tokenizer.convert_ids_to_tokens(allowed(quotation, model))
+    assert "☕" not in "".join(first)
+    for token in model.encode_untrusted("key"):
+        quotation.accept(token)
+    assert [each.begin for each in quotation.occurrences("key")] == [0, 6, 11]
 
 
 def test_nothing_to_quote_ends_at_once(tiny_reader: LoadedModel) -> None:
     for texts in ((), ("",), ("\n \n",)):
-        constraint = QuotationConstraint(index_of(tiny_reader, *texts))
         quotation = Quotation(index_of(tiny_reader, *texts))
-        assert constraint.finished
+        assert quotation.finished
         assert allowed(quotation, tiny_reader) == []
         assert quotation.mask().any(), "a stop token may come"
 
@@ -210,6 +203,6 @@ def test_a_token_that_no_text_has_fails_its_own_request(tiny_reader: LoadedModel
     from ragcache.engine.constraint import GuardedConstraint
 
     index = index_of(tiny_reader, "The spare key")
-    guarded = GuardedConstraint(lambda: QuotationConstraint(index))
+    guarded = GuardedConstraint(lambda: Quotation(index))
     guarded.accept(3)
     assert isinstance(guarded.failure, ConstraintFailed)
