@@ -1,12 +1,13 @@
 """Reads tool calls from a model's text: whole (`parse_tool_calls`), or streamed (`ToolCallStream`).
 
 A reader for each style separates text from calls and emits both as soon as they are certain. The
-JSON object of a call is scanned character by character for its end, its name and its arguments.
+JSON object of a call is scanned for its end, its name and its arguments while it comes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -34,21 +35,29 @@ class InvalidToolCall:
     error: str
 
 
+# A string, whose end is the group unless it is still to come, or a mark of JSON's structure.
+_PART = re.compile(r'"(?:[^"\\]++|\\.)*+("?)|[{}\[\]:,]', re.DOTALL)
+
+
 class CallScanner:
     """Scans `{"name": ..., "arguments": {...}}` up to its closing brace. It follows strings and
-    brackets only; `parse_call` checks at the end that the text is JSON."""
+    brackets only; `parse_call` checks at the end that the text is JSON.
 
-    def __init__(self) -> None:
+    head: what a style leaves out, up to the arguments, whose closing brace then ends the object.
+    """
+
+    def __init__(self, head: str = "") -> None:
         self.text = ""
         self.done = False
-        self.depth = 0
         self.keys: list[str] = []
         self.name: str | None = None
-        self._string: int | None = None  # where the string began that is being read
-        self._escaped = False
+        self._depth = self._outer = 0
+        self._scanned = 0
         self._at_value = False
         self._begin: int | None = None
         self._end: int | None = None
+        self.read(head)
+        self._outer = self._depth
 
     @property
     def has_arguments(self) -> bool:
@@ -63,54 +72,33 @@ class CallScanner:
         """Reads text until the object ends. Returns the number of characters read."""
         begin = len(self.text)
         self.text += text
-        for place in range(begin, len(self.text)):
-            self._take(self.text[place], place)
+        for part in _PART.finditer(self.text, self._scanned):
+            if part[0][0] == '"' and not part[1]:
+                break
+            self._scanned = part.end()
+            self._take(part[0], part.start())
             if self.done:
-                self.text = self.text[: place + 1]
-                return place + 1 - begin
+                self.text = self.text[: self._scanned] + "}" * self._outer
+                return self._scanned - begin
         return len(text)
 
-    def _take(self, char: str, place: int) -> None:
-        if self._string is not None:
-            self._in_string(char, place)
-        elif char == '"':
-            self._string = place
-        elif char in "{[":
-            self._descend(char, place)
-        elif char in "}]":
-            self._ascend(place)
-        elif self.depth == 1 and char in ":,":
-            self._at_value = char == ":"
-
-    def _in_string(self, char: str, place: int) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            assert self._string is not None
-            begin, self._string = self._string, None
-            if self.depth == 1:
-                self._end_string(_string(self.text[begin : place + 1]))
-
-    def _end_string(self, value: str) -> None:
-        """Ends a string of the object itself: a key, or a key's value."""
-        if not self._at_value:
-            self.keys.append(value)
-        elif self.keys and self.keys[-1] == "name" and self.name is None:
-            self.name = value
-
-    def _descend(self, char: str, place: int) -> None:
-        wanted = self._at_value and self.keys and self.keys[-1] in ARGUMENTS
-        if self.depth == 1 and wanted and char == "{" and self._begin is None:
-            self._begin = place
-        self.depth += 1
-
-    def _ascend(self, place: int) -> None:
-        self.depth -= 1
-        if self.depth == 1 and self._begin is not None and self._end is None:
-            self._end = place + 1
-        self.done = self.depth == 0
+    def _take(self, part: str, place: int) -> None:
+        if part in "{[":
+            wanted = self._at_value and self.keys and self.keys[-1] in ARGUMENTS
+            if self._depth == 1 and wanted and part == "{" and self._begin is None:
+                self._begin = place
+            self._depth += 1
+        elif part in "}]":
+            self._depth -= 1
+            if self._depth == 1 and self._begin is not None and self._end is None:
+                self._end = place + 1
+            self.done = self._depth == self._outer
+        elif self._depth == 1 and part in ":,":
+            self._at_value = part == ":"
+        elif self._depth == 1 and not self._at_value:
+            self.keys.append(_string(part))
+        elif self._depth == 1 and self.keys and self.keys[-1] == "name" and self.name is None:
+            self.name = _string(part)
 
 
 def _string(literal: str) -> str:
@@ -450,36 +438,19 @@ class MistralReader(ToolCallReader):
             return True
         if brace < 0:
             return False
-        scan = CallScanner()
         name = self.rest[:brace].partition("[")[0].strip()
-        scan.read(f'{{"name": {json.dumps(name)}, "arguments": ')
-        self.begin_call(scan)
+        self.begin_call(CallScanner(f'{{"name": {json.dumps(name)}, "arguments": '))
         self.raw, self.rest = self.rest[:brace], self.rest[brace:]
         self._state = "arguments"
         return True
 
     def _call(self) -> bool:
-        assert self.scan is not None
-        in_list = self._state == "call"
-        ended = self.read_object() if in_list else self._read_arguments()
+        ended = self.read_object()
         self.emit_call()
         if ended:
             self.end_call()
-            self._state = "list" if in_list else "text"
+            self._state = "list" if self._state == "call" else "text"
         return ended
-
-    def _read_arguments(self) -> bool:
-        """Reads the object of arguments; the reader adds the brace around it."""
-        scan = self.scan
-        assert scan is not None
-        for place, char in enumerate(self.rest):
-            scan.read(char)
-            if scan.depth == 1:
-                self.raw, self.rest = self.raw + self.rest[: place + 1], self.rest[place + 1 :]
-                scan.read("}")
-                return True
-        self.raw, self.rest = self.raw + self.rest, ""
-        return False
 
     def _junk(self) -> bool:
         place = self.rest.find(self.OPEN)
