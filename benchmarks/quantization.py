@@ -46,7 +46,7 @@ def bench_quantization(
     model: LoadedModel, handbook: Path, questions: int,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """For `int8` and `fp8`: bytes_share of the model's dtype; keys_error and values_error, the
+    """For `int8`: bytes_share of the model's dtype; keys_error and values_error, the
     Euclidean norm of the difference over that of the states; first_token_agreement, the share of
     questions whose answer begins with the same token.
 
@@ -55,14 +55,11 @@ def bench_quantization(
     progress("encoding documents of the handbook")
     asked = _ask(model, handbook, questions)
     expected = _first_tokens(model, asked, "model")
-    kinds: dict[str, Any] = {}
-    for kind in ("int8", "fp8"):
-        progress(f"answering from {kind} states")
-        begun = _first_tokens(model, asked, kind)
-        kinds[kind] = _errors(asked, kind) | {
-            "first_token_agreement": sum(map(int.__eq__, begun, expected)) / len(asked)
-        }
-    return {"questions": len(asked), **kinds}
+    progress("answering from int8 states")
+    begun = _first_tokens(model, asked, "int8")
+    agreement = sum(map(int.__eq__, begun, expected)) / len(asked)
+    figures = _errors(asked, "int8") | {"first_token_agreement": agreement}
+    return {"questions": len(asked), "int8": figures}
 
 
 def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Question]:
@@ -137,10 +134,9 @@ def main(
         "machine": describe_machine(),
     }
     table = plain_table("kept as", "bytes", "error of keys", "of values", "answers begin alike")
-    for kind in ("int8", "fp8"):
-        row = result["quantized"][kind]
-        shares = ("bytes_share", "keys_error", "values_error", "first_token_agreement")
-        table.add_row(kind, *(f"{100 * row[share]:.2f}%" for share in shares))
+    shares = ("bytes_share", "keys_error", "values_error", "first_token_agreement")
+    row = result["quantized"]["int8"]
+    table.add_row("int8", *(f"{100 * row[share]:.2f}%" for share in shares))
     print_figures([table], result, json_file)
 
 

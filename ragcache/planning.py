@@ -442,7 +442,7 @@ def _advise_host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
     if eight == 1.0:
         yield (
             "Take kv_dtype int8: host_bytes holds the whole corpus in eight bits, and "
-            f"{format_share(plain)} of it otherwise. fp8 takes as many bytes and errs more."
+            f"{format_share(plain)} of it otherwise."
         )
     else:
         yield (

@@ -103,7 +103,7 @@ class ServiceSettings(BaseSettings):
     disk_bytes: Size | None = Field(None, description="Budget of the disk; else no limit.")
     remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
     remote_bytes: Size | None = Field(None, description="Budget of the remote tier.")
-    kv_dtype: Literal["model", "fp8", "int8"] = Field("model", description="How tiers keep states.")
+    kv_dtype: Literal["model", "int8"] = Field("model", description="How tiers keep states.")
     ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
     stale_seconds: float = Field(
         60.0, ge=1, description="Seconds that questions do without a ledger that is away."

@@ -15,7 +15,7 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LanguageModel
-from ragcache.states.quantization import StoredStates, kv_dtype_of, model_dtype
+from ragcache.states.quantization import StoredStates, model_dtype
 
 MAX_CHOICES = 128
 
@@ -311,10 +311,9 @@ def check_states(states: StoredStates, model: LanguageModel, *, by_address: bool
             + f"{model.states_dtype} on {model.device}"
         )
     packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
-    if by_address and not (packed and kv_dtype_of(states) != "fp8"):
+    if by_address and not packed:
         raise InvalidRequest(
-            "a GPU reads states in the model's dtype or int8, and the tokens of a head one "
-            "after another; restore these or make them contiguous"
+            "a GPU reads the tokens of a head one after another; make these states contiguous"
         )
 
 

@@ -6,8 +6,6 @@ embedded reader's states of the example handbook, as |x - x'| / |x| of int8:
 
     keys    per channel 0.55 %    per token 0.67 %    per head 1.02 %
     values  per channel 0.72 %    per token 0.59 %    per head 1.01 %
-
-and 2.5 % to 2.7 % for fp8 in every layout, whose error is its three bits of mantissa.
 """
 
 from __future__ import annotations
@@ -23,19 +21,18 @@ from ragcache.errors import ConfigurationError
 from ragcache.openmp import keeps_no_workers
 from ragcache.states.kv import Arrival, KVStates
 
-KVDtype = Literal["model", "fp8", "int8"]
+KVDtype = Literal["model", "int8"]
 """How a tier keeps states: as the model computed them, or in eight bits with scales."""
 
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
-_KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_LARGEST = 127.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class QuantizedStates:
     """Quantized keys and values of a run of tokens.
 
-    keys, values: [L, Hkv, S, D], int8 or float8_e4m3fn. key_scales: [L, Hkv, 1, D] and
+    keys, values: [L, Hkv, S, D], int8. key_scales: [L, Hkv, 1, D] and
     value_scales: [L, Hkv, S, 1], float32; an element is its number times its scale. dtype: that of
     the states before. arrival: as in `KVStates`.
     """
@@ -80,9 +77,8 @@ class QuantizedStates:
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """States in `dtype`, by default the one that they had before, on the same device.
 
-        Against the states that were quantized an element is wrong by at most half of its scale
-        (int8), or by the larger of 1/16 of itself and 2^-10 of its scale (fp8), and by the rounding
-        of `dtype`.
+        Against the states that were quantized an element is wrong by at most half of its scale, and
+        by the rounding of `dtype`.
         """
         wait_for_arrival(self)
         dtype = dtype or self.dtype
@@ -110,8 +106,8 @@ def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     plain = restored(states)
     if kv_dtype == "model":
         return plain
-    keys, key_scales = _scaled(plain.keys, 2, kv_dtype)
-    values, value_scales = _scaled(plain.values, 3, kv_dtype)
+    keys, key_scales = _scaled(plain.keys, 2)
+    values, value_scales = _scaled(plain.values, 3)
     if not (key_scales.isfinite().all() and value_scales.isfinite().all()):
         return plain
     return QuantizedStates(keys, values, key_scales, value_scales, plain.start, plain.keys.dtype)
@@ -136,7 +132,7 @@ def restored(states: StoredStates) -> KVStates:
 
 def readable(states: StoredStates) -> StoredStates:
     """States that the attention of their device can read: a GPU's reads int8 where it is."""
-    return states if states.keys.is_cuda and kv_dtype_of(states) == "int8" else restored(states)
+    return states if states.keys.is_cuda else restored(states)
 
 
 def wait_for_arrival(states: StoredStates) -> None:
@@ -147,9 +143,7 @@ def wait_for_arrival(states: StoredStates) -> None:
 
 def kv_dtype_of(states: StoredStates) -> KVDtype:
     """How states are kept."""
-    if isinstance(states, KVStates):
-        return "model"
-    return "int8" if states.keys.dtype == torch.int8 else "fp8"
+    return "model" if isinstance(states, KVStates) else "int8"
 
 
 def model_dtype(states: StoredStates) -> torch.dtype:
@@ -184,13 +178,10 @@ def rebuild(
     return QuantizedStates(keys, values, key_scales, value_scales, start, dtype, arrival=arrival)
 
 
-def _scaled(states: Tensor, axis: int, kv_dtype: KVDtype) -> tuple[Tensor, Tensor]:
+def _scaled(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Numbers [L, Hkv, S, D] and scales with `axis` of size one. A run without tokens has none."""
     exact = states.float()
     largest = exact.abs().amax(axis, keepdim=True) if exact.numel() else exact.sum(axis, True)
-    scales = (largest / _LARGEST[kv_dtype]).clamp_min(torch.finfo(torch.float32).tiny)
-    numbers = exact / scales  # at most _LARGEST, but for rounding
-    if kv_dtype == "int8":
-        numbers = numbers.round()
-    limit = _LARGEST[kv_dtype]
-    return numbers.clamp(-limit, limit).to(_KINDS[kv_dtype]), scales
+    scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    numbers = (exact / scales).round()  # at most _LARGEST, but for rounding
+    return numbers.clamp(-_LARGEST, _LARGEST).to(torch.int8), scales

@@ -33,7 +33,7 @@ _LONGEST_HEADER = 1 << 16
 _CHUNK = 1 << 20  # bytes read and then summed while they are in the processor's cache
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+    torch.int8: "I8",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 

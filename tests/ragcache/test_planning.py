@@ -192,7 +192,7 @@ def sizes(host: int, disk: int) -> tuple[TierSize, ...]:
     return tuple(
         TierSize(tier, kind, 10 * GIB // (1 if kind == "model" else 2), budget)
         for tier, budget in (("host", host), ("disk", disk))
-        for kind in ("model", "fp8", "int8")
+        for kind in ("model", "int8")
     )
 
 

@@ -42,7 +42,7 @@ BenchDTypeOption = Annotated[
 ]
 
 Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
-_KV_DTYPES = ("model", "fp8", "int8")
+_KV_DTYPES = ("model", "int8")
 
 
 def run_benchmark(run: Benchmark) -> dict[str, Any]:

@@ -485,7 +485,6 @@ def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM)
     [states] = encode(causal, [EncodeJob(PROMPT)])
     apart = states.keys.transpose(1, 2).contiguous().transpose(1, 2)
     for other in [
-        quantize(states, "fp8"),
         KVStates(apart, states.values, 0),
         KVStates(apart, apart, 0),
     ]:
