@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -121,8 +121,7 @@ class Ledger:
     """Rows of (key, tier), as one session sees them: tiers in memory are its own, the disk is
     that of its `place`, everything else is shared.
 
-    usage: what is not written yet; `flush` writes it. refetched: by tier, evicted states that this
-    session fetched again. failures: writes of `usage` that failed.
+    usage: what is not written yet; `flush` writes it. failures: writes of `usage` that failed.
     """
 
     def __init__(self, database: Database, place: str = "") -> None:
@@ -131,7 +130,6 @@ class Ledger:
         self.locks = KeyLocks(self.sessions)
         self.usage = UsageBuffer(self.sessions.id)
         self.failures = 0
-        self.refetched: Counter[str] = Counter()
         self._uses = 0
         self._behind = 0  # by how many ticks the uses of this session are behind the clock
         self._written = 0  # of `_uses`, those that the clock counts
@@ -285,10 +283,8 @@ class Ledger:
             kept = sorted((row for row in rows if row.key in held), key=lambda row: row.key)
             values = [row.values(self._place_of(row.tier)) for row in kept]
             upsert(session, StateTable, values, _RECORDED)
-            again = note_fetched_again(session, [(str(row.key), row.tier) for row in kept])
             self.locks.release_within(session, held & set(last))
             self._reserve(session, held - set(last), "", 0)
-        self._count_again(again)
         return held
 
     def claim(
@@ -401,7 +397,6 @@ class Ledger:
                 pending = self.usage.write(session, late)
             self._written = uses
             self._set_clock(tick)
-            self._count_again(pending.again)
         except BaseException as error:
             if pending is not None:
                 self.usage.restore(pending)
@@ -425,20 +420,14 @@ class Ledger:
             return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
 
     def evictions(self) -> dict[str, dict[str, int]]:
-        """How many states left each tier, by reason, and how many of them were fetched again."""
-        columns = (EvictionTable.tier, EvictionTable.reason, EvictionTable.fetched_again)
+        """How many states left each tier, by reason."""
+        columns = (EvictionTable.tier, EvictionTable.reason)
         counts: dict[str, dict[str, int]] = {}
         with self.database.reading() as session:
             rows = session.execute(select(*columns, func.count()).group_by(*columns))
-            for tier, reason, again, number in rows:
-                by_reason = counts.setdefault(tier, {"fetched_again": 0})
-                by_reason[reason] = by_reason.get(reason, 0) + number
-                by_reason["fetched_again"] += number if again else 0
+            for tier, reason, number in rows:
+                counts.setdefault(tier, {})[reason] = number
         return counts
-
-    def _count_again(self, again: Counter[str]) -> None:
-        with self._clock_lock:
-            self.refetched.update(again)
 
     def _at(self, tier: str) -> ColumnElement[bool]:
         return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))
@@ -471,7 +460,6 @@ class PendingUsage:
     touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)  # hits, tick, time
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
     evictions: list[dict[str, Any]] = field(default_factory=list)
-    again: Counter[str] = field(default_factory=Counter)  # once written: fetched again, by tier
 
     def __bool__(self) -> bool:
         return any((self.touches, self.memory, self.evictions))
@@ -503,15 +491,12 @@ class UsageBuffer:
         with self._lock:
             self._pending.memory[row.tier, row.key] = row
 
-    def left(self, tier: str, key: KVKey, nbytes: int, reason: str | None) -> None:
-        """Notes that states left a tier in memory. reason: None where it was no eviction."""
+    def left(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
+        """Notes that states left a tier in memory."""
+        row = {"key": str(key), "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
         with self._lock:
             self._pending.memory[tier, key] = None
-            if reason is not None:
-                self._pending.evictions.append(
-                    {"key": str(key), "tier": tier, "reason": reason, "nbytes": nbytes,
-                     "at": time.time(), "fetched_again": False}
-                )  # fmt: skip
+            self._pending.evictions.append(row)
 
     def write(self, session: Session, late: int = 0) -> PendingUsage:
         """Writes everything, and returns it: for `restore`, should the transaction fail. late: by
@@ -520,7 +505,7 @@ class UsageBuffer:
             pending, self._pending = self._pending, PendingUsage()
         try:
             _lock_states(session, pending, self._place)
-            pending.again = _write_memory(session, pending, self._place, late)
+            _write_memory(session, pending, self._place, late)
             _write_touches(session, pending, self._place, late)
             _write_evictions(session, pending)
         except BaseException:
@@ -551,7 +536,7 @@ def _written_from(place: str) -> ColumnElement[bool]:
     return or_(StateTable.place == place, StateTable.tier.in_(("disk", "remote")))
 
 
-def _write_memory(session: Session, pending: PendingUsage, place: str, late: int) -> Counter[str]:
+def _write_memory(session: Session, pending: PendingUsage, place: str, late: int) -> None:
     gone: dict[str, list[KVKey]] = {}
     rows = []
     for (tier, key), row in pending.memory.items():
@@ -564,7 +549,6 @@ def _write_memory(session: Session, pending: PendingUsage, place: str, late: int
             here = (StateTable.place == place) & (StateTable.tier == tier)
             session.execute(delete(StateTable).where(here, StateTable.key.in_(chunk)))
     upsert(session, StateTable, rows, _IN_MEMORY)
-    return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
 
 def _write_touches(session: Session, pending: PendingUsage, place: str, late: int) -> None:
@@ -594,21 +578,3 @@ def _write_evictions(session: Session, pending: PendingUsage) -> None:
         oldest = select(EvictionTable.id).where(EvictionTable.id <= newest - EVICTIONS_KEPT)
         free = oldest.with_for_update(skip_locked=True)  # another session may delete them, too
         session.execute(delete(EvictionTable).where(EvictionTable.id.in_(free)))
-
-
-def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> Counter[str]:
-    """Marks the evictions of (key, tier) that hold states once more; counts them by tier."""
-    wanted, marked = set(places), Counter[str]()
-    ids: list[int] = []
-    columns = select(EvictionTable.id, EvictionTable.key, EvictionTable.tier)
-    for chunk in chunks(sorted({key for key, _ in places})):
-        left = EvictionTable.key.in_(chunk) & ~EvictionTable.fetched_again
-        locked = columns.where(left).order_by(EvictionTable.key, EvictionTable.id)
-        for number, key, tier in session.execute(locked.with_for_update()):
-            if (key, tier) in wanted:
-                ids.append(number)
-                marked[tier] += 1
-    for start in range(0, len(ids), CHUNK):
-        chosen = EvictionTable.id.in_(ids[start : start + CHUNK])
-        session.execute(update(EvictionTable).where(chosen).values(fetched_again=True))
-    return marked

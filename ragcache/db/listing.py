@@ -129,7 +129,7 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class EvictionRow:
-    """States that left a tier, and whether they came back. module: the name of one that they belong
+    """States that left a tier. module: the name of one that they belong
     to, None where none is left or they are a schema's. at: Unix seconds."""
 
     id: int
@@ -140,7 +140,6 @@ class EvictionRow:
     reason: str
     nbytes: int
     at: float
-    fetched_again: bool
 
 
 def collection_page(
@@ -201,7 +200,7 @@ def eviction_page(
     found = [
         EvictionRow(
             row.id, row.public_id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes,
-            row.at, row.fetched_again,
+            row.at,
         )
         for row in read
     ]  # fmt: skip

@@ -240,17 +240,15 @@ class ClockTable(Base):
 
 class EvictionTable(PublicIdMixin, Base):
     """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
-    seconds; fetched_again: whether they came back to that tier."""
+    seconds."""
 
     __tablename__ = "evictions"
-    __table_args__ = (Index("evictions_by_key", "key", "tier"),)
     id: Mapped[int] = mapped_column(primary_key=True)
     key: Mapped[str]
     tier: Mapped[str]
     reason: Mapped[str]
     nbytes: Mapped[int]
     at: Mapped[float]
-    fetched_again: Mapped[bool] = mapped_column(default=False)
 
 
 class RetirementTable(Base):

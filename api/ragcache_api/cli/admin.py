@@ -167,7 +167,7 @@ def expire_modules(
     ui.console.print(f"{len(done):,} states {would} kept {until}")
 
 
-_EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetched_again")
+_EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt")
 
 
 def stats(
@@ -195,8 +195,7 @@ def stats(
             table.add_row(tier, f"{sums.states:,}", size, *counts)
         ui.console.print("", table, sep="\n")
     if evictions:
-        reasons = [reason.replace("_", " ") for reason in _EVICTION_REASONS]
-        table = ui.plain_table("evicted from", *reasons)
+        table = ui.plain_table("evicted from", *_EVICTION_REASONS)
         for tier, numbers in evictions.items():
             cells = [f"{numbers[r]:,}" if r in numbers else "" for r in _EVICTION_REASONS]
             table.add_row(tier, *cells)

@@ -269,7 +269,6 @@ class EvictionResponse(RowResponse):
     reason: str
     nbytes: int
     at: float
-    fetched_again: bool
 
 
 class StatsResponse(ResponseModel):
@@ -284,7 +283,6 @@ class StatsResponse(ResponseModel):
     engine: dict[str, float]
     series: list[dict[str, Any]]
     evictions: dict[str, dict[str, int]]
-    refetched: int
 
 
 class ProcessMemory(ResponseModel):

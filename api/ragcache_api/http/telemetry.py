@@ -104,13 +104,11 @@ class StateCollector(Collector):
         yield _counter("hits", "States found in a tier.", ["tier"], hits)
 
     def _store(self) -> Iterator[Metric]:
-        counters, refetched = self._queries.store.counters, self._queries.store.ledger.refetched
+        counters = self._queries.store.counters
         misses = "States that no tier held and that were encoded."
         yield CounterMetricFamily("ragcache_misses", misses, value=counters.encoded)
-        evictions, again = counters.evictions.copy(), refetched.copy()
+        evictions = counters.evictions.copy()
         yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
-        text = "Evicted states that were wanted again."
-        yield _counter("refetched", text, ["tier"], {(tier,): n for tier, n in again.items()})
 
     def _engine(self) -> Iterator[Metric]:
         engine, stats = self._queries.engine, self._queries.engine.stats

@@ -182,20 +182,14 @@ def test_usage_that_could_not_be_written_is_written_later(
 
 
 def test_rows_that_left_memory_are_deleted_and_recorded_with_a_reason(ledger: Ledger) -> None:
-    for number in (1, 2):
+    for number in (1, 2, 3):
         ledger.usage.admitted(row(number, "host"))
     ledger.flush()
-    ledger.usage.left("host", make_key(1), 10, "pressure")
-    ledger.usage.left("host", make_key(2), 10, None)
+    for number, reason in ((1, "pressure"), (2, "pressure"), (3, "ttl")):
+        ledger.usage.left("host", make_key(number), 10, reason)
     ledger.flush()
     assert ledger.keys("host") == set()
-    assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 0}}
-    ledger.usage.admitted(row(1, "host"))
-    ledger.flush()
-    assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 1}}
-    ledger.usage.admitted(row(1, "host"))
-    ledger.flush()
-    assert ledger.refetched == {"host": 1}
+    assert ledger.evictions() == {"host": {"pressure": 2, "ttl": 1}}
 
 
 def test_the_record_of_evictions_is_bounded(
@@ -217,14 +211,11 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
     record(ledger, 1, 2)
     assert ledger.expel("disk", [make_key(1), make_key(3)], "manual") == [make_key(1), make_key(3)]
     assert ledger.keys("disk") == {make_key(2)}
-    assert ledger.evictions() == {"disk": {"manual": 1, "fetched_again": 0}}
+    assert ledger.evictions() == {"disk": {"manual": 1}}
     other = another()
     assert other.claim([make_key(1)], ()) == ([], [])
     ledger.locks.release([make_key(1)])
     assert other.claim([make_key(1)], ()) == ([], [make_key(1)])
-    other.record(row(1), last=True)
-    assert ledger.evictions()["disk"]["fetched_again"] == 1
-    assert (other.refetched["disk"], ledger.refetched["disk"]) == (1, 0)
 
 
 @pytest.mark.parametrize("reason", ["pressure", "ttl", "manual"])

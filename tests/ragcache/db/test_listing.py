@@ -271,7 +271,7 @@ def filled_evictions(database: Database) -> Database:
     with database.transaction() as session:
         for number in (0, 1, 2, 3) * 3:
             row = {"key": str(make_key(number)), "tier": "host", "reason": "ttl", "nbytes": number}
-            session.add(EvictionTable(**row, at=0.0, fetched_again=False))
+            session.add(EvictionTable(**row, at=0.0))
     return database
 
 

@@ -175,7 +175,7 @@ def test_a_corrupt_blob_is_produced_again_and_replaced(
     assert (other.counters.corrupt, other.counters.encoded) == (1, 1)
     assert "the states are encoded again" in caplog.text
     assert same(other.disk.get(make_key(1)), make_states(1))
-    assert store.ledger.evictions()["disk"] == {"corrupt": 1, "fetched_again": 1}
+    assert store.ledger.evictions()["disk"] == {"corrupt": 1}
 
 
 class TestOpening:

@@ -212,7 +212,6 @@ async def get_stats(context: ContextDep) -> StatsResponse:
     requests = {"running": sum(computing), "waiting": len(computing) - sum(computing)}
     operator = context.caller.is_operator
     evictions = {tier: dict(each) for tier, each in stats.evictions.items() if operator}
-    refetched = sum(reasons.pop("fetched_again", 0) for reasons in evictions.values())
     return StatsResponse(
         model=service.model, uptime=time.time() - service.started, collections=stats.collections,
         requests=requests | {
@@ -220,7 +219,7 @@ async def get_stats(context: ContextDep) -> StatsResponse:
         },
         tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
         engine=service.queries.engine_figures() if operator else {},
-        evictions=evictions, refetched=refetched,
+        evictions=evictions,
     )  # fmt: skip
 
 

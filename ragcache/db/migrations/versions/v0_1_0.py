@@ -90,9 +90,8 @@ def _create_states() -> None:
     op.create_table("ledger_facts", _key("name"), _text("value"))
     op.create_table(
         "evictions", _id(), _text("public_id", unique=True), _text("key"), _text("tier"),
-        _text("reason"), _number("nbytes"), _real("at"), _flag("fetched_again"),
+        _text("reason"), _number("nbytes"), _real("at"),
     )  # fmt: skip
-    op.create_index("evictions_by_key", "evictions", ["key", "tier"])
 
 
 def _create_schemas() -> None:

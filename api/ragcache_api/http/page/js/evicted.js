@@ -1,6 +1,6 @@
 // States that left a tier: how many and why, and the latest one by one.
 import { h } from "./dom.js";
-import { bytes, count, plural } from "./format.js";
+import { bytes, count } from "./format.js";
 import { empty, moduleName, moment, plainTable, tierChip } from "./parts.js";
 import { source } from "./sources.js";
 
@@ -14,7 +14,7 @@ const LATEST = [
 ];
 
 /** By tier and reason, and the latest one by one. stats: of the server; latest: newest first. */
-export function evictions({ evictions: byTier, refetched, engine }, latest) {
+export function evictions({ evictions: byTier, engine }, latest) {
   const tiers = Object.keys(byTier).filter((tier) => Object.values(byTier[tier]).some(Boolean));
   if (!tiers.length && !latest.length)
     return empty(
@@ -33,16 +33,7 @@ export function evictions({ evictions: byTier, refetched, engine }, latest) {
     })),
   ];
   return [
-    tiers.length > 0 && [
-      plainTable(columns, tiers, "Evictions by tier and reason"),
-      h(
-        "p",
-        { class: "muted" },
-        refetched
-          ? `${plural(refetched, "state")} fetched again. What left for pressure a larger tier would have kept.`
-          : "No evicted state was needed again.",
-      ),
-    ],
+    tiers.length > 0 && plainTable(columns, tiers, "Evictions by tier and reason"),
     latest.length > 0 && plainTable(LATEST, latest, "Latest evictions"),
   ];
 }
