@@ -145,20 +145,6 @@ def test_paged_rows_are_one_write_and_contiguous_rows_one_each(
     assert (paged.rows.tolist(), paged.slots.tolist()) == ([2, 3, 5], [4, 5, 0])
 
 
-def test_a_room_takes_no_more_than_its_capacity(causal: CausalLM) -> None:
-    given = contiguous_chunk(causal, [], [0, 1, 2])
-    given.private.advance([0, 1])
-    [write] = (
-        BatchBuilder(causal)
-        .build_batch([ScheduledChunk((), given.private, [7], [2])])
-        .metadata.writes
-    )
-    assert isinstance(write, ContiguousWrite)
-    assert (write.past, write.begin, write.end) == (2, 0, 1)
-    with pytest.raises(AssertionError):
-        BatchBuilder(causal).build_batch([ScheduledChunk((), given.private, [7, 8], [2, 3])])
-
-
 def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     causal: CausalLM,
 ) -> None:

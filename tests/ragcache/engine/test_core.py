@@ -27,7 +27,7 @@ from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import scaled
-from tests.ragcache.engine.late_runner import late_core
+from tests.ragcache.engine.delayed_runner import late_core
 from tests.ragcache.engine.portioned_requests import encoded_module
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,

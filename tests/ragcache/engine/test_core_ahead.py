@@ -1,6 +1,6 @@
 """The engine core ahead of its device: the same answers, in order, over memory that is still there.
 
-The runner computes late (`late_runner`), so that all that the core reads too early is wrong.
+The runner computes late (`delayed_runner`), so that all that the core reads too early is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.conftest import scaled
-from tests.ragcache.engine.late_runner import LateRunner, late_core
+from tests.ragcache.engine.delayed_runner import LateRunner, late_core
 from tests.ragcache.engine.stepped_engine import (
     Answer,
     ManualClock,

@@ -15,7 +15,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
-from tests.ragcache.engine.late_runner import late_core
+from tests.ragcache.engine.delayed_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,

@@ -189,22 +189,10 @@ def test_overlapping_stops_in_any_pieces(texts: list[str], stop: list[str]) -> N
     check_stream(Letters(*texts), list(range(len(texts))), stop)
 
 
-def test_a_stop_string_across_many_tokens(reader: LoadedModel) -> None:
-    stop = "\n\nThe end of the answer 🙂."
-    ids = reader.encode_untrusted(f"Yes.{stop} More.")
-    assert len(ids) > 10
-    check_stream(reader.tokenizer, ids, [stop])
-    check_stream(reader.tokenizer, ids[:-4], [stop])
-
-
 def test_text_is_held_only_while_it_may_become_a_stop() -> None:
     texts = ["Hi <", "/", "b> <", "/a", ">!"]
     assert stream_pieces(texts, ["</a>"]) == (["Hi ", "", "</b> ", "", "", ""], "</a>")
     assert stream_pieces(texts[:-1], ["</a>"]) == (["Hi ", "", "</b> ", "", "</a"], None)
-
-
-def test_a_stop_inside_one_token() -> None:
-    assert stream_pieces(["one STOP two", "three"], ["STOP"]) == (["one ", "", ""], "STOP")
 
 
 def test_the_earliest_stop_wins_even_if_another_is_complete_before() -> None:
@@ -233,17 +221,6 @@ def test_an_incomplete_character_is_replaced_at_the_end(reader: LoadedModel) -> 
     stream = TextStream(reader.tokenizer)
     assert {stream.push(i) for i in ids[:-1]} == {""}
     assert stream.finish() == "\ufffd"
-
-
-@given(st.text("ab", min_size=1, max_size=8), st.lists(FEW_LETTERS, max_size=5))
-def test_the_first_occurrence_is_found_in_any_pieces(stop: str, pieces: list[str]) -> None:
-    checker, text = StopChecker([stop]), "".join(pieces)
-    sent = ""
-    for piece in pieces:
-        if checker.stopped is None:
-            sent += checker.push(piece)
-    assert checker.stopped == (stop if stop in text else None)
-    assert stop not in text or len(sent) == text.find(stop)
 
 
 @given(st.text("ab", min_size=1, max_size=8), FEW_LETTERS)
@@ -293,7 +270,6 @@ def test_the_largest_allowed_are_taken_and_repeats_are_dropped() -> None:
     assert check_stop_strings(["b", "a", "b"]) == ("b", "a")
 
 
-@pytest.mark.parametrize("stop", [[""], ["x"] * 17, ["x" * 1001]])
-def test_a_stream_refuses_unusable_stop_strings(reader: LoadedModel, stop: list[str]) -> None:
-    with pytest.raises(InvalidRequest, match="stop"):
-        TextStream(reader.tokenizer, stop)
+def test_a_stream_refuses_unusable_stop_strings(reader: LoadedModel) -> None:
+    with pytest.raises(InvalidRequest, match="0 characters"):
+        TextStream(reader.tokenizer, [""])

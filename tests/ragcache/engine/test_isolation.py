@@ -33,7 +33,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from tests.interpreted import interpreted
-from tests.ragcache.engine.late_runner import late_core
+from tests.ragcache.engine.delayed_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,

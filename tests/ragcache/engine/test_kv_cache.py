@@ -63,47 +63,10 @@ def test_a_pool_for_less_than_one_block_is_refused(causal: CausalLM) -> None:
         BlockPool.create(causal, per_block - 1, block_size=8)
 
 
-def test_a_fresh_pool_allocates_consecutive_blocks() -> None:
-    assert some_of(make_pool(8), 5) == [0, 1, 2, 3, 4]
-
-
-def test_allocation_continues_after_the_given_block() -> None:
-    pool = pool_with_free(8, [0, 3, 4, 7])
-    assert some_of(pool, 1, after=2) == [3]
-    assert some_of(pool, 2, after=6) == [7, 0]
-
-
-def test_the_rest_of_an_allocation_is_consecutive() -> None:
-    pool = pool_with_free(10, [0, 3, 6, 7, 8])
-    assert some_of(pool, 3, after=2) == [3, 6, 7]
-
-
 def test_the_shortest_free_run_that_fits_is_taken() -> None:
     pool = pool_with_free(12, [0, 2, 3, 4, 5, 8, 9, 11])
     assert some_of(pool, 2) == [8, 9]
     assert some_of(pool, 3) == [2, 3, 4]
-
-
-def test_scattered_blocks_are_taken_from_the_lowest_on() -> None:
-    pool = pool_with_free(9, [7, 1, 5, 3])
-    assert some_of(pool, 3) == [1, 3, 5]
-
-
-def test_adjacent_freed_blocks_join() -> None:
-    pool = pool_with_free(6, [2, 4, 3])
-    assert some_of(pool, 3) == [2, 3, 4]
-
-
-def test_too_few_blocks_give_none_and_take_nothing() -> None:
-    pool = pool_with_free(4, [1, 3])
-    assert pool.allocate_blocks(3, after=0) is None
-    assert pool.free_count == 2
-    assert some_of(pool, 2) == [1, 3]
-    assert pool.allocate_blocks(1) is None
-
-
-def test_allocating_no_blocks_gives_an_empty_list() -> None:
-    assert make_pool(2).allocate_blocks(0) == []
 
 
 @pytest.mark.parametrize("block_id", [1, 2, 3])
@@ -265,48 +228,12 @@ def found(tree: RadixCache, root: Hashable, tokens: Sequence[int], start: int = 
     return numbers
 
 
-def test_an_empty_tree_matches_nothing(tree: RadixCache) -> None:
-    assert found(tree, "root", [1, 2, 3]) == []
-    assert tree.evict_blocks(1) == []
-
-
 def test_the_longest_path_of_full_blocks_matches(tree: RadixCache) -> None:
     fill_path(tree, "root", [1, 2, 3, 4, 5, 6], 10)
     assert found(tree, "root", [1, 2, 3, 4, 5, 6, 7]) == [10, 11, 12]
     assert found(tree, "root", [1, 2, 3, 4, 5]) == [10, 11], "half a block does not count"
     assert found(tree, "root", [1, 2, 9, 9, 5, 6]) == [10]
     assert found(tree, "root", [9, 9, 3, 4]) == []
-
-
-def test_a_match_depends_on_root_and_positions(tree: RadixCache) -> None:
-    fill_path(tree, "root", [1, 2, 3, 4], 10)
-    assert found(tree, "other", [1, 2, 3, 4]) == []
-    assert found(tree, "root", [1, 2, 3, 4], start=1) == []
-
-
-def test_requests_that_match_hold_the_same_nodes(tree: RadixCache) -> None:
-    first = fill_path(tree, "root", [1, 2, 3, 4], 10)
-    second = tree.match_prefix("root", [1, 2, 3, 4], range(4))
-    assert [a is b for a, b in zip(first.nodes, second.nodes, strict=True)] == [True, True]
-    assert [node.references for node in first.nodes] == [2, 2]
-
-
-def test_an_equal_block_filled_at_the_same_time_is_shared(tree: RadixCache) -> None:
-    paths = [tree.match_prefix("root", [1, 2], range(2)) for _ in range(2)]
-    [block] = blocks_of([1, 2])
-    assert tree.append_block(paths[0], *block, 10)
-    assert not tree.append_block(paths[1], *block, 11), "the second copy stays with the caller"
-    assert paths[0].nodes == paths[1].nodes
-    assert ids(paths[1]) == [10]
-
-
-def test_released_blocks_are_retained_and_found_again(tree: RadixCache) -> None:
-    path = fill_path(tree, "root", [1, 2, 3, 4], 10)
-    assert tree.retained == 0
-    assert tree.release_path(path) == []
-    assert (tree.retained, path.nodes) == (2, [])
-    assert ids(tree.match_prefix("root", [1, 2], range(2))) == [10]
-    assert tree.retained == 1
 
 
 def test_root_none_shares_nothing_and_frees_its_blocks(tree: RadixCache) -> None:
@@ -318,35 +245,11 @@ def test_root_none_shares_nothing_and_frees_its_blocks(tree: RadixCache) -> None
     assert found(tree, None, [1, 2]) == []
 
 
-def test_the_end_of_a_path_is_evicted_before_its_front(tree: RadixCache) -> None:
-    keep(tree, "root", [1, 2, 3, 4, 5, 6], 10)
-    assert tree.evict_blocks(2) == [12, 11]
-    assert found(tree, "root", [1, 2, 3, 4]) == [10]
-
-
-def test_the_least_recently_used_path_is_evicted_first(tree: RadixCache) -> None:
-    keep(tree, "root", [1, 2], 10)
-    keep(tree, "other", [3, 4], 20)
-    keep(tree, "root", [5, 6], 30)
-    assert found(tree, "root", [1, 2]) == [10], "a use"
-    assert tree.evict_blocks(9) == [20, 30, 10]
-    assert tree.retained == 0
-
-
 def test_a_shared_front_is_as_recent_as_its_last_use(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4], 10)
     keep(tree, "root", [7, 8], 20)
     keep(tree, "root", [1, 2, 5, 6], 30)
     assert tree.evict_blocks(4) == [11, 20, 30, 10]
-
-
-def test_used_blocks_are_not_evicted(tree: RadixCache) -> None:
-    keep(tree, "root", [1, 2, 3, 4], 10)
-    path = tree.match_prefix("root", [1, 2], range(2))
-    assert tree.evict_blocks(9) == [11]
-    assert ids(path) == [10]
-    tree.release_path(path)
-    assert tree.evict_blocks(9) == [10]
 
 
 def test_trim_evicts_down_to_the_budget() -> None:
@@ -597,13 +500,6 @@ def test_block_table_writes_rows_to_their_slots() -> None:
     keys[1][:, [23, 8, 9]], values[1][:, [23, 8, 9]] = 0, 0
     assert not keys.any(), "nothing else is"
     assert not values.any()
-
-
-def test_positions_of_a_block_table_may_have_gaps() -> None:
-    table = make_block_table([5, 2])
-    table.advance([3, 4, 90])
-    table.advance([91, 95])
-    assert (list(table.positions), table.length) == ([3, 4, 90, 91, 95], 5)
 
 
 def test_spans_of_the_same_memory_are_equal() -> None:

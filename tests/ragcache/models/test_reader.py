@@ -185,9 +185,8 @@ def test_int8_rows_are_the_same_model_with_transformers_and_without(
 
 def test_fingerprints_cover_scales(int8_reader: Path) -> None:
     def fingerprints() -> tuple[str, str]:
-        return ReaderLM(read_reader(int8_reader)[0]).fingerprint, load_model(
-            int8_reader, dtype="bfloat16"
-        ).causal.fingerprint
+        theirs = wrap_causal(load_checkpoint(str(int8_reader), torch.bfloat16))
+        return ReaderLM(read_reader(int8_reader)[0]).fingerprint, theirs.fingerprint
 
     before = fingerprints()
     assert fingerprints() == before
@@ -216,7 +215,7 @@ def test_scales_that_do_not_fit_are_refused_by_name(
     with pytest.raises(UnsupportedModel, match=message):
         read_reader(int8_reader)
     with pytest.raises(UnsupportedModel, match=message):
-        load_model(int8_reader)
+        load_checkpoint(str(int8_reader), None)
 
 
 def test_int8_rows_are_not_quantized_again(int8_reader: Path) -> None:

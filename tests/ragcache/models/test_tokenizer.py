@@ -75,19 +75,34 @@ def merging() -> PreTrainedTokenizerFast:
     return wrapped(backend)
 
 
-@pytest.fixture(params=["reader", "first", "always", "unigram", "merging"])
-def tokenizer(request: pytest.FixtureRequest, reader: LoadedModel) -> Any:
+RUNS = ("   ", "      ", "\n\n\n\n")
+
+
+@pytest.fixture(scope="module")
+def added(reader: LoadedModel) -> Any:
+    """The reader's tokenizer with more tokens."""
+    made = deepcopy(reader.tokenizer)
+    made.add_tokens([*ADDED, *RUNS])
+    return made
+
+
+@pytest.fixture(scope="module", params=["reader", "first", "always", "unigram", "merging"])
+def tokenizer(request: pytest.FixtureRequest, added: Any) -> Any:
     if request.param == "reader":
-        made = deepcopy(reader.tokenizer)
-        made.add_tokens([*ADDED, "   "])
-        return made
+        return added
     if request.param in ("unigram", "merging"):
         return unigram() if request.param == "unigram" else merging()
     return spaced(request.param)
 
 
-def test_what_people_write_never_becomes_a_control_token(tokenizer: Any) -> None:
-    prompts = PromptTokenizer(tokenizer)
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> PromptTokenizer:
+    return PromptTokenizer(tokenizer)
+
+
+def test_what_people_write_never_becomes_a_control_token(
+    tokenizer: Any, prompts: PromptTokenizer
+) -> None:
     controls = {*control_tokens(tokenizer).values()} - {tokenizer.unk_token_id}
     assert len(controls) >= len(ADDED)
     for token in prompts.control:
@@ -98,15 +113,16 @@ def test_what_people_write_never_becomes_a_control_token(tokenizer: Any) -> None
                 assert not controls & {*ids}, text
 
 
-def test_text_that_people_wrote_comes_back(reader: LoadedModel) -> None:
-    made = deepcopy(reader.tokenizer)
-    made.add_tokens(ADDED)
+def test_text_that_people_wrote_comes_back(added: Any) -> None:
+    prompts = PromptTokenizer(added)
     text = "First <think>I think</think> then <tool_call> and <|end|>, |word|."
-    assert made.decode(PromptTokenizer(made).encode(text)) == text
+    assert added.decode(prompts.encode(text)) == text
+    text = "a      b\n\n\n\nc"
+    assert prompts.encode(text) == added.encode(text, add_special_tokens=False)
+    assert not {*RUNS} & {*control_tokens(added)}, "runs of spaces stay tokens"
 
 
-def test_a_template_writes_control_tokens(tokenizer: Any) -> None:
-    prompts = PromptTokenizer(tokenizer)
+def test_a_template_writes_control_tokens(tokenizer: Any, prompts: PromptTokenizer) -> None:
     for token, number in prompts.control.items():
         for text in (token, f"{token}a", f"[INST]{token}{token}"):
             ids = prompts.encode(prompts.spell(text), first=True)
@@ -118,8 +134,9 @@ def test_a_template_writes_control_tokens(tokenizer: Any) -> None:
     ), "as Hugging Face tokenizes rendered chats"
 
 
-def test_parts_of_a_prompt_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
-    prompts = PromptTokenizer(tokenizer)
+def test_parts_of_a_prompt_have_the_tokens_of_the_whole(
+    tokenizer: Any, prompts: PromptTokenizer
+) -> None:
     begin = "<s>" if tokenizer.bos_token == "<s>" else "<|user|>"
     parts = [f"{begin}[INST] Read", " the notes.", " The key", " hangs", f" [/INST]{begin}", "a"]
     ids = prompts.encode(prompts.spell(parts[0]), first=True)
@@ -129,20 +146,13 @@ def test_parts_of_a_prompt_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
     assert ids[: len(expected)] == expected
 
 
-def test_runs_of_spaces_stay_tokens(reader: LoadedModel) -> None:
-    made = deepcopy(reader.tokenizer)
-    made.add_tokens(["      ", "\n\n\n\n"])
-    text = "a      b\n\n\n\nc"
-    assert PromptTokenizer(made).encode(text) == made.encode(text, add_special_tokens=False)
-    assert not {"      ", "\n\n\n\n"} & {*control_tokens(made)}
-
-
-def test_every_copy_has_names_of_its_own(reader: LoadedModel) -> None:
-    spelled = {PromptTokenizer(reader.tokenizer).spell("<|end|>") for _ in range(3)}
+def test_every_copy_has_names_of_its_own() -> None:
+    tokenizer = merging()
+    spelled = {PromptTokenizer(tokenizer).spell("</s>") for _ in range(3)}
     assert len(spelled) == 3
-    assert "<|end|>" not in spelled
-    other = PromptTokenizer(reader.tokenizer)
-    assert reader.tokenizer.convert_tokens_to_ids("<|end|>") not in other.encode(spelled.pop())
+    assert "</s>" not in spelled
+    other = PromptTokenizer(tokenizer)
+    assert tokenizer.convert_tokens_to_ids("</s>") not in other.encode(spelled.pop())
 
 
 class Slow:
