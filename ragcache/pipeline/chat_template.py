@@ -6,10 +6,8 @@ hold. So a control token can only come from the template, whatever a document or
 
 The template of a chat has to see contents as they are: it trims them, splits them, tests how they
 begin. What it makes of them is one string, in which its control tokens must still be separable from
-those that a content spells. So a character of each control token in a content is replaced by a
-guard, one character from the same plane, until the template's own control tokens are marked. Tokens
-that are added without being special, such as `</think>`, stay whole behind a guard: templates look
-for them in earlier answers.
+those that a content spells. So the first letter of each control token in a content is another
+character until the template's own control tokens are marked (`ControlTokenEscaper`).
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ from ragcache.models import INSTRUCTION, LoadedModel, render_undated
 from ragcache.models.tokenizer import control_tokens
 
 _FIRST = 0x100000  # plane 16, for private use
-_FIRST_GUARD = 0x10F000  # above the marks of control tokens
+_FIRST_STAND_IN = 0x10F000  # for letters of control tokens, above the marks
 _WRITTEN = "\U0010fffd"  # before a whole control token that a content spells
-_GUARD = re.compile("[\U0010f000-\U0010fffd]")
 MARK = re.compile("([\U00100000-\U0010fffd])")
 
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
@@ -212,26 +209,40 @@ def resolve_instruction(tokenizer: Any, instruction: str | None) -> str:
 
 
 class ControlTokenEscaper:
-    """Hides control tokens that occur in contents, and reveals them again."""
+    """Hides control tokens that occur in contents, and reveals them again.
+
+    A private character stands in for the first letter of every such token, and for a letter at an
+    edge of the content that could become part of a token together with the template's text. Tokens
+    that are added without being special, such as `</think>`, stay whole behind a private character:
+    templates look for them in earlier answers, which Qwen's cuts there.
+
+    Args:
+        control: The tokenizer's control tokens, the longest first.
+        visible: Those that a template still finds whole in contents.
+
+    Example:
+        >>> escaper = ControlTokenEscaper(["<|end|>"])
+        >>> hidden = escaper.hide("Say <|end|>.")
+        >>> len(hidden), "<|end|>" in hidden
+        (12, False)
+        >>> escaper.reveal(hidden)
+        'Say <|end|>.'
+    """
 
     def __init__(self, control: Sequence[str], visible: Collection[str] = ()) -> None:
-        """control: the tokenizer's control tokens, the longest first. visible: those that a
-        template still finds whole in contents, behind a guard: Qwen's drops what comes before
-        `</think>` from earlier answers."""
         letters = sorted({letter for token in control for letter in token})
-        self._hidden = {letter: chr(_FIRST_GUARD + i) for i, letter in enumerate(letters)}
-        self._revealed = {guard: letter for letter, guard in self._hidden.items()}
-        self._revealed[_WRITTEN] = ""
+        self._hidden = {letter: chr(_FIRST_STAND_IN + i) for i, letter in enumerate(letters)}
+        self._revealed = {ord(each): letter for letter, each in self._hidden.items()}
+        self._revealed[ord(_WRITTEN)] = ""
         self._visible = frozenset(visible)
-        firsts = re.escape("".join({token[0] for token in control}))
-        self._firsts = re.compile(f"[{firsts}]" if control else "(?!)")
-        self._any = re.compile("|".join(map(re.escape, control)))
+        some = "|".join(map(re.escape, control)) or "(?!)"
+        self._any = re.compile(f"(?=({some}))")  # also those that begin inside another
         self._begins = {token[:i] for token in control for i in range(1, len(token))}
         self._ends = {token[i:] for token in control for i in range(1, len(token))}
         self._longest = max(map(len, control), default=0)
 
     def hide(self, value: Any, *, generated: bool = False) -> Any:
-        """Every text in a message or a tool, guarded. generated: the model wrote it, so that
+        """Every text in a message or a tool, hidden. generated: the model wrote it, so that
         visible tokens stay what they are. Raises `InvalidRequest` for a character that
         marks are made of."""
         if isinstance(value, str):
@@ -249,7 +260,7 @@ class ControlTokenEscaper:
 
     def reveal(self, text: str) -> str:
         """The text as people wrote it."""
-        return _GUARD.sub(lambda match: self._revealed[match[0]], text)
+        return text.translate(self._revealed)
 
     def _hide(self, text: str, *, ends: bool = True, generated: bool = False) -> str:
         """ends: whether the template's text may stand right beside this one."""
@@ -258,20 +269,17 @@ class ControlTokenEscaper:
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
                 "for control tokens; remove it"
             )
-        begins = (match.start() for match in self._firsts.finditer(text))
-        whole = {at: match[0] for at in begins if (match := self._any.match(text, at))}
-        guarded = {at for at, token in whole.items() if token in self._visible}
-        places = whole.keys() - guarded
-        if generated:
-            guarded = set()
+        whole = {found.start(): found[1] for found in self._any.finditer(text)}
+        shown = {at for at, token in whole.items() if token in self._visible}
+        places = whole.keys() - shown
         if ends:
             places |= self._edges(text)
-        if not guarded and not places:
-            return text
-        return "".join(
-            (_WRITTEN if i in guarded else "") + (self._hidden[c] if i in places else c)
-            for i, c in enumerate(text)
-        )
+        parts, done = [], 0
+        for at in sorted(places if generated else places | shown):
+            parts += [text[done:at], _WRITTEN if at in shown and not generated else ""]
+            parts.append(self._hidden[text[at]] if at in places else text[at])
+            done = at + 1
+        return "".join([*parts, text[done:]])
 
     def _edges(self, text: str) -> set[int]:
         """Where a piece of a control token begins that the template's text could complete."""
