@@ -58,8 +58,6 @@ class RagCacheConfig:
     private_bytes: int | None = None
     warm_up: bool = False
     queue: int = 1024
-    scaffold_after: int | None = None
-    scaffold_bytes: int = 2**30
     ingestion_bytes: int = 2**28
     stale_seconds: float = 60.0
     force_modes: bool = False

@@ -127,8 +127,6 @@ class RagCache:
         max_new_tokens: int = 64,
         private_bytes: int | str | None = None,
         queue: int = 1024,
-        scaffold_after: int | None = None,
-        scaffold_bytes: int | str = "1GiB",
         ingestion_bytes: int | str = "256MiB",
         stale_seconds: float = 60.0,
         force_modes: bool = False,
@@ -160,10 +158,6 @@ class RagCache:
             private_bytes: Room for the states of questions and answers; by default 512 MiB, and on
                 a GPU a part of what is free.
             queue: The most requests that wait; one more raises `QueueFull`.
-            scaffold_after: How often the same modules are retrieved in one order before they become
-                a scaffold (see `add_scaffold`); None for never.
-            scaffold_bytes: The most bytes that the states of a collection's scaffolds may come to
-                by one that was found; those that were declared count, but are never refused.
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             stale_seconds: How long questions are answered from what is in memory while the ledger
                 does not answer; then, and for all else, `LedgerUnavailable`.
@@ -204,8 +198,6 @@ class RagCache:
             private_bytes=parse_optional_bytes(private_bytes),
             warm_up=warm_up,
             queue=queue,
-            scaffold_after=scaffold_after,
-            scaffold_bytes=parse_bytes(scaffold_bytes),
             ingestion_bytes=parse_bytes(ingestion_bytes),
             stale_seconds=stale_seconds,
             force_modes=force_modes,

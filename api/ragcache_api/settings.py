@@ -64,12 +64,6 @@ class ServiceSettings(BaseSettings):
     max_new_tokens: Positive = Field(
         64, description="Tokens of an answer unless a request says; chats may fill the window."
     )
-    scaffold_after: Positive | None = Field(
-        None, description="Retrievals until a scaffold is made."
-    )
-    scaffold_bytes: Size = Field(
-        "1GiB", description="What a collection's scaffolds may take for another to be made."
-    )
     force_modes: bool = Field(
         False, description="Whether modes that are far from `exact` on the model serve too."
     )
@@ -231,7 +225,7 @@ class ServiceSettings(BaseSettings):
         """The arguments of `RagCache.open` besides state and model."""
         names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
-            "scaffold_after", "scaffold_bytes", "device_bytes", "device_kv_dtype", "disk_bytes",
+            "device_bytes", "device_kv_dtype", "disk_bytes",
             "remote", "remote_bytes", "kv_dtype", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
             "instruction", "reranker", "force_modes", "quantization",

@@ -54,7 +54,6 @@ class AskPipeline:
         prompts = []
         for selection in selections:
             self.scaffolds.follow(collection, selection.stamp)
-            self.scaffolds.note(collection, [hit.module.id for hit in selection.hits])
             encoder = self.encoder.with_instruction(selection.stamp.instruction)
             if kwargs is not None:
                 encoder = encoder.with_template(kwargs)

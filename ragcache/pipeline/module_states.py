@@ -7,19 +7,17 @@ encoded as a whole, at their positions in it, and read piece by piece (Prompt Ca
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
 from ragcache.engine import EncodeJob, Segment
-from ragcache.errors import ConfigurationError, LedgerUnavailable
+from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
 from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
@@ -32,7 +30,6 @@ Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 """Encodes jobs, at least one; gives their states in order (`LLMEngine.encode`)."""
 
 PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
-MAX_COUNTED = 4096  # selections that are counted, those seen last
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -270,30 +267,20 @@ def _placeholder(tokenizer: object) -> int:
 class Scaffolds:
     """The scaffolds of all collections of a namespace, by the ids of their modules. Thread-safe.
 
-    A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). It is declared, or
-    found: a selection that was retrieved often enough in one order. Its states override the single
-    ones wherever all its modules are selected in that order, next to each other. The ledger keeps
-    scaffolds until a document of theirs changes.
-
-    after: how often a selection must be retrieved to become one; None finds none. limit: the most
-    tokens of a collection's scaffolds, beyond which none is found; declared ones count. count:
-    counts the tokens of modules. First come, first kept (docs/adr/0041).
+    A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). Its states
+    override the single ones wherever all its modules are selected in that order, next to each
+    other. The ledger keeps scaffolds until a document of theirs changes.
     """
 
-    def __init__(
-        self, rows: ScaffoldRows, after: int | None = None, limit: float = inf,
-        count: Callable[[Members], int] = len,
-    ) -> None:  # fmt: skip
-        self._rows, self._after, self._limit, self._count = rows, after, limit, count
-        self._tokens: dict[Members, int] = {}
+    def __init__(self, rows: ScaffoldRows) -> None:
+        self._rows = rows
         self._known: dict[str, tuple[Stamp, set[Members]]] = {}
         self._kept: set[tuple[Members, KVKey]] = set()
-        self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
         self._lock = threading.Lock()
 
     def follow(self, collection: str, stamp: Stamp) -> None:
         """Reads the scaffolds of a collection where they may have changed: any process may have
-        declared or found some. stamp: that of the collection now."""
+        declared some. stamp: that of the collection now."""
         known = self._known.get(collection)
         if known is not None and known[0] == stamp:
             return
@@ -301,37 +288,6 @@ class Scaffolds:
         with self._lock:
             self._kept |= kept
             self._known[collection] = stamp, {members for members, _ in kept}
-
-    def note(self, collection: str, modules: Sequence[int]) -> None:
-        """Counts a selection, after `follow`. One that was seen often enough becomes a scaffold
-        where there is room for it."""
-        if self._after is None or len(modules) < 2:
-            return
-        members = tuple(modules)
-        seen = collection, members
-        with self._lock:
-            self._seen[seen] = self._seen.pop(seen, 0) + 1
-            often = self._seen[seen] >= self._after
-            if len(self._seen) > MAX_COUNTED:
-                self._seen.popitem(last=False)
-            known = self._known[collection][1]
-            if not often or members in known:
-                return
-            if len(self._tokens) > MAX_COUNTED:  # most were found where there was no room
-                self._tokens.clear()
-            unmeasured = {*known, members} - self._tokens.keys()
-        try:
-            measured = {each: self._count(each) for each in unmeasured}
-        except LedgerUnavailable:  # questions are answered without it, and it is found later
-            return
-        with self._lock:
-            self._tokens |= measured
-            known = self._known[collection][1]
-            wanted = known | {members}
-            if not wanted <= self._tokens.keys():  # others came meanwhile; it is found later
-                return
-            if sum(self._tokens[each] for each in wanted) <= self._limit:
-                known.add(members)
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
         """Splits a selection into runs begin:end that are encoded together, the longest scaffold

@@ -144,11 +144,7 @@ class Namespace:
         scopes = ScopeEncoder(model, template, store, encode, salt)
         tokens = ModuleTokens(catalog, model)
         ingestor = Ingestor(catalog, store, encoder, retriever, config)
-        scaffolds = Scaffolds(
-            ScaffoldRows(database, name), config.scaffold_after,
-            config.scaffold_bytes // model.causal.bytes_per_token,
-            lambda ids: sum(map(len, catalog.token_ids(ids).values())),
-        )  # fmt: skip
+        scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
         return cls(
             name, shared, catalog, ingestor,

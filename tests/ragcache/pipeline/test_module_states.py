@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakSet
+from typing import cast
 
 import pytest
 
@@ -14,12 +13,10 @@ from ragcache import RagCache, SourceDocument
 from ragcache.db import Members, ScaffoldRows, Stamp
 from ragcache.errors import (
     ConfigurationError,
-    LedgerUnavailable,
     PromptTooLong,
     UnknownCollection,
 )
 from ragcache.models import LoadedModel
-from ragcache.pipeline import module_states
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
@@ -50,9 +47,9 @@ class FakeRows:
         self.kept.setdefault(collection, {})[members] = key
 
 
-def known(*scaffolds: Members, after: int | None = None, **found: Any) -> Scaffolds:
+def known(*scaffolds: Members) -> Scaffolds:
     rows = FakeRows({"c": {members: KVKey(f"{n:064}") for n, members in enumerate(scaffolds)}})
-    made = Scaffolds(cast("ScaffoldRows", rows), after, **found)
+    made = Scaffolds(cast("ScaffoldRows", rows))
     made.follow("c", Stamp(1, 1, len(scaffolds)))
     made.follow("other", Stamp(2, 1))
     return made
@@ -94,63 +91,6 @@ def test_scaffolds_of_two_collections_with_equal_states_are_both_kept() -> None:
     assert rows.kept == {"c": {(1, 2): key}, "d": {(3, 4): key}}
 
 
-def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
-    scaffolds = known(after=2)
-    for modules in ([1, 2], [2, 1], [9], [9]):
-        scaffolds.note("c", modules)
-    assert scaffolds.runs("c", [1, 2]) == [(0, 1), (1, 2)]
-    scaffolds.note("c", [1, 2])
-    assert scaffolds.runs("c", [1, 2]) == [(0, 2)]
-    assert scaffolds.runs("c", [2, 1]) == [(0, 1), (1, 2)]
-    off = known()
-    for _ in range(9):
-        off.note("c", [1, 2])
-    assert off.runs("c", [1, 2]) == [(0, 1), (1, 2)]
-
-
-class _Module:
-    """A module's id."""
-
-
-def test_selections_that_have_no_room_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_states, "MAX_COUNTED", 4)
-    scaffolds, alive = known(after=1, limit=1), WeakSet[_Module]()
-    for _ in range(40):
-        selection = [_Module(), _Module()]
-        alive.update(selection)
-        scaffolds.note("c", cast("list[int]", selection))
-    assert len(alive) <= 12, "of those counted last"
-
-
-def test_scaffolds_are_found_while_there_is_room_first_come_first_kept() -> None:
-    scaffolds = known((8, 9), after=1, limit=70, count=lambda ids: 10 * len(ids))
-    for found in ([1, 2], [3, 4, 5], [1, 2], [6, 7]):
-        scaffolds.note("c", found)
-    assert scaffolds.runs("c", [1, 2, 3, 4, 5, 8, 9]) == [(0, 2), (2, 5), (5, 7)]
-    assert scaffolds.runs("c", [6, 7]) == [(0, 1), (1, 2)], "20 of declared ones, and 20, and 30"
-    scaffolds.note("other", [6, 7])
-    assert scaffolds.runs("other", [6, 7]) == [(0, 2)], "each collection has its own room"
-    scaffolds.follow("c", Stamp(1, 2))  # documents have changed: all scaffolds are gone
-    scaffolds.note("c", [6, 7])
-    assert scaffolds.runs("c", [6, 7]) == [(0, 2)]
-
-
-def test_no_scaffold_is_found_while_the_ledger_does_not_say_how_long_it_is() -> None:
-    lengths: list[int] = []
-
-    def count(ids: Members) -> int:
-        if not lengths:
-            raise LedgerUnavailable("down")
-        return lengths[0]
-
-    scaffolds = known(after=1, limit=5, count=count)
-    scaffolds.note("c", [1, 2])
-    assert scaffolds.runs("c", [1, 2]) == [(0, 1), (1, 2)]
-    lengths.append(5)
-    scaffolds.note("c", [1, 2])
-    assert scaffolds.runs("c", [1, 2]) == [(0, 2)]
-
-
 def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     """Encoded together after the preamble, the modules are what an ordinary prefill makes them."""
     exact = rag.ask(QUESTION, collection="notes", k=2, mode="exact")
@@ -173,28 +113,6 @@ def test_another_order_reads_the_single_modules(rag: RagCache) -> None:
     rag.add_scaffold("notes", order[::-1])
     answer = rag.ask(QUESTION, collection="notes", k=2)
     assert {source.scaffold for source in answer.sources} == {""}
-
-
-def test_what_is_retrieved_together_often_is_encoded_together(
-    tmp_path: Path, model: LoadedModel
-) -> None:
-    with RagCache.open(
-        tmp_path / "found", model, max_new_tokens=4, private_bytes="8MiB", scaffold_after=3
-    ) as rag:
-        rag.ingest("notes", DOCUMENTS)
-        asked = [rag.ask(QUESTION, collection="notes", k=2).sources for _ in range(4)]
-    assert [{s.tier for s in sources} for sources in asked] == [
-        {"host"}, {"host"}, {"encoded"}, {"host"}
-    ]  # fmt: skip
-    assert [bool(sources[0].scaffold) for sources in asked] == [False, False, True, True]
-    tokens = sum(len(model.encode_untrusted(each.text)) for each in DOCUMENTS)
-    for room, found in ((tokens * model.causal.bytes_per_token, True), (1, False)):
-        with RagCache.open(
-            tmp_path / f"room{room}", model, max_new_tokens=1, scaffold_after=1, scaffold_bytes=room
-        ) as rag:
-            rag.ingest("notes", DOCUMENTS)
-            sources = rag.ask(QUESTION, collection="notes", k=2).sources
-            assert bool(sources[0].scaffold) is found
 
 
 def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:
