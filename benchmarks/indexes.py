@@ -1,22 +1,23 @@
-"""Indexes: what a question waits for retrieval after changes of a large collection, beside building
-the whole BM25 index, which it would have to wait for if that were not built aside.
+"""Indexes: what questions wait for retrieval after changes of a large collection by another process,
+beside building the whole BM25 index.
 
-    python benchmarks/indexes.py --modules 10000 --json FILE
+    python benchmarks/indexes.py --modules 5000 --json FILE
 """
 
 from __future__ import annotations
 
 import random
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from harness import (
     JsonFile,
@@ -28,12 +29,12 @@ from harness import (
 )
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule
-from ragcache.retrieval import Retriever, SearchParams
-from ragcache.retrieval.words import WordIndex
+from ragcache.retrieval import BM25Index, Retriever, SearchParams
 
 _COLLECTION, _DOCUMENT = "bench", 10  # modules of a document
 _WORDS, _VOCABULARY = 250, 20_000  # of a module; of all
 _AT_ONCE = 500  # documents that are stored in one transaction
+_CHANGES = 15  # of which two have tantivy merge segments
 
 
 class Corpus:
@@ -64,8 +65,9 @@ class Corpus:
 
 
 def bench_indexes(modules: int) -> dict[str, Any]:
-    """Seconds of each question, and those of the processor in its own thread."""
-    corpus, waits = Corpus(), {}
+    """Seconds of each question, and those of the processor in its own thread, as medians."""
+    corpus = Corpus()
+    waits: dict[str, list[dict[str, float]]] = defaultdict(list)
     with (
         TemporaryDirectory() as folder,
         closing(Database.open(Path(folder) / "ledger")) as database,
@@ -76,27 +78,30 @@ def bench_indexes(modules: int) -> dict[str, Any]:
             other.replace_documents(_COLLECTION, made[start : start + _AT_ONCE])
         catalog = Catalog(database, "tokenizer", None)
         retriever, rows = Retriever(catalog), catalog.modules(_COLLECTION)
-        index = WordIndex(np.array([row.id for row in rows]), [row.text for row in rows])
-        waits["the whole index is built"] = _timed(index.build)
+        texts = {row.id: row.text for row in rows}
+        waits["the whole index is built"].append(_timed(lambda: BM25Index(texts)))
 
         def ask(name: str) -> None:
             query = corpus.text(5)
-            waits[name] = _timed(lambda: retriever.retrieve(query, _COLLECTION, SearchParams(4)))
+            search = partial(retriever.retrieve, query, _COLLECTION, SearchParams(4))
+            waits[name].append(_timed(search))
 
-        retriever.prepare_index(_COLLECTION)
-        _settle()
-        ask("the first question, its index built aside")
-        for name, new in (("10 new modules", 10), (f"{modules // 5:,} new modules", modules // 5)):
-            other.replace_documents(_COLLECTION, list(corpus.documents(new)))
-            ask(f"after {name}")
-            _settle()
+        ask("the first question, which builds it")
+        ask("another question")
+        for _ in range(_CHANGES):
+            other.replace_documents(_COLLECTION, list(corpus.documents(_DOCUMENT)))
+            ask(f"after {_DOCUMENT} new modules (median of {_CHANGES} changes)")
+        other.replace_documents(_COLLECTION, list(corpus.documents(modules // 5)))
+        ask(f"after {modules // 5:,} new modules")
         other.replace_documents(_COLLECTION, list(corpus.documents(modules // 5, count())))
         ask(f"after {modules // 5:,} modules were replaced")
-        _settle()
         other.delete_documents(_COLLECTION, ["0"])
         ask("after a document was deleted")
-        _settle()
-    return {"modules": modules, "waits": waits}
+    medians = {
+        name: {key: median(wait[key] for wait in each) for key in each[0]}
+        for name, each in waits.items()
+    }
+    return {"modules": modules, "waits": medians}
 
 
 def _timed(call: Callable[[], object]) -> dict[str, float]:
@@ -105,21 +110,15 @@ def _timed(call: Callable[[], object]) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - began, "cpu_s": time.thread_time() - processor}
 
 
-def _settle() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "ragcache-index":
-            thread.join()
-
-
 def main(
-    modules: Annotated[int, typer.Option(min=500, help="Modules of the collection.")] = 10_000,
+    modules: Annotated[int, typer.Option(min=500, help="Modules of the collection.")] = 5_000,
     json_file: JsonFile = None,
 ) -> None:
     """What questions wait for retrieval after changes of a large collection."""
     result = run_benchmark(lambda _: bench_indexes(modules)) | {"machine": describe_machine()}
     table = plain_table("at a question", "seconds", "of the processor")
     for name, wait in result["waits"].items():
-        table.add_row(name, f"{wait['wall_s']:.2f}", f"{wait['cpu_s']:.2f}")
+        table.add_row(name, f"{wait['wall_s']:.4f}", f"{wait['cpu_s']:.4f}")
     print_figures([f"{modules:,} modules", table], result, json_file)
 
 

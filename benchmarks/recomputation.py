@@ -44,7 +44,7 @@ from ragcache.engine.runner import ModelRunner, runner_for
 from ragcache.evaluation import Dataset, exact_match, f1
 from ragcache.models import LoadedModel, load_model, prompt_frame, wrap_causal
 from ragcache.pipeline.blend import choose_runs
-from ragcache.retrieval.words import WordIndex
+from ragcache.retrieval import BM25Index
 from ragcache.states import KVStates
 
 CHOICES = ("linked", "blend", "blend of tokens", "oracle", "random", "blend of isolated")
@@ -320,14 +320,13 @@ def splitter(model: LoadedModel, tokens: int) -> Split:
 
 
 @lru_cache
-def _index(texts: tuple[str, ...]) -> WordIndex:
-    return WordIndex(np.arange(len(texts)), texts)
+def _index(texts: tuple[str, ...]) -> BM25Index:
+    return BM25Index(dict(enumerate(texts)))
 
 
 def retrieve(question: str, texts: tuple[str, ...], k: int) -> list[int]:
     """The numbers of the `k` best texts by BM25, the best first."""
-    scores = _index(texts).scores(question)
-    return [int(at) for at in np.argsort(-scores, kind="stable")[:k] if scores[at] > 0]
+    return [number for number, _ in _index(texts).search(question, k)]
 
 
 def _kl(expected: Tensor, given: Tensor) -> float:

@@ -113,7 +113,7 @@ def test_a_package_loads_no_library_that_it_does_not_use() -> None:
     stores = {
         "sqlalchemy",
         "faiss",
-        "bm25s",
+        "tantivy",
         "langchain_core",
         "langchain_text_splitters",
         "lxml",

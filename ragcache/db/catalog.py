@@ -176,45 +176,31 @@ class Catalog:
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
         return [found[name] for name in names if name in found]
 
-    def reread_modules(
-        self, collection: str, known: Mapping[int, ModuleRow], most: int | None = None
-    ) -> Contents:
+    def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
         """The stamp and all modules of a collection, the known ones first, in their order. Of these
         only names are read: the rest of a module never changes, and ids are not used again. Token
-        ids of a few new ones are read along: questions ask for them next. most: where more are new,
-        only those are read that take the place of known ones in their document. Raises
+        ids of a few new ones are read along: questions ask for them next. Raises
         `UnknownCollection`."""
         with self._database.reading() as session:
             stamp = self._stamp_of(session, collection)
-            return self._contents(session, collection, stamp, known, most)
+            return self._contents(session, collection, stamp, known)
 
     def _contents(
-        self, session: Session, collection: str, stamp: Stamp, known: Mapping[int, ModuleRow],
-        most: int | None,
-    ) -> Contents:  # fmt: skip
-        kept, new, complete = self._reread(session, collection, known, most)
+        self, session: Session, collection: str, stamp: Stamp, known: Mapping[int, ModuleRow]
+    ) -> Contents:
+        if not known:
+            kept, new = [], self._rows(session, collection)
+        else:
+            columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
+            every = session.execute(self._within(from_modules(*columns), collection))
+            named = {row.id: row for row in every}
+            kept = [_renamed(row, *named[n][1:]) for n, row in known.items() if n in named]
+            new = []
+            for chunk in chunks(sorted(named.keys() - known.keys())):
+                new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
         if len(new) <= CHUNK:
             self._read_tokens(session, [row.id for row in new])
-        return Contents(stamp, kept + new, complete)
-
-    def _reread(
-        self, session: Session, collection: str, known: Mapping[int, ModuleRow], most: int | None
-    ) -> tuple[list[ModuleRow], list[ModuleRow], bool]:
-        if not known and most is None:
-            return [], self._rows(session, collection), True
-        columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
-        every = session.execute(self._within(from_modules(*columns), collection))
-        named = {row.id: row for row in every}
-        kept = [_renamed(row, *named[n][1:]) for n, row in known.items() if n in named]
-        came = sorted(named.keys() - known.keys())
-        chosen = came
-        if most is not None and len(came) > most:
-            changed = {row.document for number, row in known.items() if number not in named}
-            chosen = [number for number in came if named[number].source_id in changed]
-        new: list[ModuleRow] = []
-        for chunk in chunks(chosen):
-            new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
-        return kept, new, len(chosen) == len(came)
+        return Contents(stamp, kept + new)
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         with self._database.reading() as session:
@@ -274,7 +260,7 @@ class Catalog:
         return self._stamp.read(collection, lambda: self._read_stamp(collection))
 
     def stamp_and_changes(
-        self, collection: str, before: Stamp, known: Mapping[int, ModuleRow], most: int
+        self, collection: str, before: Stamp, known: Mapping[int, ModuleRow]
     ) -> tuple[Stamp, Contents | None]:
         """The stamp and, where something has changed since the one `before`, what `reread_modules`
         gives, in one snapshot. Raises `UnknownCollection`."""
@@ -284,7 +270,7 @@ class Catalog:
             with self._database.reading() as session:
                 stamp = self._stamp_of(session, collection)
                 if not before.covers(stamp):
-                    changes.append(self._contents(session, collection, stamp, known, most))
+                    changes.append(self._contents(session, collection, stamp, known))
                 return stamp
 
         stamp = self._stamp.read(collection, read)
@@ -462,11 +448,10 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The modules of a collection at a stamp. complete: whether all that are new were read."""
+    """The modules of a collection at a stamp."""
 
     stamp: Stamp
     modules: Sequence[ModuleRow]
-    complete: bool
 
 
 def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:

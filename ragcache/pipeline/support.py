@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ragcache.db import ModuleRow
 from ragcache.documents.markdown import find_headings, find_tables, headings_above
 from ragcache.pipeline.quotations import headings_of
-from ragcache.retrieval.words import characters, terms
+from ragcache.retrieval.bm25 import characters, terms
 
 _BREAK = re.compile(
     r"(?<=[.!?])\s+|(?<=[。！？])"  # a sentence ends

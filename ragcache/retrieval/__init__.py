@@ -1,7 +1,8 @@
 """Retrieval: sparse and dense search over the modules of a collection, and their fusion."""
 
+from ragcache.retrieval.bm25 import BM25Index
 from ragcache.retrieval.filters import Filters, compile_filters
-from ragcache.retrieval.reranking import CrossEncoderReranker, Reranker
+from ragcache.retrieval.resolve import CrossEncoderReranker, Reranker
 from ragcache.retrieval.retriever import (
     Hit,
     Retriever,
@@ -11,10 +12,10 @@ from ragcache.retrieval.retriever import (
     Selection,
     embedder_name,
 )
-from ragcache.retrieval.search import CollectionIndex, fuse
+from ragcache.retrieval.search import VectorIndex, fuse
 
 __all__ = [
-    "CollectionIndex", "CrossEncoderReranker", "Filters", "Hit", "Reranker", "Retriever",
-    "Retrievers", "SearchKind", "SearchParams", "Selection", "compile_filters", "embedder_name",
+    "BM25Index", "CrossEncoderReranker", "Filters", "Hit", "Reranker", "Retriever", "Retrievers",
+    "SearchKind", "SearchParams", "Selection", "VectorIndex", "compile_filters", "embedder_name",
     "fuse",
 ]  # fmt: skip

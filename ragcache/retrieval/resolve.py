@@ -1,14 +1,16 @@
-"""What the options `embedding` and `reranker` name. Nothing heavy is imported before."""
+"""The embedder and the reranker that options name; nothing heavy is imported before their use."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ragcache.config import MINILM_PACKAGE, check_embedding
-from ragcache.retrieval.reranking import CrossEncoderReranker, Reranker
+from ragcache.config import MINILM_PACKAGE, check_embedding, check_reranker
+from ragcache.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
@@ -49,6 +51,59 @@ def has_minilm() -> bool:
 @cache
 def _warn_once() -> None:
     _log.warning("%s", WORDS_ONLY)
+
+
+@runtime_checkable
+class Reranker(Protocol):
+    """Scores how well texts answer a query (Nogueira and Cho, 2019). Calls come from any number of
+    threads."""
+
+    def score_texts(self, query: str, texts: Sequence[str]) -> Sequence[float]:
+        """A score from 0 to 1 for each text; higher is better."""
+        ...
+
+
+class CrossEncoderReranker:
+    """A cross-encoder of sentence-transformers with one logit (extra `sentence-transformers`).
+    Thread-safe.
+
+    Args:
+        model: A folder or a hub name, such as `cross-encoder/ms-marco-MiniLM-L6-v2`.
+        device: Where it runs.
+
+    Raises:
+        ConfigurationError: It is neither a folder nor a hub name, or has several logits.
+        MissingExtra: sentence-transformers is not installed.
+        ModelNotFound: The model is not on this machine and cannot be fetched.
+    """
+
+    def __init__(self, model: str, device: str = "cpu") -> None:
+        check_reranker(model)
+        import torch
+
+        from ragcache.models.loader import quiet_loading
+
+        with quiet_loading():
+            from sentence_transformers import CrossEncoder
+
+        self._scoring = threading.Lock()  # fast tokenizers are not thread-safe
+        self._sigmoid = torch.nn.Sigmoid()
+        try:
+            self._model = CrossEncoder(model, device=device, num_labels=1)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelNotFound(
+                f"cannot load the reranker {model!r}: {error}. Give a folder, or the name of a hub "
+                "model with one logit that this machine has or can reach; without `reranker` "
+                "nothing is reranked"
+            ) from error
+
+    def score_texts(self, query: str, texts: Sequence[str]) -> list[float]:
+        pairs = [(query, text.strip()) for text in texts]
+        with self._scoring:
+            scores: list[float] = self._model.predict(
+                pairs, activation_fn=self._sigmoid, show_progress_bar=False
+            ).tolist()
+        return scores
 
 
 def resolve_reranker(reranker: Reranker | str | None) -> Reranker | None:

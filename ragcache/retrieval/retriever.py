@@ -1,23 +1,18 @@
 """The retriever: a question in, the modules that answer it best out.
 
 Sparse search is BM25 over words, dense search the cosine of embeddings, hybrid search both, fused
-by reciprocal rank. The catalog is the truth: an index (`CollectionIndex`) is built from it in
-memory. When the catalog changes, questions are served at once by the index with the change applied
-to it, and one that is built anew aside takes its place (`_Rebuilder`).
+by reciprocal rank.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -25,48 +20,20 @@ import numpy as np
 
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
 from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
-from ragcache.db.catalog import Contents
-from ragcache.errors import (
-    ConfigurationError,
-    EngineClosed,
-    InvalidRequest,
-    LedgerUnavailable,
-    UnknownCollection,
-)
+from ragcache.errors import InvalidRequest
+from ragcache.retrieval.bm25 import Ranking, terms
 from ragcache.retrieval.filters import Filters, Test, compile_filters
-from ragcache.retrieval.reranking import Reranker
-from ragcache.retrieval.search import (
-    MOST_FUSED,
-    CollectionIndex,
-    Ranking,
-    fuse,
-    overlaps,
-    select_by_mmr,
-)
-from ragcache.retrieval.words import terms
+from ragcache.retrieval.indexes import CollectionIndex, CollectionIndexes
+from ragcache.retrieval.resolve import Reranker
+from ragcache.retrieval.search import MOST_FUSED, fuse, overlaps, select_by_mmr
 
 if TYPE_CHECKING:  # slow to import, and sparse search does without
     from langchain_core.embeddings import Embeddings
-
-_log = logging.getLogger(__name__)
 
 SearchKind = Literal["hybrid", "sparse", "dense"]
 
 CANDIDATES = 50
 """Modules that each ranking passes to fusion and to `mmr`."""
-
-APPLIED_AT_ONCE = 500
-"""New modules that are applied to an index within a question: it takes 0.2 s. More are found when
-they are indexed aside, but for those of documents whose earlier modules the index held."""
-
-EMBEDDED_AT_ONCE = 8
-"""Modules without a vector that are embedded within a question. More of them are found by their
-words until they are embedded aside."""
-
-_EMBED_BATCH = 64
-_EMBEDDED_ASIDE = 32  # until other collections have their turn
-_EXIT_SECONDS = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a build that failed; each twice the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,71 +116,37 @@ class Selection:
     best_bm25: tuple[float, ...] = field(default=(), compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Indexed:
-    """behind: whether it lacks modules that are new at the stamp."""
-
-    stamp: Stamp
-    index: CollectionIndex
-    modules: dict[int, ModuleRow]
-    behind: bool = False
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether another one should be built."""
-        return self.behind or self.index.has_old_words or self.index.lacks_vectors
-
-
-def _applied(before: _Indexed, read: Contents) -> _Indexed:
-    """The index with what has changed since."""
-    modules = {row.id: row for row in read.modules}
-    index = before.index.update(*_ids_and_texts(modules))
-    return _Indexed(read.stamp, index, modules, behind=not read.complete)
-
-
 class Retriever:
-    """Searches the collections of one catalog. Thread-safe: searches run in parallel, and threads
-    that need the same first index wait for one of them to build it.
+    """Searches the collections of one catalog. Thread-safe: searches run in parallel.
 
-    What any process has stored is found by the next question, and what any has deleted is not. No
-    question waits for a large index to be built again: it takes what came and what went since into
-    account, at a cost in proportion to that, and one thread builds another aside. More than
-    `APPLIED_AT_ONCE` new modules are found when that is built, but for those that replace others,
-    which are found at once. What this process ingests it takes into account itself
-    (`update_index`), before `ingest` returns. A build that fails is tried again by a question
-    after a pause, of a second at first and of a minute at most.
-
-    Modules without a vector of the embedder are embedded aside, too, unless there are few
-    (`EMBEDDED_AT_ONCE`). Hybrid searches find them by their words until then; dense ones wait."""
+    The next question finds what any process has stored, and never what any has deleted
+    (`CollectionIndexes`). Hybrid searches find modules that have no vector yet by their words;
+    dense searches wait until these are embedded."""
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,
         reranker: Reranker | None = None,
     ) -> None:  # fmt: skip
         self.embedder, self.reranker = embedder, reranker
-        self._catalog, self._vectors = catalog, vectors
-        self._indexed: dict[str, _Indexed] = {}
-        self._changing: dict[str, threading.Lock] = {}  # held to change an entry of `_indexed`
-        self._building: dict[str, threading.Lock] = {}  # held to build aside; taken first
-        self._rebuilder = _Rebuilder(self._rebuild)
+        self._indexes = CollectionIndexes(catalog, embedder, vectors)
 
     def using(self, embedder: Embeddings) -> Retriever:
         """A retriever with another embedder of the same name, sharing vectors and indexes."""
         other = copy(self)
-        other.embedder = embedder
+        other.embedder = self._indexes.embedder = embedder
         return other
 
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
-        stamp = self._observe(collection)  # one that is unknown costs no embedding
+        stamp = self._indexes.observe(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params, stamp)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        stamp = await asyncio.to_thread(self._observe, collection)
+        stamp = await asyncio.to_thread(self._indexes.observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, params, stamp)
@@ -224,32 +157,22 @@ class Retriever:
         """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
         vector of another length."""
         self._check_embedder()
-        stamp = self._observe(collection)
+        stamp = self._indexes.observe(collection)
         return self._select("", _vector(vector), collection, params, stamp)
 
     def update_index(self, collection: str) -> None:
         """Applies a change of a collection to its index, if there is one, so that no question has
         to. Where the ledger does not answer, the next question does it."""
-        if collection in self._indexed:
-            with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
-                if self._current(collection, None, self._catalog.stamp(collection)).behind:
-                    self._rebuild(collection)  # not in its turn after other collections
+        self._indexes.update(collection)
 
     def prepare_index(self, collection: str) -> None:
-        """Has the first index of a collection built aside, with its vectors, so that its first
-        question need not wait, or not for as long. Returns at once."""
-        if collection not in self._indexed:
-            self._rebuilder.request(collection)
+        """Builds the first index of a collection in the background, with its vectors, so that its
+        first question need not wait, or not for as long."""
+        self._indexes.prepare(collection)
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors [N, D] float32 of stripped texts; None without an embedder."""
-        if self.embedder is None:
-            return None
-        rows: list[list[float]] = []
-        stripped = [text.strip() for text in texts]
-        for start in range(0, len(texts), _EMBED_BATCH):
-            rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
-        return np.asarray(rows, dtype=np.float32)
+        return self._indexes.embed_texts(texts)
 
     def _embedder_for(self, params: SearchParams) -> Embeddings | None:
         if params.search == "sparse":
@@ -269,284 +192,64 @@ class Retriever:
         stamp: Stamp,
     ) -> Selection:  # fmt: skip
         dimension = None if vector is None else len(vector)
-        indexed = self._current(collection, dimension, stamp)
-        while params.search == "dense" and indexed.index.lacks_vectors:
-            self._build(collection)
-            indexed = self._current(collection, dimension, stamp)
-        if not indexed.modules:
+        index = self._indexes.index_at(collection, stamp, dimension)
+        while params.search == "dense" and index.missing:
+            self._indexes.embed_some(collection)
+            index = self._indexes.index_at(collection, stamp, dimension)
+        if not index.modules:
             return Selection(query, (), stamp)
-        ranking, bm25, cosine = _rank(query, vector, indexed, params)
+        ranking, bm25, cosine = _rank(query, vector, index, params)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
         began = time.perf_counter()
-        rescored = self._rescored(query, ranking, indexed, params)
+        rescored = self._rescored(query, ranking, index, params)
         took = time.perf_counter() - began if rescored else 0.0
         if rescored:
-            read = ranking[: len(rescored)]
-            best = sorted(read, key=lambda pair: -rescored[pair[0]])
+            best = sorted(ranking[: len(rescored)], key=lambda pair: -rescored[pair[0]])
             ranking = _within(best, params.relative_threshold, rescored)
         else:
             ranking = _within(ranking, params.relative_threshold, bm25, cosine)
         if params.mmr is not None:
             relevant = [(n, rescored.get(n, score)) for n, score in ranking[: params.depth]]
-            order = _diverse(relevant, indexed, params)
-            ranking = [ranking[place] for place in order]
+            ranking = [ranking[place] for place in _diverse(relevant, index, params)]
         hits = (
-            Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
+            Hit(index.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
             for n, score in ranking[: params.k]
         )
-        words = None if params.search == "dense" else indexed.index.word_weights(query)
+        words = None if params.search == "dense" else index.words.word_weights(query)
         return Selection(query, tuple(hits), stamp, took, words, tuple(nlargest(2, bm25.values())))
 
     def _rescored(
-        self, query: str, ranking: Ranking, indexed: _Indexed, params: SearchParams
+        self, query: str, ranking: Ranking, index: CollectionIndex, params: SearchParams
     ) -> dict[int, float]:
         """The reranker's scores of the first candidates; empty without a reranker or a text."""
         if self.reranker is None or not params.rerank or not ranking or not query:
             return {}
         numbers = [number for number, _ in ranking[: max(params.rerank, params.k)]]
-        texts = [indexed.modules[number].text for number in numbers]
-        scores = self.reranker.score_texts(query, texts)
+        scores = self.reranker.score_texts(query, [index.modules[n].text for n in numbers])
         return dict(zip(numbers, map(float, scores), strict=True))
-
-    def _observe(self, collection: str) -> Stamp:
-        """The stamp of a collection. What has changed since that of its index is read in the same
-        snapshot, and taken into account."""
-        before = self._indexed.get(collection)
-        if before is None:
-            return self._catalog.stamp(collection)
-        stamp, changes = self._catalog.stamp_and_changes(
-            collection, before.stamp, before.modules, APPLIED_AT_ONCE
-        )
-        if changes is not None and changes.stamp.collection == before.stamp.collection:
-            with self._changing.setdefault(collection, threading.Lock()):
-                if self._indexed.get(collection) is before:  # nobody else has changed it meanwhile
-                    self._indexed[collection] = _applied(before, changes)
-        return stamp
-
-    def _current(self, collection: str, dimension: int | None, stamp: Stamp) -> _Indexed:
-        """The index over what the collection held at the stamp, by any process, or later; where
-        `dimension` is given, with those vectors of that length that there are, or nearly are."""
-        indexed = self._indexed.get(collection)
-        if indexed is None or not _serves(indexed, stamp, dimension):
-            with self._changing.setdefault(collection, threading.Lock()):
-                indexed = self._indexed.get(collection)
-                if indexed is None or not indexed.stamp.covers(stamp):
-                    indexed = self._updated(collection, stamp, indexed)
-                if not _serves(indexed, indexed.stamp, dimension):
-                    assert dimension is not None
-                    indexed = self._with_vectors(collection, indexed, dimension)
-                self._indexed[collection] = indexed
-        if indexed.is_outdated:  # again, where building failed before
-            self._rebuilder.request(collection)
-        return indexed
-
-    def _updated(self, collection: str, stamp: Stamp, before: _Indexed | None) -> _Indexed:
-        """The index with what has changed since; a new one for a new collection."""
-        if before is not None and before.stamp.collection != stamp.collection:
-            before = None
-        if before is None:
-            return self._first(collection)
-        read = self._catalog.reread_modules(collection, before.modules, APPLIED_AT_ONCE)
-        return _applied(before, read)
-
-    def _first(self, collection: str, known: Mapping[int, ModuleRow] | None = None) -> _Indexed:
-        """A new index of all that a collection holds; it is not built yet. known: modules that
-        need not be read."""
-        read = self._catalog.reread_modules(collection, known or {})
-        modules = {row.id: row for row in read.modules}
-        return _Indexed(read.stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
-
-    def _rebuild(self, collection: str) -> bool:
-        """Builds as `_build`, and logs errors: the index before serves. Returns whether there is
-        nothing left to build."""
-        try:
-            self._build(collection)
-        except (EngineClosed, UnknownCollection):
-            return True  # closed or deleted meanwhile
-        except LedgerUnavailable as error:
-            _log.warning("the index of %r is built by a later question: %s", collection, error)
-            return False
-        except Exception:
-            _log.exception("the index of %r was not rebuilt; the old one serves", collection)
-            return False
-        return True
-
-    def _build(self, collection: str) -> None:
-        """Builds the index of a collection where there is none, and what is outdated of one. One
-        thread at a time does, and others find it done."""
-        with self._building.setdefault(collection, threading.Lock()):
-            before = self._indexed.get(collection)
-            if before is None:
-                before = self._current(collection, None, self._catalog.stamp(collection))
-                before.index.build()
-            elif not before.is_outdated:
-                return
-            built = self._built(collection, before)
-            if built is not before:
-                self._replace(collection, built)
-
-    def _built(self, collection: str, before: _Indexed) -> _Indexed:
-        """An index with new words where they are outdated, and with vectors where there is an
-        embedder."""
-        built = before
-        if before.behind or before.index.has_old_words:
-            built = self._first(collection, before.modules)
-            built.index.build()
-            built.index.take_vectors(before.index)
-        if self.embedder is None or not built.modules:
-            return built
-        return self._with_vectors(collection, built, built.index.last_dimension, aside=True)
-
-    def _replace(self, collection: str, built: _Indexed) -> None:
-        """Puts a built index in the place of the one that serves, with what has changed
-        meanwhile."""
-        with self._changing.setdefault(collection, threading.Lock()):
-            stamp = self._indexed[collection].stamp
-            if not built.stamp.covers(stamp):
-                built = self._updated(collection, stamp, built)
-            self._indexed[collection] = built
-        if built.index.lacks_vectors:
-            self._rebuilder.request(collection)
-
-    def _with_vectors(
-        self, collection: str, indexed: _Indexed, dimension: int | None, *, aside: bool = False
-    ) -> _Indexed:
-        """With vectors: those of the index before, and stored ones. Missing ones are computed, as
-        are those of another length, which an embedder leaves that changed under its name: where
-        they are few, or else some of them, if aside. dimension: None for that of stored ones."""
-        modules = indexed.modules
-        by_id = {} if dimension is None else indexed.index.known_vectors(dimension)
-        wanted = [number for number in modules if number not in by_id]
-        if self._vectors is not None and wanted:
-            stored = self._vectors.read_vectors(collection, wanted if by_id else None)
-            if stored and dimension is None:
-                dimension = len(stored[max(stored)])
-            by_id |= {
-                n: v for n, v in stored.items()
-                if len(v) == dimension and n in modules and n not in by_id
-            }  # fmt: skip
-        missing = [number for number in modules if number not in by_id]
-        if aside:
-            missing = missing[:_EMBEDDED_ASIDE]
-        if aside or len(missing) <= EMBEDDED_AT_ONCE:
-            by_id |= self._embed_modules([modules[number] for number in missing], dimension)
-        if dimension is None:
-            dimension = len(next(iter(by_id.values())))
-        return replace(indexed, index=indexed.index.with_vectors(by_id, dimension))
-
-    def _embed_modules(
-        self, modules: Sequence[ModuleRow], dimension: int | None
-    ) -> dict[int, np.ndarray]:
-        """Vectors [D] of modules by their ids, which are stored. Raises `ConfigurationError`."""
-        found: dict[int, np.ndarray] = {}
-        for start in range(0, len(modules), EMBEDDED_AT_ONCE):
-            if self._rebuilder.ended:
-                raise EngineClosed("the process ends")
-            batch = modules[start : start + EMBEDDED_AT_ONCE]
-            made = self.embed_texts([module.text for module in batch])
-            assert made is not None
-            if dimension is not None and made.shape[1] != dimension:
-                raise ConfigurationError(
-                    f"the question's vector has {dimension} numbers, those of texts have "
-                    f"{made.shape[1]}; both must come from one embedder"
-                )
-            ids = [module.id for module in batch]
-            if self._vectors is not None:
-                self._vectors.add_vectors(ids, made)
-            found.update(zip(ids, made, strict=True))
-        return found
-
-
-class _Rebuilder:
-    """Calls `rebuild`, which raises nothing and says whether it has succeeded, for collections, one
-    after another, in a thread that lives while there are some. A collection that is requested
-    meanwhile gets its turn again; one that could not be rebuilt is not until a pause is over, which
-    each failure doubles.
-    At exit it is awaited: PyTorch aborts a process whose threads are killed within it. Thread-safe.
-
-    ended: whether the process ends."""
-
-    def __init__(self, rebuild: Callable[[str], bool]) -> None:
-        self._rebuild = rebuild
-        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long, in seconds
-        self._requested: dict[str, None] = {}  # in the order of requests
-        self._thread: threading.Thread | None = None
-        self.ended = False
-        self._guard = threading.Lock()
-
-    def request(self, collection: str) -> None:
-        """Has a collection rebuilt soon, at most once for all requests until that begins."""
-        with self._guard:
-            until, _ = self._pauses.get(collection, (0.0, 0.0))
-            if self.ended or time.monotonic() < until:
-                return
-            self._requested[collection] = None
-            if self._thread is None:
-                run = threading.Thread(target=self._run, name="ragcache-index", daemon=True)
-                self._thread = run
-                atexit.register(self._end)
-                run.start()
-
-    def _run(self) -> None:
-        while (collection := self._next()) is not None:
-            done = self._rebuild(collection)
-            with self._guard:
-                self._note(collection, done=done)
-
-    def _note(self, collection: str, *, done: bool) -> None:
-        _, before = self._pauses.pop(collection, (0.0, 0.0))
-        if not done:
-            pause = min(2 * before or _FIRST_PAUSE, _LONGEST_PAUSE)
-            self._pauses[collection] = time.monotonic() + pause, pause
-            self._requested.pop(collection, None)
-
-    def _next(self) -> str | None:
-        with self._guard:
-            collection = next(iter(self._requested), None)
-            if collection is None:
-                self._thread = None
-                atexit.unregister(self._end)
-            else:
-                del self._requested[collection]
-            return collection
-
-    def _end(self) -> None:
-        with self._guard:
-            self.ended, thread = True, self._thread
-            self._requested.clear()
-        if thread is not None:
-            thread.join(_EXIT_SECONDS)
-
-
-def _ids_and_texts(modules: Mapping[int, ModuleRow]) -> tuple[np.ndarray, list[str]]:
-    ids = np.fromiter(modules, dtype=np.int64, count=len(modules))
-    return ids, [row.text for row in modules.values()]
 
 
 def _vector(numbers: Sequence[float]) -> np.ndarray:
     return np.asarray(numbers, dtype=np.float32)
 
 
-def _serves(indexed: _Indexed, stamp: Stamp, dimension: int | None) -> bool:
-    if not indexed.stamp.covers(stamp):
-        return False
-    return dimension in (None, indexed.index.dimension) or not indexed.modules
-
-
 def _rank(
-    query: str, vector: np.ndarray | None, indexed: _Indexed, params: SearchParams
+    query: str, vector: np.ndarray | None, index: CollectionIndex, params: SearchParams
 ) -> tuple[Ranking, dict[int, float], dict[int, float]]:
     """The candidates, and what they score by words and by vectors. Filters apply before the cut to
     `depth`, so they cost no hits."""
-    index, depth = indexed.index, params.depth
-    allowed = _allowed(indexed, params)
-    dense = [] if vector is None else index.search_dense(vector, depth, allowed)
-    sparse = [] if params.search == "dense" else index.search_sparse(query, depth, allowed)
-    scores = dict(sparse), dict(dense)
+    allowed = _allowed(index.modules, params)
+    sparse: Ranking = []
+    dense: Ranking = []
+    if params.search != "dense":
+        sparse = index.words.search(query, params.depth, allowed)
+    if vector is not None and index.vectors is not None:
+        dense = index.vectors.search(vector, params.depth, allowed)
+    ranking = sparse or dense
     if params.search == "hybrid":
-        return fuse([[number for number, _ in ranking] for ranking in (sparse, dense)]), *scores
-    return sparse or dense, *scores
+        ranking = fuse([[number for number, _ in each] for each in (sparse, dense)])
+    return ranking, dict(sparse), dict(dense)
 
 
 def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Ranking:
@@ -561,31 +264,32 @@ def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Rankin
     return [(number, score) for number, score in ranking if number in kept]
 
 
-def _allowed(indexed: _Indexed, params: SearchParams) -> np.ndarray | None:
-    """[N] bool, in the order of the index; None where all may be found."""
-    wanted, left_out, rows = params.wanted, params.left_out, indexed.modules.values()
+def _allowed(modules: Mapping[int, ModuleRow], params: SearchParams) -> set[int] | None:
+    """The ids of the modules that may be found; None where all may."""
+    wanted, left_out = params.wanted, params.left_out
     if wanted is None and not left_out:
         return None
-    passes = (
-        row.document not in left_out and (wanted is None or wanted(row.metadata)) for row in rows
-    )
-    return np.fromiter(passes, dtype=bool, count=len(rows))
+    return {
+        number for number, row in modules.items()
+        if row.document not in left_out and (wanted is None or wanted(row.metadata))
+    }  # fmt: skip
 
 
-def _diverse(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> list[int]:
+def _diverse(ranking: Ranking, index: CollectionIndex, params: SearchParams) -> list[int]:
     """The places that MMR selects, in order. Relevance is the cosine, or else the score as a
-    share of the best one; similarity is the cosine of vectors or, without vectors, the overlap of
-    words."""
+    share of the best one; similarity is the cosine of vectors or, where some have none, the overlap
+    of words."""
     if not ranking or params.mmr is None:
         return []
     relevance = np.array([score for _, score in ranking])
     if params.search != "dense":
         relevance = relevance / relevance.max()
-    vectors = indexed.index.vectors([number for number, _ in ranking])
-    if vectors is not None:
+    numbers = [number for number, _ in ranking]
+    if index.vectors is not None and not index.missing:
+        vectors = index.vectors.vectors(numbers)
         similarity = vectors @ vectors.T  # cosines, since these are unit vectors
     else:
-        similarity = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
+        similarity = overlaps([terms(index.modules[number].text) for number in numbers])
     return select_by_mmr(relevance, similarity, params.k, params.mmr)
 
 

@@ -34,7 +34,7 @@ from ragcache.errors import (
 from ragcache.models import LoadedModel
 from ragcache.pipeline.ingestion_jobs import IngestionWorkers
 from ragcache.pipeline.module_states import ModuleEncoder
-from ragcache.retrieval.words import WordIndex
+from ragcache.retrieval import BM25Index
 
 TIDES = "The tide turns twice a day and nobody has to wind it. "
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
@@ -232,14 +232,13 @@ def test_indexes_are_built_after_a_job_and_when_they_are_prepared(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builders: list[str] = []
-    build = WordIndex.build
+    build = BM25Index.__init__
 
-    def watched(index: WordIndex) -> Any:
-        if index._made is None:
-            builders.append(threading.current_thread().name)
-        return build(index)
+    def watched(index: BM25Index, texts: Any) -> None:
+        builders.append(threading.current_thread().name)
+        build(index, texts)
 
-    monkeypatch.setattr(WordIndex, "build", watched)
+    monkeypatch.setattr(BM25Index, "__init__", watched)
     rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
     rag.ingest("plans", DOCUMENTS)
     rag.prepare_indexes()

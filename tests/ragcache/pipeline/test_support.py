@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ragcache.db import ModuleRow
 from ragcache.pipeline.support import AnswerSupport, passages_with
-from ragcache.retrieval.words import terms
+from ragcache.retrieval.bm25 import terms
 
 GUIDE = """# Harbour
 

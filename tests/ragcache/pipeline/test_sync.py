@@ -15,7 +15,7 @@ from ragcache.db import MovedDocument
 from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
 from ragcache.errors import ConfigurationError, DocumentError, DocumentsChanged, UnreadableDocument
 from ragcache.models import LoadedModel
-from ragcache.retrieval import CollectionIndex
+from ragcache.retrieval import BM25Index
 from ragcache.store.verify import verify
 
 
@@ -116,9 +116,9 @@ def test_ingest_applies_its_changes_to_the_index(
 ) -> None:
     """Otherwise the first question after it would."""
     applied: list[str] = []
-    update = CollectionIndex.update
+    update = BM25Index.update
     monkeypatch.setattr(
-        CollectionIndex, "update", lambda self, *a: (applied.append("at"), update(self, *a))[1]
+        BM25Index, "update", lambda self, *a: (applied.append("at"), update(self, *a))[1]
     )
     rag.ingest("c", folder)
     assert rag.retrieve("yard", collection="c", k=9).hits

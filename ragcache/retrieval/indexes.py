@@ -1,0 +1,337 @@
+"""The indexes of collections, in memory, which follow the catalog.
+
+The catalog is the truth. A question brings the index of its collection up to date before it
+searches, whoever has changed the collection; texts without a vector are embedded by a thread in
+the background.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ragcache.db import Catalog, ModuleRow, Stamp, Vectors
+from ragcache.db.catalog import Contents
+from ragcache.errors import (
+    ConfigurationError,
+    EngineClosed,
+    LedgerUnavailable,
+    UnknownCollection,
+)
+from ragcache.retrieval.bm25 import BM25Index
+from ragcache.retrieval.search import VectorIndex
+
+if TYPE_CHECKING:  # slow to import, and sparse search does without
+    from langchain_core.embeddings import Embeddings
+
+_log = logging.getLogger(__name__)
+
+EMBEDDED_AT_ONCE = 8
+"""Modules without a vector that are embedded within a question. More of them are found by their
+words until they are embedded in the background."""
+
+_EMBED_BATCH = 64
+_EMBEDDED_IN_TURN = 32  # texts, until other collections have their turn
+_EXIT_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure; each twice the last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CollectionIndex:
+    """A collection at one stamp: its modules by id, their words, and the vectors of those that have
+    one. vectors is None until the collection is searched by vectors."""
+
+    stamp: Stamp
+    modules: Mapping[int, ModuleRow]
+    words: BM25Index
+    vectors: VectorIndex | None = None
+
+    @property
+    def missing(self) -> int:
+        """The number of modules without a vector, which a search by vectors cannot find."""
+        return len(self.modules) - (0 if self.vectors is None else len(self.vectors.ids))
+
+    def without_vectors(self) -> list[ModuleRow]:
+        """The modules without a vector."""
+        known = frozenset[int]() if self.vectors is None else self.vectors.ids
+        return [row for number, row in self.modules.items() if number not in known]
+
+
+class CollectionIndexes:
+    """The indexes of one embedder's collections. Thread-safe.
+
+    A change by any process is applied by the next question (`observe`), in milliseconds. Threads
+    that need the same first index wait for one of them to build it. More than `EMBEDDED_AT_ONCE`
+    modules without a vector are embedded in the background. Where that fails, a question tries it
+    again after a pause, of a second at first and of a minute at most.
+
+    embedder: Embeds modules; None indexes words only. vectors: Where their vectors are kept.
+    """
+
+    def __init__(
+        self, catalog: Catalog, embedder: Embeddings | None, vectors: Vectors | None
+    ) -> None:
+        self.embedder = embedder
+        self._catalog, self._stored = catalog, vectors
+        self._indexes: dict[str, CollectionIndex] = {}
+        self._changing: dict[str, threading.Lock] = {}  # held to change an entry of `_indexes`
+        self._embedding: dict[str, threading.Lock] = {}  # held to embed aside; taken first
+        self._background = _Background(self._build)
+
+    def observe(self, collection: str) -> Stamp:
+        """Return the stamp of a collection, and apply changes since that of its index, read in the
+        same snapshot. Raises `UnknownCollection`."""
+        before = self._indexes.get(collection)
+        if before is None:
+            return self._catalog.stamp(collection)
+        stamp, changes = self._catalog.stamp_and_changes(collection, before.stamp, before.modules)
+        if changes is not None and changes.stamp.collection == before.stamp.collection:
+            with self._lock(collection):
+                if self._indexes.get(collection) is before:  # nobody else has applied them
+                    self._indexes[collection] = self._updated(collection, before, changes)
+        return stamp
+
+    def index_at(
+        self, collection: str, stamp: Stamp, dimension: int | None = None
+    ) -> CollectionIndex:
+        """Return the index of a collection at the stamp or later.
+
+        Args:
+            collection: Its name.
+            stamp: What `observe` returned.
+            dimension: D of the query's vector. The index then has the vectors of that length that
+                there are, embedding a few missing ones. By default vectors are left as they are.
+        """
+        index = self._indexes.get(collection)
+        if index is None or not index.stamp.covers(stamp):
+            index = self._read(collection, stamp)
+        if dimension is None:
+            return index
+        known = index.vectors is not None and index.vectors.dimension == dimension
+        if not known or 0 < index.missing <= EMBEDDED_AT_ONCE:
+            index = self._with_vectors(collection, dimension)
+        if index.missing:
+            self._background.request(collection)
+        return index
+
+    def update(self, collection: str) -> None:
+        """Apply a change to the index of a collection, if it has one, so that no question has to.
+        Where the ledger does not answer, the next question does it."""
+        if collection in self._indexes:
+            with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
+                self.observe(collection)
+
+    def prepare(self, collection: str) -> None:
+        """Have the first index of a collection built in the background, with its vectors. Returns
+        at once."""
+        if collection not in self._indexes:
+            self._background.request(collection)
+
+    def embed_some(self, collection: str) -> None:
+        """Embed some modules of a collection that have no vector, and index their vectors. One
+        thread at a time does, and others find it done."""
+        with self._embedding.setdefault(collection, threading.Lock()):
+            index = self.index_at(collection, self.observe(collection))
+            if self.embedder is None or not index.modules:
+                return
+            dimension = self._dimension(collection, index)
+            if dimension is not None and index.vectors is None:
+                index = self._with_vectors(collection, dimension, {})
+            missing = index.without_vectors()
+            made = self._stored_vectors(collection, dimension, [row.id for row in missing])
+            rest = [row for row in missing if row.id not in made][:_EMBEDDED_IN_TURN]
+            made |= self._embed_modules(rest, dimension)
+            if made:
+                dimension = len(next(iter(made.values())))
+                index = self._with_vectors(collection, dimension, made)
+            if index.missing:
+                self._background.request(collection)
+
+    def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
+        """Embed stripped texts: [N, D] float32; None without an embedder."""
+        if self.embedder is None:
+            return None
+        rows: list[list[float]] = []
+        stripped = [text.strip() for text in texts]
+        for start in range(0, len(texts), _EMBED_BATCH):
+            rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
+        return np.asarray(rows, dtype=np.float32)
+
+    def _lock(self, collection: str) -> threading.Lock:
+        return self._changing.setdefault(collection, threading.Lock())
+
+    def _read(self, collection: str, stamp: Stamp) -> CollectionIndex:
+        """Read what the index of a collection lacks at the stamp; all of a new collection."""
+        with self._lock(collection):
+            before = self._indexes.get(collection)
+            if before is not None and before.stamp.covers(stamp):
+                return before
+            if before is not None and before.stamp.collection != stamp.collection:
+                before = None
+            known = {} if before is None else before.modules
+            contents = self._catalog.reread_modules(collection, known)
+            index = self._updated(collection, before, contents)
+            self._indexes[collection] = index
+            return index
+
+    def _updated(
+        self, collection: str, before: CollectionIndex | None, contents: Contents
+    ) -> CollectionIndex:
+        """The index with what has changed since; a new one without one before."""
+        modules = {row.id: row for row in contents.modules}
+        texts = {number: row.text for number, row in modules.items()}
+        if before is None:
+            return CollectionIndex(contents.stamp, modules, BM25Index(texts))
+        vectors = before.vectors
+        if vectors is not None:
+            came = [number for number in modules if number not in vectors.ids]
+            stored = self._stored_vectors(collection, vectors.dimension, came)
+            vectors = vectors.update(modules, stored)
+        return CollectionIndex(contents.stamp, modules, before.words.update(texts), vectors)
+
+    def _with_vectors(
+        self, collection: str, dimension: int, made: Mapping[int, np.ndarray] | None = None
+    ) -> CollectionIndex:
+        """Index the vectors of one length: those of the index before or else stored ones, and those
+        that were made for it. By default missing ones are made where they are few. An embedder that
+        changed under its name leaves vectors of another length."""
+        with self._lock(collection):
+            index = self._indexes[collection]
+            vectors = index.vectors
+            if vectors is None or vectors.dimension != dimension:
+                stored = self._stored_vectors(collection, dimension)
+                there = {n: each for n, each in stored.items() if n in index.modules}
+                vectors = VectorIndex.of(there, dimension)
+            index = replace(index, vectors=vectors)
+            if made is None and index.missing <= EMBEDDED_AT_ONCE:
+                made = self._embed_modules(index.without_vectors(), dimension)
+            came = {
+                number: each
+                for number, each in (made or {}).items()
+                if number in index.modules and number not in vectors.ids
+            }
+            index = replace(index, vectors=vectors.update(index.modules, came))
+            self._indexes[collection] = index
+            return index
+
+    def _dimension(self, collection: str, index: CollectionIndex) -> int | None:
+        """D of an index's vectors or of stored ones; None where no module has a vector."""
+        if index.vectors is not None:
+            return index.vectors.dimension
+        stored = {} if self._stored is None else self._stored.read_vectors(collection)
+        return len(stored[max(stored)]) if stored else None
+
+    def _stored_vectors(
+        self, collection: str, dimension: int | None, modules: Sequence[int] | None = None
+    ) -> dict[int, np.ndarray]:
+        """Read stored vectors [dimension] of modules by id, by default of all in a collection."""
+        if self._stored is None or dimension is None or modules == []:
+            return {}
+        stored = self._stored.read_vectors(collection, modules)
+        return {number: each for number, each in stored.items() if len(each) == dimension}
+
+    def _embed_modules(
+        self, modules: Sequence[ModuleRow], dimension: int | None
+    ) -> dict[int, np.ndarray]:
+        """Embed modules, and store their vectors [D]. Raises `ConfigurationError` where D is not
+        the dimension that is given."""
+        found: dict[int, np.ndarray] = {}
+        for start in range(0, len(modules), EMBEDDED_AT_ONCE):
+            if self._background.ended:
+                raise EngineClosed("the process ends")
+            batch = modules[start : start + EMBEDDED_AT_ONCE]
+            made = self.embed_texts([module.text for module in batch])
+            assert made is not None
+            if dimension is not None and made.shape[1] != dimension:
+                raise ConfigurationError(
+                    f"the question's vector has {dimension} numbers, those of texts have "
+                    f"{made.shape[1]}; both must come from one embedder"
+                )
+            ids = [module.id for module in batch]
+            if self._stored is not None:
+                self._stored.add_vectors(ids, made)
+            found.update(zip(ids, made, strict=True))
+        return found
+
+    def _build(self, collection: str) -> bool:
+        """Run `embed_some` in the background, and log errors: words still find the modules. Returns
+        whether it succeeded."""
+        try:
+            self.embed_some(collection)
+        except (EngineClosed, UnknownCollection):
+            return True  # closed or deleted meanwhile
+        except LedgerUnavailable as error:
+            _log.warning("the index of %r is built by a later question: %s", collection, error)
+            return False
+        except Exception:
+            _log.exception("the index of %r was not completed; what there is serves", collection)
+            return False
+        return True
+
+
+class _Background:
+    """Calls `build` for collections, one after another, in a thread that lives while there are
+    some. Thread-safe.
+
+    A collection that is requested meanwhile gets its turn again. One that could not be built, for
+    which `build` returns False, is refused until a pause is over, which each failure doubles. At
+    exit the thread is awaited: PyTorch aborts a process whose threads are killed within it.
+
+    ended: Whether the process ends.
+    """
+
+    def __init__(self, build: Callable[[str], bool]) -> None:
+        self._build = build
+        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long, in seconds
+        self._requested: dict[str, None] = {}  # in the order of requests
+        self._thread: threading.Thread | None = None
+        self.ended = False
+        self._guard = threading.Lock()
+
+    def request(self, collection: str) -> None:
+        """Have a collection built soon, at most once for all requests until that begins."""
+        with self._guard:
+            until, _ = self._pauses.get(collection, (0.0, 0.0))
+            if self.ended or time.monotonic() < until:
+                return
+            self._requested[collection] = None
+            if self._thread is None:
+                run = threading.Thread(target=self._run, name="ragcache-index", daemon=True)
+                self._thread = run
+                atexit.register(self._end)
+                run.start()
+
+    def _run(self) -> None:
+        while (collection := self._next()) is not None:
+            done = self._build(collection)
+            with self._guard:
+                _, before = self._pauses.pop(collection, (0.0, 0.0))
+                if not done:
+                    pause = min(2 * before or _FIRST_PAUSE, _LONGEST_PAUSE)
+                    self._pauses[collection] = time.monotonic() + pause, pause
+                    self._requested.pop(collection, None)
+
+    def _next(self) -> str | None:
+        with self._guard:
+            collection = next(iter(self._requested), None)
+            if collection is None:
+                self._thread = None
+                atexit.unregister(self._end)
+            else:
+                del self._requested[collection]
+            return collection
+
+    def _end(self) -> None:
+        with self._guard:
+            self.ended, thread = True, self._thread
+            self._requested.clear()
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)

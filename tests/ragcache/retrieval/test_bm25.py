@@ -1,0 +1,212 @@
+"""BM25: which texts are found, their scores, changes of an index, and how texts become words."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache.retrieval import BM25Index, bm25
+from ragcache.retrieval.bm25 import LONGEST_WORD, MOST_WORDS, STOP_WORDS, characters, terms
+
+TEXTS = {
+    40: "The survey boat is moored at the north quay.",
+    7: "The spare key hangs in the red cupboard. Keys are counted on Fridays.",
+    19: "Leave requests go to Ines Marlow.",
+    3: "船停在北京的码头。",
+}
+
+
+def ids(ranking: list[tuple[int, float]]) -> list[int]:
+    scores = [score for _, score in ranking]
+    assert scores == sorted(scores, reverse=True)
+    return [number for number, _ in ranking]
+
+
+@pytest.fixture(scope="module")
+def index() -> BM25Index:
+    return BM25Index(TEXTS)
+
+
+@pytest.fixture
+def never_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of small indexes are written to them."""
+    monkeypatch.setattr(bm25, "BUILT_ANEW", 0)
+
+
+def test_texts_are_ranked_by_shared_words(index: BM25Index) -> None:
+    assert ids(index.search("Where does the key of the boat hang?", 10)) == [7, 40]
+    assert ids(index.search("Where does the key of the boat hang?", 1)) == [7]
+    assert ids(index.search("zyxwv requests", 10)) == [19], "unknown words do not disturb"
+
+
+@pytest.mark.parametrize("query", ["zyxwv", "", "how many of the", "?", "x" * 70_000])
+def test_a_query_that_shares_no_word_finds_nothing(index: BM25Index, query: str) -> None:
+    assert index.search(query, 10) == []
+
+
+def test_chinese_is_found_by_pairs_of_characters_and_by_lone_ones(index: BM25Index) -> None:
+    assert ids(index.search("北京在哪里", 10)) == [3]
+    assert ids(index.search("船", 10)) == [3]
+    assert ids(index.search("京", 10)) == [3], "within a word"
+    assert set(ids(index.search("boat 船", 10))) == {3, 40}
+    assert index.search("猫", 10) == []
+
+
+def test_characters_do_not_change_other_scores() -> None:
+    """Lengths of texts are counted in words, so a text of ideographs is no longer for it."""
+    texts = {1: "boats at the quay", 2: "boats 船停在北京的码头上"}
+    pairs = dict(BM25Index(texts).search("boats", 5))
+    alone = dict(BM25Index(texts | {2: "boats ab cd ef gh ij kl mn op"}).search("boats", 5))
+    assert pairs == pytest.approx(alone)
+
+
+def test_disallowed_texts_do_not_count_to_the_limit(index: BM25Index) -> None:
+    assert ids(index.search("boat key", 1, {7, 19, 3})) == [7]
+    assert index.search("boat key", 5, set()) == []
+
+
+def test_texts_without_words_are_indexed() -> None:
+    assert ids(BM25Index({1: "?!", 2: "boats"}).search("boats", 5)) == [2]
+    assert BM25Index({1: "the"}).search("boats", 5) == []
+    assert BM25Index({}).search("boats", 5) == []
+
+
+def test_equal_texts_are_found_by_id() -> None:
+    assert ids(BM25Index(dict.fromkeys((5, 2, 9), "boat")).search("boat", 5)) == [2, 5, 9]
+
+
+@pytest.mark.parametrize("texts", [1, 2, 50])
+def test_what_a_text_has_of_a_question_counts_alike_among_few_and_many(texts: int) -> None:
+    every = dict.fromkeys(range(texts), "Paraffin costs four crowns.")
+    index = BM25Index(every | {0: "The lighthouse is 43 metres high."})
+    query = "How tall is the lighthouse?"
+    most = sum(index.word_weights(query).values())
+    assert index.search(query, 1)[0][1] / most == pytest.approx(0.225, abs=0.025)
+    assert index.word_weights("How is it?") == {}
+
+
+def test_a_weight_is_the_most_that_a_word_adds_to_a_score() -> None:
+    """That of endless repetition."""
+    index = BM25Index({1: "quay " * 500, 2: "A key.", 3: "A boat."})
+    [(_, score)] = index.search("quay", 1)
+    assert 0.97 < score / index.word_weights("quay")["quay"] < 1
+
+
+def test_of_a_long_query_the_words_that_count_most_have_a_weight() -> None:
+    index = BM25Index({0: "The quay is wet.", 1: "A quay.", 2: "A quay.", 3: "A quay."})
+    lots = " ".join(f"w{number}" for number in range(MOST_WORDS))
+    weights = index.word_weights(f"quay {lots} {'x' * 99} w1")
+    assert len(weights) == MOST_WORDS
+    assert "quay" not in weights, "which is in every text"
+    assert weights["w1"] == 2 * weights["w2"], "it stands there twice"
+    assert max(map(len, weights)) <= LONGEST_WORD
+
+
+@pytest.mark.usefixtures("never_anew")
+def test_an_update_leaves_earlier_snapshots_as_they_are() -> None:
+    before = BM25Index(TEXTS)
+    after = before.update({number: TEXTS[number] for number in (40, 3)} | {8: "A sloop. 猫"})
+    assert ids(after.search("sloop", 5)) == ids(after.search("猫", 5)) == [8]
+    assert after.search("key", 5) == before.search("sloop", 5) == []
+    assert ids(before.search("key", 5)) == [7]
+    assert after.update({**{n: TEXTS[n] for n in (40, 3)}, 8: "A sloop. 猫"}) is after
+
+
+@given(st.lists(st.sets(st.integers(0, 40), max_size=25), min_size=1, max_size=6))
+@pytest.mark.usefixtures("never_anew")
+def test_an_updated_index_finds_what_a_new_one_finds(steps: list[set[int]]) -> None:
+    every = {n: f"boat {n % 7} {'key' if n % 2 else '船'}" for n in range(41)}
+    index = BM25Index({})
+    for step in steps:
+        texts = {number: every[number] for number in step}
+        index, fresh = index.update(texts), BM25Index(texts)
+        for query in ("boat 3", "key", "船"):
+            assert {n for n, _ in index.search(query, 50)} == {
+                n for n, _ in fresh.search(query, 50)
+            }
+
+
+@pytest.mark.usefixtures("never_anew")
+def test_an_index_of_which_more_is_deleted_than_there_is_is_built_anew() -> None:
+    texts = {n: f"boat {n}" for n in range(20)}
+    index, wanted = BM25Index(texts), {n: f"boat {n}" for n in range(100, 115)}
+    replaced = index.update(wanted)
+    assert replaced.search("boat", 50) == BM25Index(wanted).search("boat", 50)
+    assert replaced._index is not index._index
+
+
+def test_a_small_index_scores_after_a_change_as_if_it_were_new(index: BM25Index) -> None:
+    texts = {8: "A key and a boat.", **{n: TEXTS[n] for n in (7, 3)}}
+    assert index.update(texts).search("key boat", 9) == BM25Index(texts).search("key boat", 9)
+
+
+@pytest.mark.usefixtures("never_anew")
+def test_an_update_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = BM25Index(TEXTS)
+    texts = TEXTS | {8: "A sloop."}
+    with monkeypatch.context() as failing:
+        failing.setattr(bm25.threading, "Thread", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            index.update(texts)
+    assert ids(index.update(texts).search("sloop", 5)) == [8], "once, although it was written"
+
+
+def test_threads_search_and_split_texts_side_by_side(index: BM25Index) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: ids(index.search("the red keys", 3)), range(200)))
+    assert found == [[7]] * 200
+
+
+@pytest.mark.usefixtures("never_anew")
+def test_no_thread_of_an_index_outlives_its_change() -> None:
+    before = threading.active_count()
+    index = BM25Index(TEXTS)
+    for number in range(9):
+        index = index.update(TEXTS | {100 + number: "A sloop."})
+    assert index._merging is not None
+    index._merging.join(10)
+    assert threading.active_count() <= before
+
+
+def test_terms_are_stemmed() -> None:
+    assert terms("requests") == terms("Requested") == terms("REQUEST")
+    assert terms("mooring boats") == terms("Moored: boat!")
+
+
+def test_stop_words_are_no_terms() -> None:
+    assert terms("How many of the boats are there?") == terms("boats")
+    assert terms(" ".join(STOP_WORDS)) == []
+
+
+def test_numbers_and_letters_count_and_punctuation_does_not() -> None:
+    assert terms("26 days, 3.5%; B-17_x") == ["26", "day", "3", "5", "b", "17", "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("北京大学", ["北京", "京大", "大学"]),
+        ("船", ["船"]),
+        ("すし。", ["すし"]),
+        ("한국어", ["한국", "국어"]),
+        ("在A4纸", ["在a", "a4", "4纸"]),
+    ],
+)
+def test_writing_without_spaces_counts_as_pairs_of_characters(
+    text: str, expected: list[str]
+) -> None:
+    assert terms(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "?!…", "\0"])
+def test_a_text_without_words_has_no_terms(text: str) -> None:
+    assert terms(text) == []
+
+
+def test_characters_are_those_of_writing_without_spaces() -> None:
+    assert characters("A4纸 (すし), 한국!") == ["纸", "す", "し", "한", "국"]
+    assert characters("boats") == []
