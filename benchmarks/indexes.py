@@ -1,5 +1,5 @@
-"""Indexes: what questions wait for retrieval after changes of a large collection by another process,
-beside building the whole BM25 index.
+"""Indexes: what questions wait for retrieval after changes of a large collection by another
+process, beside building the whole BM25 index.
 
     python benchmarks/indexes.py --modules 5000 --json FILE
 """

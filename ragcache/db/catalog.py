@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,9 +178,9 @@ class Catalog:
 
     def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
         """The stamp and all modules of a collection, the known ones first, in their order. Of these
-        only names are read: the rest of a module never changes, and ids are not used again. Token
-        ids of a few new ones are read along: questions ask for them next. Raises
-        `UnknownCollection`."""
+        only ids are read, and those whose document was renamed: the rest of a module never changes,
+        and ids are not used again. Token ids of a few new ones are read along: questions ask for
+        them next. Raises `UnknownCollection`."""
         with self._database.reading() as session:
             stamp = self._stamp_of(session, collection)
             return self._contents(session, collection, stamp, known)
@@ -191,13 +191,20 @@ class Catalog:
         if not known:
             kept, new = [], self._rows(session, collection)
         else:
-            columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
-            every = session.execute(self._within(from_modules(*columns), collection))
-            named = {row.id: row for row in every}
-            kept = [_renamed(row, *named[n][1:]) for n, row in known.items() if n in named]
-            new = []
-            for chunk in chunks(sorted(named.keys() - known.keys())):
-                new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
+            columns = (ModuleTable.id, DocumentTable.source_id, DocumentTable.uri)
+            every = self._within(from_modules(*columns), collection)
+            named = {each[0]: each[1:] for each in session.connection().execute(every).all()}
+            renamed = [
+                number
+                for number, row in known.items()
+                if number in named and named[number] != (row.document, row.uri)
+            ]
+            read: dict[int, ModuleRow] = {}
+            for chunk in chunks([*renamed, *(named.keys() - known.keys())]):
+                rows = self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
+                read |= {row.id: row for row in rows}
+            kept = [read.pop(n, row) for n, row in known.items() if n in named]
+            new = [read[number] for number in sorted(read)]
         if len(new) <= CHUNK:
             self._read_tokens(session, [row.id for row in new])
         return Contents(stamp, kept + new)
@@ -452,12 +459,6 @@ class Contents:
 
     stamp: Stamp
     modules: Sequence[ModuleRow]
-
-
-def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:
-    if (row.name, row.document, row.uri) == (name, document, uri):
-        return row
-    return replace(row, name=name, document=document, uri=uri)
 
 
 class Vectors:
