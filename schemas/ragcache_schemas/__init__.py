@@ -5,8 +5,6 @@ It uses no tensors, database or files: the caller passes text and a function tha
 
 from ragcache_schemas.builder import collection_schema, document_module, expand_slots
 from ragcache_schemas.chat_template import Render, render_prompt_turns, render_schema_turns
-from ragcache_schemas.compiler.program import Content, PromptProgram, prompt_program
-from ragcache_schemas.compiler.steps import MaxTokens, turn
 from ragcache_schemas.errors import (
     DuplicateName,
     ForbiddenMarkup,
@@ -29,6 +27,8 @@ from ragcache_schemas.errors import (
 from ragcache_schemas.layout import CountTokens, Layout, Placement, PositionSpan, lay_out
 from ragcache_schemas.lint import Finding, is_prompt, lint_prompt, lint_schema
 from ragcache_schemas.parser import parse_prompt, parse_schema
+from ragcache_schemas.program import Content, PromptProgram, prompt_program
+from ragcache_schemas.program_steps import MaxTokens, turn
 from ragcache_schemas.resolve import ModuleLookup, Piece, Plan, SchemaIndex, Scope, resolve_prompt
 from ragcache_schemas.scanner import ScanLimits
 from ragcache_schemas.text import is_name, module_name, module_names, sanitize_text

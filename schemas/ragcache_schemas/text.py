@@ -159,19 +159,5 @@ def module_names(texts: Iterable[str]) -> dict[str, str]:
     }
 
 
-def free_name(wanted: Iterable[str], taken: set[str]) -> str:
-    """Takes the first of `wanted` that is free, else the last with a number."""
-    name = ""
-    for name in wanted:
-        if name not in taken:
-            break
-    base, number = name, 2
-    while name in taken:
-        name = f"{base}-{number}"
-        number += 1
-    taken.add(name)
-    return name
-
-
 def _suffix(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]

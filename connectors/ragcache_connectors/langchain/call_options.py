@@ -1,18 +1,21 @@
-"""Options of one call: LangChain's and OpenAI's names become the engine's."""
+"""Options of one call: LangChain's and OpenAI's names become the engine's; and the model that it is
+of: its name, its style of tool calls, its tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
 from ragcache_connectors.langchain.structured import call_grammar
 
 if TYPE_CHECKING:
-    from ragcache import Generation
+    from ragcache import Generation, RagCache
+    from ragcache.engine import SampledToken
+    from ragcache.models import LoadedModel
     from ragcache.structured import Grammar, ToolStyle
-    from ragcache_connectors.langchain.model_info import ModelInfo
 
 # LangChain's and OpenAI's names for what the engine calls otherwise.
 _NAMES = {
@@ -23,6 +26,55 @@ _NAMES = {
 }
 # What LangChain passes on for its own use.
 _IGNORED = ("stream", "ls_structured_output_format", "structured_output_format")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about the model of an open `RagCache`. Made for each call."""
+
+    rag: RagCache
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.rag.internals.shared.model
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes this model, its defaults and the texts that it recognizes."""
+        namespace = self.rag.internals
+        return {
+            "fingerprint": self.model.causal.fingerprint,
+            "state": namespace.shared.database.name,
+            "namespace": namespace.name,
+            "max_new_tokens": namespace.shared.config.max_new_tokens,
+            "instruction": namespace.shared.instruction,  # the states of documents have read it
+        }
+
+    @cached_property
+    def style(self) -> ToolStyle | None:
+        """How the model writes tool calls; None where its template takes no tools."""
+        from ragcache.structured import tool_style
+
+        return tool_style(self.model.tokenizer)
+
+    def count_tokens(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of a conversation's prompt, up to where the answer begins."""
+        from ragcache.pipeline import ChatTemplate
+
+        template = ChatTemplate(self.model)
+        return template.count(template.render_chat(messages, tools))
+
+    def logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
+        """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""
+        from ragcache.engine import LogprobFormat
+
+        return LogprobFormat(self.model.tokenizer).chat(chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
-from ragcache_connectors.langchain.call_options import CallOptions
+from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation
-from ragcache_connectors.langchain.model_info import ModelInfo
 from ragcache_connectors.langchain.shared import (
     ashared_rag,
     declare_options,

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ragcache import Answer
     from ragcache.engine import Choice, TokenDelta
     from ragcache.structured import TextDelta, ToolCallDelta
-    from ragcache_connectors.langchain.call_options import CallOptions
-    from ragcache_connectors.langchain.model_info import ModelInfo
+    from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 
 # Blocks of an assistant's content that the prompt leaves out: thoughts, and calls, which are in
 # `tool_calls`.

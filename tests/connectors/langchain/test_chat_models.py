@@ -20,7 +20,7 @@ from ragcache import RagCache
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
-from ragcache_connectors.langchain.model_info import ModelInfo
+from ragcache_connectors.langchain.call_options import ModelInfo
 from tests.connectors.langchain.conftest import DOCUMENT, open_with_notes, wait_until_idle
 from tests.connectors.langchain.scripted_model import SAID, scripted_model
 

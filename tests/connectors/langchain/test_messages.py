@@ -26,7 +26,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from ragcache import Generation, RagCache
 from ragcache.errors import InvalidRequest
 from ragcache.structured import ToolStyle
-from ragcache_connectors.langchain.call_options import CallOptions
+from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import (
     ChunkBuilder,
     WhitespaceTrimmer,
@@ -34,7 +34,6 @@ from ragcache_connectors.langchain.messages import (
     conversation,
     invalidating_suffix,
 )
-from ragcache_connectors.langchain.model_info import ModelInfo
 
 
 def test_each_kind_of_message_gets_its_role() -> None:

@@ -19,7 +19,7 @@ from ragcache.errors import ConfigurationError, ModelNotFound, StoreError
 from ragcache.models import LoadedModel
 from ragcache_connectors import langchain
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
-from ragcache_connectors.langchain.model_info import ModelInfo
+from ragcache_connectors.langchain.call_options import ModelInfo
 from ragcache_connectors.langchain.shared import ashared_rag, declare_options, langchain_errors
 from tests.connectors.langchain.scripted_model import scripted_model
 

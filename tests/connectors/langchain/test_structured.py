@@ -18,8 +18,7 @@ from ragcache.errors import InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
 from ragcache.structured import ToolStyle, resolve_tool_choice
 from ragcache_connectors.langchain import ChatRagCache
-from ragcache_connectors.langchain.call_options import CallOptions
-from ragcache_connectors.langchain.model_info import ModelInfo
+from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.structured import call_grammar, convert_tools
 from tests.connectors.langchain.scripted_model import AFTER_TOOL, SAID, STRING, scripted_model
 

@@ -23,12 +23,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeAlias, cast, get_args, overload
 
-from ragcache_schemas.compiler.steps import (
+from ragcache_schemas.errors import ProgramError
+from ragcache_schemas.program_steps import (
     Branch,
     BranchStep,
     CallStep,
@@ -45,8 +46,7 @@ from ragcache_schemas.compiler.steps import (
     turn,
     visible_names,
 )
-from ragcache_schemas.errors import ProgramError
-from ragcache_schemas.text import NOT_XML, PARAMETER, free_name, module_name, tidy
+from ragcache_schemas.text import NOT_XML, PARAMETER, module_name, tidy
 from ragcache_schemas.tree import Prompt, Role, Schema
 from ragcache_schemas.validate import validate_schema
 
@@ -461,11 +461,25 @@ class ScopeNames:
 
     def module(self, *wanted: str) -> str:
         """The first of `wanted` that is free, else the last with a number."""
-        return free_name(map(module_name, wanted), self.modules)
+        return _free_name(map(module_name, wanted), self.modules)
 
     def parameter(self, wanted: str) -> str:
         """`wanted`, with a number from its second use on."""
-        return free_name([wanted], self.parameters)
+        return _free_name([wanted], self.parameters)
+
+
+def _free_name(wanted: Iterable[str], taken: set[str]) -> str:
+    """Takes the first of `wanted` that is free, else the last with a number."""
+    name = ""
+    for name in wanted:
+        if name not in taken:
+            break
+    base, number = name, 2
+    while name in taken:
+        name = f"{base}-{number}"
+        number += 1
+    taken.add(name)
+    return name
 
 
 def condition_name(test: ast.expr) -> str:
