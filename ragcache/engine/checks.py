@@ -35,7 +35,7 @@ class RequestChecker:
             self._check_segment(segment)
         check_tokens(
             context.token_ids, context.position_ids,
-            vocabulary=model.vocabulary, window=self._runner.window,
+            vocabulary=model.vocabulary, window=model.window,
         )  # fmt: skip
         if not model.scheme.movable and any(each.delta for each in context.segments):
             raise UnsupportedModel(
@@ -59,7 +59,7 @@ class RequestChecker:
         if states not in self._checked:
             check_states(states, runner.model, by_address=runner.asynchronous)
             self._checked.add(states)
-        check_place(segment, runner.window)
+        check_place(segment, runner.model.window)
 
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
@@ -67,7 +67,7 @@ class RequestChecker:
         """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
         of question and template; documents: of what it reads, of which so many are `recomputed`;
         end: the position after the prompt."""
-        window = self._runner.window
+        window = self._runner.model.window
         if documents:
             check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
         if end + max_new_tokens > window:
@@ -86,7 +86,7 @@ class RequestChecker:
         """The most tokens that an answer can have after a prompt of so many computed tokens that
         ends at `end`; one where nothing fits, so that `check_sizes` refuses it."""
         left = self._pool_tokens - computed
-        return max(1, min(left, self._runner.window - end))
+        return max(1, min(left, self._runner.model.window - end))
 
     @property
     def _pool_tokens(self) -> int:

@@ -125,8 +125,7 @@ class EngineCore:
         """Queues a checked request, unless it was cancelled meanwhile."""
         if channel.cancelled:
             return
-        shares = self.runner.shares_prefixes
-        group = SequenceGroup(request, channel, submitted_at, shares_prefixes=shares)
+        group = SequenceGroup(request, channel, submitted_at)
         self._enqueue(self._sequence(group, 0))
 
     def add_encoding(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
@@ -498,7 +497,7 @@ class EngineCore:
         """Begins the other answers to a prompt that has just been computed."""
         for index in range(1, leader.request.n):
             sequence = self._sequence(leader.group, index)
-            free = self.runner.shares_prefixes and len(self._running) < self.config.running
+            free = len(self._running) < self.config.running
             if free and self.kv_manager.fork_sequence(leader, sequence):
                 self._changed = True
                 insort(self._running, sequence, key=_order)
@@ -534,8 +533,6 @@ class EngineCore:
         self._waiting = [each for each in self._waiting if each.group is not group]
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.private is not None:
-            self.runner.release_states(sequence.private)
         self.kv_manager.release_sequence(sequence)
 
     def _sequence(self, group: SequenceGroup, index: int) -> Sequence:

@@ -38,7 +38,7 @@ from ragcache.attention.triton.plan import (
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, passes_of
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
-from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
+from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool
 from ragcache.engine.sampler import Sampler
 from ragcache.machine import new_stream
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
@@ -133,11 +133,10 @@ class DeviceModelRunner:
     graphs: whether graphs are captured.
     """
 
-    shares_prefixes = True
     asynchronous = True
 
     def __init__(self, model: CausalLM, *, prefill_tokens: int = 8192, graphs: bool = True) -> None:
-        self.model, self.window = model, model.window
+        self.model = model
         self.device = model.device
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -204,9 +203,6 @@ class DeviceModelRunner:
             return partial(self._run, launch, previous)
         last.planned = False
         return partial(self._run, last, previous)
-
-    def release_states(self, private: RequestKV) -> None:
-        """Nothing to do: the blocks are the pool's."""
 
     def release_batch(self) -> None:
         self._last = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
-from ragcache.engine.kv_cache import BlockPool, RequestKV
+from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.sampler import Sampler
 from ragcache.machine import keep_freed_memory
 from ragcache.models import CausalLM, LanguageModel
@@ -21,10 +21,6 @@ logger = logging.getLogger(__name__)
 class ModelRunner(Protocol):
     """Computes the scheduled chunks of a step."""
 
-    shares_prefixes: bool
-    """Whether requests can use each other's private states, block by block."""
-    window: int
-    """The most positions of prompt and answer."""
     asynchronous: bool
     """Whether steps are launched and run on; it is an `AsynchronousRunner` then."""
 
@@ -43,9 +39,6 @@ class ModelRunner(Protocol):
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         """Plans a step; the result computes it and returns the logits of the rows that chunks want,
         [R, vocabulary]; see `ScheduledChunk.logit_rows`."""
-
-    def release_states(self, private: RequestKV) -> None:
-        """A request has released its states."""
 
     def release_batch(self) -> None:
         """Releases what is kept between steps; called when nothing runs."""
@@ -80,11 +73,10 @@ class AsynchronousRunner(ModelRunner, Protocol):
 class RaggedModelRunner:
     """Computes all chunks in one pass over segments."""
 
-    shares_prefixes = True
     asynchronous = False
 
     def __init__(self, model: CausalLM) -> None:
-        self.model, self.window = model, model.window
+        self.model = model
         self.stream = _stream_of(model)
         if self.stream is None:
             keep_freed_memory()
@@ -100,9 +92,6 @@ class RaggedModelRunner:
         await_segments(chunks, self.model.device)
         passes = [self.builder.build_batch(each) for each in passes_of(chunks)]
         return lambda: [self.model.forward(each) for each in passes][-1]
-
-    def release_states(self, private: RequestKV) -> None:
-        """Nothing to do: the blocks are the pool's."""
 
     def release_batch(self) -> None:
         self.builder.forget()

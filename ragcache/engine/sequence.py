@@ -24,7 +24,7 @@ class SequenceGroup:
 
     def __init__(
         self, request: Request, channel: RequestChannel[TokenDelta, RequestOutput],
-        submitted_at: float, *, shares_prefixes: bool = True,
+        submitted_at: float,
     ) -> None:  # fmt: skip
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
@@ -35,7 +35,7 @@ class SequenceGroup:
         root = request.root
         if root is None and request.n > 1:  # its answers share the prompt nevertheless
             root = EphemeralRoot()
-        self.root = root if shares_prefixes else None
+        self.root = root
 
     @property
     def seniority(self) -> float:
