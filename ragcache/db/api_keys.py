@@ -16,8 +16,8 @@ from sqlalchemy import select, update
 
 from ragcache.config import NAMESPACE, check_namespace
 from ragcache.db.database import Database, LastKnown
-from ragcache.db.sql import insert_new, namespace_id
-from ragcache.db.tables import ApiKeyTable, NamespaceTable, SecretTable
+from ragcache.db.sql import namespace_id
+from ragcache.db.tables import ApiKeyTable, NamespaceTable
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 ROLES = ("user", "admin")
 
 _MARK = "rc-"
-_SERVICE = "service"  # the name of the secret that services share
 _SECRET_BYTES = 32
 _SHOWN = 9  # characters of a secret that stay readable: 36 of its 256 bits
 _NAME = 100  # characters
@@ -119,14 +118,6 @@ class ApiKeys:
                 raise UnknownKey(f"there is no key {key}; `ragcache keys ls` lists them")
             row.revoked_at = row.revoked_at or time.time()
         self._forget()
-
-    def service_secret(self) -> bytes:
-        """Random bytes that all services over this ledger share, made at the first call."""
-        with self._database.transaction() as session:
-            made = {"name": _SERVICE, "value": secrets.token_bytes(_SECRET_BYTES)}
-            insert_new(session, SecretTable, made)
-            kept = select(SecretTable.value).where(SecretTable.name == _SERVICE)
-            return session.scalars(kept).one()
 
     def any(self) -> bool:
         """Whether a key was ever made."""

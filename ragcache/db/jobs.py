@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, or_, s
 from sqlalchemy.orm import Session, aliased
 
 from ragcache.db.database import Database
-from ragcache.db.sql import Page, after, check_limit, insert_new, insert_returning, page_of
+from ragcache.db.sql import Page, check_cursor, check_limit, insert_new, insert_returning, page_of
 from ragcache.db.tables import DEFAULT_NAMESPACE, JobDocumentTable, JobStateTable, JobTable
 from ragcache.errors import (
     EngineClosed,
@@ -291,12 +291,17 @@ class Jobs:
 
     def page(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
         """The namespace's jobs, the newest first. Raises `InvalidRequest`."""
-        limit, last = check_limit(limit), after(cursor, int)
-        rows = select(JobTable).where(JobTable.namespace == self.namespace)
-        if last is not None:
-            rows = rows.where(JobTable.id < last[0])
+        check_limit(limit)
+        mine = JobTable.namespace == self.namespace
+        rows = select(JobTable).where(mine)
+        with self.database.reading() as session:
+            total = session.scalar(select(func.count()).select_from(JobTable).where(mine))
+            if cursor is not None:
+                last = session.scalar(select(JobTable.id).where(mine, JobTable.public_id == cursor))
+                check_cursor(last, cursor)
+                rows = rows.where(JobTable.id < last)
         read = self._rows(rows.order_by(JobTable.id.desc()).limit(limit + 1))
-        return page_of(read, limit, lambda row: (row.id,))
+        return page_of(read, limit, lambda row: row.public_id, total)
 
     def listed(self) -> list[JobRow]:
         """All jobs of all namespaces, the oldest first."""

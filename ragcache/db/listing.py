@@ -1,8 +1,6 @@
 """Lists of collections, documents, modules and evictions, page by page, for operators.
 
-Modules come in any order, and no statement reads all of them to give a hundred. Where the filters
-leave many, a page is read along an index in its order; where they leave few, these are sorted. The
-size and the uses of a module are the largest of any of its states, and it is sorted by these;
+The size and the uses of a module are the largest of any of its states, and it is sorted by these;
 modules without states come last in either direction.
 """
 
@@ -13,19 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from sqlalchemy import ColumnElement, Select, and_, exists, func, literal, or_, select, tuple_
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import ColumnElement, Select, exists, func, or_, select
+from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.documents import DocumentRow
 from ragcache.db.sql import (
     CHUNK,
     Page,
-    after,
+    check_cursor,
     check_limit,
     collection_id,
-    cursor_of,
-    cut,
+    count_rows,
     from_modules,
     page_of,
 )
@@ -46,18 +43,8 @@ from ragcache.states import KVKey
 
 Sort = Literal["id", "name", "nbytes", "hits", "used_at"]
 SORTS: tuple[str, ...] = get_args(Sort)
-FEW = 2000  # modules, up to which they are sorted as they are found
 
 Condition = ColumnElement[bool]
-PagePlace = tuple[Any, ...]
-"""What a module is sorted by, its id last. Of one without states: (None, "", id)."""
-
-_KINDS: dict[str, tuple[type | tuple[type, ...], ...]] = {
-    "id": (int,),
-    "name": (str, int),
-    **dict.fromkeys(("nbytes", "hits"), ((int, type(None)), str, int)),
-    "used_at": ((int, float, type(None)), str, int),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,56 +132,54 @@ class EvictionRow:
 def collection_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[CollectionRow]:
-    """The collections of a namespace, by name. `total` comes with the first page. Raises
-    `InvalidRequest`."""
-    limit, last = check_limit(limit), after(cursor, str)
-    own = NamespaceTable.name == namespace
+    """The collections of a namespace, by name. Raises `InvalidRequest`."""
+    check_limit(limit)
     inside = DocumentTable.collection_id == CollectionTable.id
-    rows = select(
+    every = select(
         CollectionTable.name,
         _count(DocumentTable).where(inside).scalar_subquery(),
         _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
-    ).join(NamespaceTable)
-    if last is not None:
-        rows = rows.where(CollectionTable.name > last[0])
-    statement = rows.where(own).order_by(CollectionTable.name).limit(limit + 1)
+    ).join(NamespaceTable).where(NamespaceTable.name == namespace)  # fmt: skip
+    rows = every if cursor is None else every.where(CollectionTable.name > cursor)
     with database.reading() as session:
-        found = [CollectionRow(*row) for row in session.execute(statement)]
-        every = _count(CollectionTable).join(NamespaceTable).where(own)
-        total = session.scalar(every) if last is None else None
-    return page_of(found, limit, lambda row: (row.name,), total)
+        ordered = rows.order_by(CollectionTable.name).limit(limit + 1)
+        found = [CollectionRow(*row) for row in session.execute(ordered)]
+        return page_of(found, limit, lambda row: row.name, count_rows(session, every))
 
 
 def document_page(
     database: Database, namespace: str, collection: str, cursor: str | None = None,
     limit: int = 100,
 ) -> Page[DocumentRow]:  # fmt: skip
-    """The documents of a collection, by id. `total` comes with the first page. Raises
-    `InvalidRequest`, or `UnknownCollection`."""
-    limit, last = check_limit(limit), after(cursor, str)
+    """The documents of a collection, by id. Raises `InvalidRequest`, or `UnknownCollection`."""
+    check_limit(limit)
     modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
     with database.reading() as session:
-        chosen = DocumentTable.collection_id == collection_id(session, collection, namespace)
+        owner = collection_id(session, collection, namespace)
+        chosen = DocumentTable.collection_id == owner
         rows = select(DocumentTable, modules.scalar_subquery()).where(chosen)
-        if last is not None:
-            rows = rows.where(DocumentTable.source_id > last[0])
-        statement = rows.order_by(DocumentTable.source_id).limit(limit + 1)
-        found = [DocumentRow.of(row, count) for row, count in session.execute(statement)]
-        total = session.scalar(_count(DocumentTable).where(chosen)) if last is None else None
-    return page_of(found, limit, lambda row: (row.source_id,), total)
+        if cursor is not None:
+            rows = rows.where(DocumentTable.source_id > cursor)
+        ordered = session.execute(rows.order_by(DocumentTable.source_id).limit(limit + 1))
+        found = [DocumentRow.of(row, count) for row, count in ordered]
+        total = session.scalar(_count(DocumentTable).where(chosen))
+    return page_of(found, limit, lambda row: row.source_id, total)
 
 
 def eviction_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[EvictionRow]:
     """Evictions of states that belong to the namespace, the newest first. The default namespace
-    also lists states that nothing owns any more, of which only a digest is left. Raises
-    `InvalidRequest`."""
-    limit, last = check_limit(limit), after(cursor, int)
+    also lists states that nothing owns any more, of which only a digest is left. They are not
+    counted. Raises `InvalidRequest`."""
+    check_limit(limit)
     with database.reading() as session:
         rows = select(EvictionTable).where(_visible(namespace))
-        if last is not None:
-            rows = rows.where(EvictionTable.id < last[0])
+        if cursor is not None:
+            named = select(EvictionTable.id).where(EvictionTable.public_id == cursor)
+            last = session.scalar(named)
+            check_cursor(last, cursor)
+            rows = rows.where(EvictionTable.id < last)
         read = list(session.scalars(rows.order_by(EvictionTable.id.desc()).limit(limit + 1)))
         names = module_names(session, [row.key for row in read], namespace)
     found = [
@@ -204,7 +189,7 @@ def eviction_page(
         )
         for row in read
     ]  # fmt: skip
-    return page_of(found, limit, lambda row: (row.id,))
+    return page_of(found, limit, lambda row: row.public_id)
 
 
 def module_names(session: Session, keys: list[str], namespace: str) -> dict[str, str]:
@@ -346,216 +331,67 @@ def module_page(
     database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
     descending: bool = False, cursor: str | None = None, limit: int = 100,
 ) -> Page[ModuleListing]:  # fmt: skip
-    """A page of a namespace's modules. `total` comes with the first page, unless counting would
-    read all modules. Raises `InvalidRequest`, or `UnknownCollection`."""
+    """A page of a namespace's modules. Raises `InvalidRequest`, or `UnknownCollection`."""
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
-    last = _last(cursor, sort, descending)
     check_limit(limit)
+    before = _offset(cursor)
     with database.reading() as session:
-        named = wanted.collection
-        owner = None if named is None else collection_id(session, named, namespace)
-        number = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
-        if number is None:
-            return Page((), None, 0)
-        query = _ModuleQuery(session, wanted, number, owner)
-        walk = _Walk(query, query.few(), sort, descending, limit)
-        places, more = cut(walk.places(last), limit)
-        items = listings(session, [place[-1] for place in places])
-        following = cursor_of(sort, int(descending), *places[-1]) if more else None
-        return Page(tuple(items), following, walk.total() if last is None else None)
+        chosen = _in_namespace(namespace, ModuleTable.id).where(*_conditions(session, wanted))
+        if wanted.collection is not None:
+            owner = collection_id(session, wanted.collection, namespace)
+            chosen = chosen.where(CollectionTable.id == owner)
+        total = count_rows(session, chosen)
+        ordered = chosen.order_by(*_order(sort, descending)).offset(before).limit(limit)
+        items = listings(session, list(session.scalars(ordered)))
+    behind = before + limit
+    return Page(tuple(items), str(behind) if behind < total else None, total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """Modules in order. few: the ids among which they are, if they are few."""
-
-    query: _ModuleQuery
-    few: Sequence[int] | None
-    sort: str
-    descending: bool
-    limit: int
-
-    def places(self, last: PagePlace | None) -> list[PagePlace]:
-        """Those of a page and of one module more."""
-        if self.sort in ("id", "name"):
-            return self._named(last)
-        found: list[PagePlace] = []
-        if last is None or last[0] is not None:
-            found, last = self._by_states(last), None
-        lacking = self.limit + 1 - len(found)
-        wanted = self.query.wanted
-        if lacking and wanted.tier is None and not wanted.pinned:
-            found += self._without_states(last, lacking)
-        return found
-
-    def total(self) -> int | None:
-        """How many modules there are; None where they would have to be looked through."""
-        query, wanted = self.query, self.query.wanted
-        if self.few is not None:
-            count = self._chosen(select(func.count()).select_from(ModuleTable), ModuleTable.id)
-        elif wanted == ModuleFilter(collection=wanted.collection):
-            count = query.members(func.count())
-        else:
-            return None
-        return int(query.session.scalar(count))
-
-    def _named(self, last: PagePlace | None) -> list[PagePlace]:
-        columns = (ModuleTable.id,) if self.sort == "id" else (ModuleTable.name, ModuleTable.id)
-        statement = self._chosen(select(*columns), ModuleTable.id)
-        if last is not None:
-            statement = statement.where(self._beyond(columns, last))
-        return self._read(statement, columns)
-
-    def _by_states(self, last: PagePlace | None) -> list[PagePlace]:
-        """Along the states, each module with the highest of its own."""
-        value, module = StateTable.__table__.c[self.sort], EncodingTable.module_id
-        columns = (value, StateTable.key, module)
-        state, encoding = aliased(StateTable), aliased(EncodingTable)
-        here = tuple_(value, StateTable.key, StateTable.tier, StateTable.place)
-        there = tuple_(getattr(state, self.sort), state.key, state.tier, state.place)
-        own = (encoding.module_id == module) & (state.key == encoding.key)
-        higher = exists().where(own, there > here)
-        joined = select(*columns).join(EncodingTable, EncodingTable.key == StateTable.key)
-        statement = self._chosen(joined, module).where(~higher)
-        if last is not None:
-            same = and_(value == last[0], StateTable.key == last[1])
-            passed = module >= last[2] if self.descending else module <= last[2]
-            beyond = self._beyond(columns[:2], last[:2], or_equal=True)
-            statement = statement.where(beyond, ~and_(same, passed))
-        return self._read(statement, columns)
-
-    def _without_states(self, last: PagePlace | None, limit: int) -> list[PagePlace]:
-        own = EncodingTable.module_id == ModuleTable.id
-        held = exists().where(own, StateTable.key == EncodingTable.key)
-        statement = self._chosen(select(ModuleTable.id), ModuleTable.id).where(~held)
-        if last is not None:
-            statement = statement.where(ModuleTable.id > last[2])
-        rows = self.query.session.scalars(statement.order_by(ModuleTable.id).limit(limit))
-        return [(None, "", number) for number in rows]
-
-    def _chosen(self, statement: Select[Any], module: Any) -> Select[Any]:
-        chosen = statement.where(*self.query.conditions(module))
-        return chosen if self.few is None else chosen.where(module.in_(self.few))
-
-    def _read(self, statement: Select[Any], columns: Sequence[Any]) -> list[PagePlace]:
-        order = [column.desc() if self.descending else column for column in columns]
-        ordered = statement.order_by(*order).limit(self.limit + 1)
-        return [tuple(row) for row in self.query.session.execute(ordered)]
-
-    def _beyond(
-        self, columns: Sequence[Any], last: PagePlace, *, or_equal: bool = False
-    ) -> Condition:
-        row, values = (tuple_(*columns), last) if len(columns) > 1 else (columns[0], last[0])
-        if or_equal:
-            condition = row <= values if self.descending else row >= values
-        else:
-            condition = row < values if self.descending else row > values
-        return cast("Condition", condition)
+def _offset(cursor: str | None) -> int:
+    if cursor is None:
+        return 0
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 16):
+        raise InvalidRequest(f"{cursor!r:.80} is no cursor of modules; begin without a cursor")
+    return int(cursor)
 
 
-def _last(cursor: str | None, sort: str, descending: bool) -> PagePlace | None:
-    """Where the page before ended. Raises `InvalidRequest`, also for a cursor of another order."""
-    values = after(cursor, str, int, *_KINDS[sort])
-    if values is None:
-        return None
-    if values[:2] != [sort, int(descending)]:
-        raise InvalidRequest("the cursor is of another order; begin without a cursor")
-    return tuple(values[2:])
+def _order(sort: str, descending: bool) -> list[Any]:
+    """What modules are ordered by, those without states last."""
+    if sort in ("id", "name"):
+        column = getattr(ModuleTable, sort)
+        return [column.desc() if descending else column, ModuleTable.id]
+    of_module = EncodingTable.module_id == ModuleTable.id
+    rows = select(func.max(getattr(StateTable, sort))).join(
+        EncodingTable, EncodingTable.key == StateTable.key
+    )
+    held = rows.where(of_module).correlate(ModuleTable).scalar_subquery()
+    return [held.is_(None), held.desc() if descending else held, ModuleTable.id]
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleQuery:
-    """A filter in a session. namespace: its id; owner: that of the collection, if one is named."""
-
-    session: Session
-    wanted: ModuleFilter
-    namespace: int
-    owner: int | None
-
-    def conditions(self, module: Any) -> Iterator[Condition]:
-        """The conditions on a module, which it is looked up by its id for: written so, they give
-        no database a reason to read in another order."""
-        wanted = self.wanted
-        yield self._membership(module)
-        if wanted.document is not None:
-            yield _of(DocumentTable.source_id, module) == wanted.document
-        if wanted.tier is not None:
-            yield _has_state(module, StateTable.tier.key, wanted.tier)
-        if wanted.pinned is not None:
-            pinned = _has_state(module, StateTable.pinned.key, True)
-            yield pinned if wanted.pinned else ~pinned
-        if wanted.search is not None:
-            name = self._contains(_of(ModuleTable.name, module))
-            yield or_(name, self._contains(_of(DocumentTable.source_id, module)))
-
-    def members(self, column: Any) -> Select[Any]:
-        """A column of the modules of the collection, or of the namespace."""
-        statement = from_modules(column)
-        if self.owner is None:
-            return statement.where(CollectionTable.namespace_id == self.namespace)
-        return statement.where(CollectionTable.id == self.owner)
-
-    def few(self) -> list[int] | None:
-        """Modules among which are all that match, if one part of the filter leaves few."""
-        for probe in self._probes():
-            rows: list[int] = []
-            for statement in probe:
-                rows += self.session.scalars(statement.limit(FEW + 1 - len(rows)))
-                if len(rows) > FEW:
-                    break
-            else:
-                return list(dict.fromkeys(rows))
-        return None
-
-    def _probes(self) -> Iterator[list[Select[Any]]]:
-        """Statements that together find all modules that match one part of the filter."""
-        wanted = self.wanted
-        held = select(EncodingTable.module_id).join(StateTable, StateTable.key == EncodingTable.key)
-        if wanted.pinned:
-            yield [held.where(StateTable.pinned)]
-        if wanted.tier is not None:
-            yield [held.where(StateTable.tier == wanted.tier)]
-        members = self.members(ModuleTable.id)
-        if wanted.document is not None:
-            members = members.where(DocumentTable.source_id == wanted.document)
-        yield [members]
-        if wanted.search is not None:
-            named = select(ModuleTable.id).where(self._contains(ModuleTable.name))
-            theirs = self.members(ModuleTable.id).where(self._contains(DocumentTable.source_id))
-            yield [theirs, named.where(self._membership(ModuleTable.id))]
-
-    def _membership(self, module: Any) -> Condition:
-        if self.owner is not None:
-            return cast("Condition", _of(CollectionTable.id, module) == self.owner)
-        return cast("Condition", _of(CollectionTable.namespace_id, module) == self.namespace)
-
-    def _contains(self, column: Any) -> Condition:
-        """SQLite's LIKE ignores the case of ASCII letters as it is."""
-        search = self.wanted.search or ""
-        for sign in "\\%_":
-            search = search.replace(sign, f"\\{sign}")
-        postgresql = self.session.get_bind().dialect.name == "postgresql"
-        like = column.ilike if postgresql else column.like
-        return cast("Condition", like(f"%{search}%", escape="\\"))
+def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
+    """The conditions on a module, besides its collection."""
+    if wanted.document is not None:
+        yield DocumentTable.source_id == wanted.document
+    if wanted.tier is not None:
+        yield ModuleTable.id.in_(_holding(StateTable.tier == wanted.tier))
+    if wanted.pinned is not None:
+        pinned = ModuleTable.id.in_(_holding(StateTable.pinned.is_(True)))
+        yield pinned if wanted.pinned else ~pinned
+    if wanted.search is not None:
+        columns = (ModuleTable.name, DocumentTable.source_id)
+        yield or_(*(_contains(session, column, wanted.search) for column in columns))
 
 
-def _of(column: Any, module: Any) -> Any:
-    """A column of a module, its document or its collection."""
-    inner = aliased(ModuleTable)
-    if column.class_ is ModuleTable:
-        found = select(getattr(inner, column.key))
-    else:
-        joined = select(column).select_from(inner)
-        found = joined.join(DocumentTable, DocumentTable.id == inner.document_id)
-    if column.class_ is CollectionTable:
-        found = found.join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
-    return found.where(inner.id == module).scalar_subquery()
+def _holding(chosen: Condition) -> Select[Any]:
+    """The modules of some states, which are read once and not for each module."""
+    rows = select(EncodingTable.module_id).join(StateTable, StateTable.key == EncodingTable.key)
+    return rows.where(chosen)
 
 
-def _has_state(module: Any, name: str, value: Any) -> Condition:
-    """Whether some states of a module have a value. The module's are read and then compared:
-    SQLite would rather look through all states that have it."""
-    state, encoding = aliased(StateTable), aliased(EncodingTable)
-    values = select(getattr(state, name)).join(encoding, encoding.key == state.key)
-    return literal(value).in_(values.where(encoding.module_id == module))
+def _contains(session: Session, column: Any, search: str) -> Condition:
+    """SQLite's LIKE ignores the case of ASCII letters as it is."""
+    for sign in "\\%_":
+        search = search.replace(sign, f"\\{sign}")
+    like = column.ilike if session.get_bind().dialect.name == "postgresql" else column.like
+    return cast("Condition", like(f"%{search}%", escape="\\"))

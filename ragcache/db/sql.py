@@ -1,12 +1,7 @@
-"""Statements that the two databases spell differently, joins that many modules need, and pages.
-
-Where a page of a long list ended is in an opaque cursor: what its last item was sorted by.
-"""
+"""Statements that the two databases spell differently, joins that many modules need, and pages."""
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -139,41 +134,20 @@ def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPAC
 
 
 MOST = 1000  # items of a page
-NOT_OF_THIS_LIST = "the cursor is not one of this list; begin without a cursor"
 
 ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[ItemT]):
-    """Some items of a list. next: the cursor of those that follow, None after the last. total: of
-    the whole list, None where counting it would take long."""
+    """Some items of a list."""
 
     items: tuple[ItemT, ...]
     next: str | None = None
+    """Cursor of the following page: the name or public id of the last item, or how many items came
+    before. None after the last page."""
     total: int | None = None
-
-
-def cursor_of(*values: int | float | str | None) -> str:
-    """A cursor: what the last item was sorted by, and its id."""
-    text = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
-    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
-
-
-def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | None:
-    """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
-    if cursor is None:
-        return None
-    try:
-        padded = cursor + "=" * (-len(cursor) % 4)
-        values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (ValueError, RecursionError):
-        raise InvalidRequest(NOT_OF_THIS_LIST) from None
-    if isinstance(values, list) and len(values) == len(kinds):
-        pairs = zip(values, kinds, strict=True)
-        if all(isinstance(value, kind) and _fits(value) for value, kind in pairs):
-            return values
-    raise InvalidRequest(NOT_OF_THIS_LIST)
+    """Number of items in the whole list. None where it is not counted."""
 
 
 def check_limit(limit: int) -> int:
@@ -183,23 +157,21 @@ def check_limit(limit: int) -> int:
     return limit
 
 
-def cut(items: Sequence[ItemT], limit: int) -> tuple[tuple[ItemT, ...], bool]:
-    """The items of a page, of one more that were read, and whether there are more."""
-    return tuple(items[:limit]), len(items) > limit
-
-
 def page_of(
-    rows: Sequence[ItemT], limit: int, sorted_by: Callable[[ItemT], tuple[Any, ...]],
-    total: int | None = None,
-) -> Page[ItemT]:  # fmt: skip
-    """The page of rows, one more of which were read if there are more. sorted_by: what the cursor
-    of a row holds."""
-    items, more = cut(rows, limit)
-    return Page(items, cursor_of(*sorted_by(items[-1])) if more else None, total)
+    rows: Sequence[ItemT], limit: int, key: Callable[[ItemT], str], total: int | None = None
+) -> Page[ItemT]:
+    """The page of rows, one more of which were read if there are more. key: the cursor behind a
+    row."""
+    items = tuple(rows[:limit])
+    return Page(items, key(items[-1]) if len(rows) > limit else None, total)
 
 
-def _fits(value: object) -> bool:
-    """Whether a database takes a number of this size; true and false are no numbers."""
-    if isinstance(value, bool):
-        return False
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
+def count_rows(session: Session, rows: Select[Any]) -> int:
+    """How many rows a statement gives."""
+    return session.scalars(select(func.count()).select_from(rows.subquery())).one()
+
+
+def check_cursor(found: object, cursor: str | None) -> None:
+    """Raises `InvalidRequest` for a cursor that leads nowhere."""
+    if cursor is not None and found is None:
+        raise InvalidRequest(f"no item of this list is {cursor!r:.80}; begin without a cursor")

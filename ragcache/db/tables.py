@@ -151,12 +151,7 @@ class StateTable(Base):
     __tablename__ = "states"
     __table_args__ = (
         Index("states_by_tier", "tier", "key"),
-        Index("states_by_size", "nbytes", "key"),
-        Index("states_by_hits", "hits", "key"),
         Index("states_by_last_use", "last_use", "key"),
-        Index("states_by_used_at", "used_at", "key"),
-        Index("states_pinned", "key", sqlite_where=text("pinned = 1"),
-              postgresql_where=text("pinned")),
         Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
               postgresql_where=text("expires_at IS NOT NULL")),
     )  # fmt: skip
@@ -351,11 +346,3 @@ class ApiKeyTable(Base):
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]
-
-
-class SecretTable(Base):
-    """Random bytes that all services over the ledger share."""
-
-    __tablename__ = "secrets"
-    name: Mapped[str] = mapped_column(primary_key=True)
-    value: Mapped[bytes] = mapped_column(LargeBinary)

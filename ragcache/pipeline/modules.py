@@ -55,7 +55,7 @@ class Modules:
 
         search: a part of their name or of their document's. sort: `id`, `name`, `nbytes`, `hits`
         or `used_at`; modules without states come last. cursor: `next` of the page before, in the
-        same order. The page's `total` is told with the first one, where counting is cheap. Raises
+        same order. Raises
         `InvalidRequest`.
         """
         wanted = ModuleFilter(collection, document, tier, pinned, search)

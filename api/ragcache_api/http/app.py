@@ -15,7 +15,6 @@ from fastapi.routing import APIRoute
 from ragcache import RagCache, __version__
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.browser import install_pages, open_paths
-from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
 from ragcache_api.http.request_ids import RequestIds
@@ -51,7 +50,6 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         telemetry=telemetry_config(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
-    app.state.cursors = CursorCipher.of(rag)
     if settings.telemetry:
         service.requests.on_end.append(trace_answers)
     app.add_middleware(

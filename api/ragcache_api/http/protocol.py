@@ -3,10 +3,11 @@ for the OpenAPI document. OpenAI's are in `openai.protocol`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from fastapi import Path, Query
+from fastapi import Depends, Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
@@ -22,6 +23,7 @@ from ragcache import (
 )
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK
 from ragcache.db import Deletion
+from ragcache.db.sql import page_of
 from ragcache.store.admin import StateChange, TierStatus
 
 T = TypeVar("T")
@@ -62,6 +64,27 @@ class PageOf(ResponseModel, Generic[T]):
     items: list[T]
     next: str | None = None
     total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """The part of a list that a caller wants. cursor: None for its beginning."""
+
+    cursor: str | None
+    limit: int
+
+    def cut(self, items: Sequence[T], name: Callable[[T], str]) -> PageOf[T]:
+        """The page of a list that is small enough to be read whole, in the order of its names."""
+        left = [each for each in items if self.cursor is None or name(each) > self.cursor]
+        page = page_of(sorted(left, key=name), self.limit, name, len(items))
+        return PageOf(items=list(page.items), next=page.next, total=page.total)
+
+
+async def _page(cursor: Cursor = None, limit: Limit = 100) -> PageRequest:
+    return PageRequest(cursor, limit)
+
+
+PageDep = Annotated[PageRequest, Depends(_page)]
 
 
 class ProblemLocation(ResponseModel):

@@ -135,9 +135,3 @@ def test_a_check_in_memory_reads_nothing(keys: ApiKeys, database: Database, cloc
     clock.now += 6
     assert keys.check_in_memory(secret) is None
     assert not seen
-
-
-def test_all_services_over_a_ledger_share_one_secret(database: Database) -> None:
-    first = ApiKeys(database).service_secret()
-    assert len(first) == 32
-    assert ApiKeys(database).service_secret() == first

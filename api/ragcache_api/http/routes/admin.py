@@ -12,7 +12,6 @@ from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
 from ragcache.store.admin import StateChange, TierStatus
-from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     ChangesResponse,
@@ -26,6 +25,7 @@ from ragcache_api.http.protocol import (
     ModuleResponse,
     ModuleTextResponse,
     MoveRequest,
+    PageDep,
     PageOf,
     PlanRequest,
     PublicId,
@@ -97,9 +97,9 @@ async def list_modules(
     rows = await off_loop(
         context.rag.modules.page, collection=collection, document=document, tier=tier,
         pinned=pinned, search=search, sort=sort, descending=descending,
-        cursor=page.ledger_cursor, limit=page.limit,
+        cursor=page.cursor, limit=page.limit,
     )  # fmt: skip
-    return page.encrypt_next(PageOf[ModuleResponse].model_validate(rows))
+    return PageOf[ModuleResponse].model_validate(rows)
 
 
 @router.get("/modules/{module}")
@@ -249,8 +249,8 @@ async def get_state(context: ContextDep) -> StateResponse:
 @router.get("/evictions")
 async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
     """States that left a tier, the latest first."""
-    listed = await off_loop(context.rag.evictions, page.ledger_cursor, page.limit)
-    return page.encrypt_next(PageOf[EvictionResponse].model_validate(listed))
+    listed = await off_loop(context.rag.evictions, page.cursor, page.limit)
+    return PageOf[EvictionResponse].model_validate(listed)
 
 
 @router.get("/requests")

@@ -13,13 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
-from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.protocol import (
     AnswerRequest,
     AnswerResponse,
     CompactResponse,
     DeletedResponse,
+    PageDep,
     PageOf,
     PathName,
     PromptRequest,

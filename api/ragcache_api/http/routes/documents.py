@@ -20,7 +20,6 @@ from ragcache.documents import LoadedSources, SkippedFile, load_sources
 from ragcache.documents.formats import read_document
 from ragcache.documents.source import sanitize_document
 from ragcache.errors import MissingExtra, UnreadableDocument
-from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem, stream_error
 from ragcache_api.http.protocol import (
     MULTIPART,
@@ -36,6 +35,7 @@ from ragcache_api.http.protocol import (
     InstructionRequest,
     InstructionResponse,
     JobResponse,
+    PageDep,
     PageOf,
     PublicId,
     event_stream,
@@ -277,8 +277,8 @@ def _usable(name: str) -> str:
 @jobs_router.get("")
 async def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
     """The ingestion jobs, the newest first."""
-    listed = await off_loop(context.rag.jobs.list, page.ledger_cursor, page.limit)
-    return page.encrypt_next(PageOf[JobResponse].model_validate(listed))
+    listed = await off_loop(context.rag.jobs.list, page.cursor, page.limit)
+    return PageOf[JobResponse].model_validate(listed)
 
 
 @jobs_router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))

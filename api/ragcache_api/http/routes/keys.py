@@ -9,9 +9,15 @@ from pydantic import Field
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeyRow
-from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import PageOf, PathName, RequestModel, ResponseModel, problems
+from ragcache_api.http.protocol import (
+    PageDep,
+    PageOf,
+    PathName,
+    RequestModel,
+    ResponseModel,
+    problems,
+)
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 
 router = APIRouter(prefix="/admin/keys", tags=["keys"], responses=problems(500, 507))

@@ -76,12 +76,8 @@ def _create_states() -> None:
         _flag("pinned"), _real("expires_at", nullable=True), _text("mode"), _text("kv_dtype"),
         _text("root"), _text("model"),
     )  # fmt: skip
-    op.create_index("states_by_hits", "states", ["hits", "key"])
     op.create_index("states_by_last_use", "states", ["last_use", "key"])
-    op.create_index("states_by_used_at", "states", ["used_at", "key"])
-    op.create_index("states_by_size", "states", ["nbytes", "key"])
     op.create_index("states_by_tier", "states", ["tier", "key"])
-    op.create_index("states_pinned", "states", ["key"], **_where("pinned = 1", "pinned"))
     limited = "expires_at IS NOT NULL"
     op.create_index("states_expiring", "states", ["expires_at"], **_where(limited, limited))
     op.create_table("store_clock", _id(), _number("tick"))
@@ -156,7 +152,6 @@ def _create_service() -> None:
         _text("prefix"), _text("digest", unique=True), _real("created_at"),
         _real("last_used", nullable=True), _real("revoked_at", nullable=True),
     )  # fmt: skip
-    op.create_table("secrets", _key("name"), _bytes("value"))
 
 
 def _owner(name: str, table: str, **options: Any) -> sa.Column[Any]:
