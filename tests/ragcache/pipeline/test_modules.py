@@ -96,16 +96,6 @@ def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
     assert limits(rag) == {"kiln": None, "lamp": None}
 
 
-def test_pinned_states_outlast_their_limit(rag: RagCache) -> None:
-    rag.modules.pin("notes", ["kiln"])
-    rag.modules.expire(ids(rag, "kiln"), 0)
-    rag.internals.shared.store.sweep()
-    assert tiers(rag)["kiln"] == ("disk", "host")
-    rag.modules.unpin("notes")
-    rag.internals.shared.store.sweep()
-    assert tiers(rag)["kiln"] == ()
-
-
 def test_a_dry_expiry_changes_nothing(rag: RagCache) -> None:
     before = rag.list_modules("notes")
     assert len(rag.modules.expire(ids(rag, "kiln", "lamp"), 0, dry_run=True)) == 4

@@ -149,12 +149,6 @@ def test_ingested_states_are_on_disk_for_the_next_process(
         assert set(lease.source.values()) == {"disk"}
 
 
-def test_too_few_states_produced_is_an_error(store: KVStore) -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        full_lease(store, keys(1, 2), lambda _: [make_states(1)])
-    assert leased(store) == set()
-
-
 def test_a_blob_that_vanished_is_produced_again(store: KVStore, reopen: Open) -> None:
     fill(store, 1, 2)
     other = reopen()
@@ -296,15 +290,6 @@ def test_hits_are_counted_at_release(store: KVStore, reopen: Open) -> None:
     other.ledger.flush()
     hits = {row.key: row.hits for row in other.ledger.load()}
     assert hits == {make_key(1): 3, make_key(2): 1}
-
-
-def test_superseded_states_are_in_no_tier(store: KVStore) -> None:
-    fill(store, 1, 2)
-    store.evict(keys(1, 9))
-    assert in_host(store) == set(keys(2))
-    assert list(store.disk.keys()) == keys(2)
-    store.ledger.flush()
-    assert (store.ledger.keys("disk"), store.ledger.keys("host")) == (set(keys(2)), set(keys(2)))
 
 
 def test_what_one_process_retires_leaves_the_others(
@@ -474,14 +459,6 @@ class TestQueues:
         fill(later, 6, 7, 8)
         assert set(keys(1, 3)) <= set(later.disk.keys())
         assert list(later.persistent.indexes[0].entries)[-2:] == keys(3, 1)
-
-    def test_a_pin_holds_for_states_used_once(self, reopen: Open) -> None:
-        store = reopen(3)
-        fill(store, 1)
-        assert sources(store, 7, 8) == ["encoded"] * 2
-        store.pin(keys(7))
-        fill(store, 2, 3)
-        assert in_host(store) == set(keys(7, 2, 3))
 
     def test_reused_states_without_an_owner_are_not_written_to_disk(self, store: KVStore) -> None:
         unowned = KVKey("ff" * 32)
@@ -715,18 +692,6 @@ class TestRemote:
             assert swept.wait(10)
         finally:
             answers.set()
-
-    def test_a_full_remote_is_compared_when_it_has_room(
-        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(_: str) -> None:
-            raise StoreFull("no space left")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(remote, "write_place", full)
-            store = reopen(10, remote=remote)
-        store.check_remote_again()
-        assert remote.read_place() == remote.place == store.ledger.fact("remote")
 
     def test_another_remote_is_refused_and_nothing_is_changed(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path
@@ -970,26 +935,6 @@ class TestThreads:
 
         with full_lease(store, keys(2), produce) as lease:
             assert lease.source[make_key(2)] == "encoded"
-
-
-def test_two_processes_encode_a_key_once(
-    store: KVStore, reopen: Open, tmp_path: Path, where: Path | str
-) -> None:
-    """Two stores with sessions of their own, as two processes have."""
-    other, began, go = reopen(), threading.Event(), threading.Event()
-
-    def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
-        began.set()
-        assert go.wait(10)
-        yield make_states(1)
-
-    first = threading.Thread(target=lambda: full_lease(store, keys(1), produce, INGEST).release())
-    first.start()
-    assert began.wait(10)
-    threading.Timer(0.1, go.set).start()
-    with full_lease(other, keys(1), nothing, INGEST) as lease:
-        assert lease.source == {make_key(1): "disk"}
-    first.join(10)
 
 
 def test_a_claim_of_a_process_that_died_does_not_count(
