@@ -165,6 +165,10 @@ def test_log_probabilities_have_openais_form(client: TestClient) -> None:
     assert [entry["token"] for entry in entries] == [entry["token"] for entry in told]
 
 
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -180,6 +184,9 @@ def test_log_probabilities_have_openais_form(client: TestClient) -> None:
         ({"n": 0}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"response_format": {"type": "json_schema"}}, None),
+        (of_schema({"$ref": "#"}), None),
+        (of_schema({"type": "integer", "minimum": 3, "maximum": 2}), None),
+        (of_schema({"enum": ["a string" * 8] * 4096}), None),
     ],
 )
 def test_what_is_not_served_is_refused_in_openais_shape(
