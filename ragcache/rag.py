@@ -772,8 +772,8 @@ class RagCache:
     def document_page(
         self, collection: str, cursor: str | None = None, limit: int = 100
     ) -> Page[DocumentRow]:
-        """A page of the documents of a collection by id; the first one has `total`. Raises
-        `InvalidRequest` or `UnknownCollection`."""
+        """A page of the documents of a collection by id. Raises `InvalidRequest` or
+        `UnknownCollection`."""
         return document_page(self._shared.database, self.namespace, collection, cursor, limit)
 
     def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:

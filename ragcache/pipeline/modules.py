@@ -55,8 +55,7 @@ class Modules:
 
         search: a part of their name or of their document's. sort: `id`, `name`, `nbytes`, `hits`
         or `used_at`; modules without states come last. cursor: `next` of the page before, in the
-        same order. Raises
-        `InvalidRequest`.
+        same order. Raises `InvalidRequest`.
         """
         wanted = ModuleFilter(collection, document, tier, pinned, search)
         return module_page(
