@@ -25,7 +25,7 @@ from ragcache.errors import RagCacheError
 from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, is_openai
 from ragcache_api.http.protocol import CompactResponse, compact
 from ragcache_schemas import PMLError
-from tests.api.http.conftest import LEAVE, client_of
+from tests.api.http.conftest import LEAVE
 from tests.conftest import scaled
 
 
@@ -174,13 +174,6 @@ def test_a_failure_of_ours_tells_nothing_of_it(
     assert response.status_code == 500
     assert response.headers["content-type"] == "application/problem+json"
     assert "secret" not in response.text
-
-
-def test_a_body_larger_than_allowed_is_refused_whatever_it_holds(client: TestClient) -> None:
-    with client_of(client.app.state.service.rag, body_bytes=100) as small:  # type: ignore[attr-defined]
-        for path in ("/v1/answers", "/v1/chat/completions"):
-            refused = small.post(path, content=b"x" * 101)
-            assert refused.status_code == 413
 
 
 CHECKS = (

@@ -139,6 +139,16 @@ def module(server: httpx.Client, document: str) -> dict[str, Any]:
     return dict(found)
 
 
+def open_view(page: Page, view: str) -> None:
+    """Opens a view and waits until it shows what it read, without a fault."""
+    page.open(view)
+    shown = page.find(f".view.{view}")
+    page.until(lambda: shown.text and not page.all(".loading"))
+    current = page.all("nav a[aria-current=page]")
+    assert [each.get_attribute("data-view") for each in current] == [view]
+    assert [fault.text for fault in page.all(".fault")] == [], view
+
+
 def asked(page: Page, question: str, collection: str) -> None:
     """Asks through the form and waits until the answer has ended."""
     page.open("ask")

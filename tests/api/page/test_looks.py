@@ -8,7 +8,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.api.page import looks
-from tests.api.page.conftest import VIEWS, Page, asked, get
+from tests.api.page.conftest import VIEWS, Page, asked, get, open_view
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 NARROW = 390
@@ -31,12 +31,6 @@ def stored(served: tuple[object, str]) -> None:
         client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})  # until it has ended
         question = {"question": QUESTION, "collection": COLLECTION, "max_tokens": 1}
         assert client.post("/v1/answers", json=question).json()["sources"]
-
-
-def open_view(page: Page, view: str) -> None:
-    page.open(view)
-    shown = page.find(f".view.{view}")
-    page.until(lambda: shown.text and not page.all(".loading"))
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)

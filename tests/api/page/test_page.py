@@ -22,7 +22,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.http.service import Service
-from tests.api.page.conftest import VIEWS, Page, get
+from tests.api.page.conftest import VIEWS, Page, get, open_view
 from tests.api.page.seeding import (
     SUBJECTS,
     record_hour,
@@ -97,20 +97,10 @@ def row(server: httpx.Client, name: str) -> dict[str, object]:
     return dict(found)
 
 
-@pytest.mark.parametrize("documents", ["empty", "page"])
-def test_every_view_opens_without_a_fault(
-    documents: str, request: pytest.FixtureRequest
-) -> None:  # fmt: skip
-    page: Page = request.getfixturevalue(documents)
+def test_every_view_opens_without_documents(empty: Page) -> None:
     for view in VIEWS:
-        page.open(view)
-        shown = page.find(f".view.{view}")
-        page.until(
-            lambda shown=shown: shown.text and not shown.find_elements(By.CSS_SELECTOR, ".loading")
-        )
-        assert page.find("nav a[aria-current=page]").get_attribute("data-view") == view
-        assert not shown.find_elements(By.CSS_SELECTOR, ".fault")
-    assert page.faults() == []
+        open_view(empty, view)
+    assert empty.faults() == []
 
 
 def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str, Service]) -> None:
@@ -163,19 +153,6 @@ def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Cl
     assert (asked["kind"], asked["collection"]) == ("answer", "handbook")
 
 
-def test_pin_and_unpin_in_the_table(page: Page, server: httpx.Client) -> None:
-    page.open("modules")
-    page.find(".grid tr[data-id]")
-    name = page.names()[0]
-    box = f".grid tr[data-id='{row(server, name)['id']}'] .pinbox"
-    page.click(f"{box}[aria-pressed=false]")
-    page.find(f"{box}[aria-pressed=true]")
-    assert row(server, name)["pinned"]
-    page.click(f"{box}[aria-pressed=true]")
-    page.find(f"{box}[aria-pressed=false]")
-    assert not row(server, name)["pinned"]
-
-
 def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
     page.click(".grid tr[data-id] .name")
@@ -205,20 +182,6 @@ def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
     page.find(".toast.ok", "Warmed 10 modules")
     for each in get(server, "/admin/modules")["items"]:
         assert set(each["tiers"]) == {"host", "disk"}
-
-
-def test_evict_one_module_from_its_drawer(page: Page, server: httpx.Client) -> None:
-    page.open("modules?search=travel")
-    page.click(".grid tr[data-id] .name")
-    assert "north gate" in page.find(".drawer pre").text
-    page.click(".drawer [data-act=evict]")
-    assert "disk" in page.find(".modal .preview table").text.lower()
-    page.click(".modal footer button", "Cancel")
-    assert row(server, "travel.md#1")["tiers"] == ["disk"]
-    page.click(".drawer [data-act=evict]")
-    page.click(".modal [type=submit]", "Evict")
-    page.find(".grid tr[data-id] .chips", "none")
-    assert row(server, "travel.md#1")["tiers"] == []
 
 
 def test_evict_a_collection_after_a_dry_run(page: Page, server: httpx.Client) -> None:

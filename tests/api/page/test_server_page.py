@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from ragcache import RagCache
 from ragcache.models import LoadedModel
 from tests.api.http.server_process import Started, start_server
-from tests.api.page.conftest import VIEWS, Page, asked, get, module, tier
+from tests.api.page.conftest import Page, asked, get, module, tier
 from tests.conftest import write_notes
 from tests.ragcache.documents.paper import FACTS, WRITERS
 
@@ -121,15 +121,6 @@ def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client)
     assert row["name"] in latest.text
 
 
-def test_every_view_opens_without_a_fault(page: Page) -> None:
-    for view in VIEWS:
-        page.open(view)
-        shown = page.find(f".view.{view}")
-        page.until(lambda shown=shown: shown.text and not page.all(".loading"))
-        assert [fault.text for fault in page.all(".fault")] == [], view
-    assert page.faults() == []
-
-
 def test_the_page_is_told_to_trust_nobody_else(server: httpx.Client) -> None:
     for path in ("/admin/", "/admin/js/main.js", "/admin/parts.css"):
         headers = server.get(path).headers
@@ -188,16 +179,6 @@ def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     assert page.find(".said").text == "Nothing in this collection fits the question."
     assert get(server, "/admin/stats")["ttft"] == before
     assert get(server, "/admin/requests")["recent"][0]["ttft"] is None
-
-
-def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> None:
-    number = module(server, "keys.md")["id"]
-    assert server.delete(f"/admin/modules/{number}").status_code == 200
-    before = get(server, "/admin/stats")["tokens"].get("encoded", 0)
-    asked(page, "Where does the spare key of the boathouse hang?", "notes")
-    assert "encoded" in page.find("[aria-label='Modules used']").text.lower()
-    assert get(server, "/admin/stats")["tokens"]["encoded"] > before
-    assert module(server, "keys.md")["tiers"]
 
 
 def test_a_schema_is_shown_as_pml(page: Page, server: httpx.Client) -> None:
@@ -260,10 +241,11 @@ def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client
     assert page.find("[data-figure=kept] dd").text == f"{share:.0f} %"
 
 
-def test_files_of_every_type_are_dropped_asked_and_cited(page: Page, tmp_path: Path) -> None:
-    files = [tmp_path / Path(name).name for name in WRITERS]
-    for file, write in zip(files, WRITERS.values(), strict=True):
-        file.write_bytes(write())
+def test_files_are_dropped_asked_and_cited_with_their_pages(page: Page, tmp_path: Path) -> None:
+    names = ("guide/handbook.pdf", "slides.pptx", "notes.md")
+    files = [tmp_path / Path(name).name for name in names]
+    for file, name in zip(files, names, strict=True):
+        file.write_bytes(WRITERS[name]())
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7")
     page.open("ingestion")
     page.find("[name=collection]").send_keys("papers")
@@ -271,7 +253,8 @@ def test_files_of_every_type_are_dropped_asked_and_cited(page: Page, tmp_path: P
     page.click(".ingestform [type=submit]", f"Ingest {len(files) + 1} files")
     job = page.find(".job[data-status=done]", "papers").text
     assert "broken.pdf: it is damaged, or no PDF" in job
-    for name, (question, _) in FACTS.items():
+    for name in names:
+        question, _ = FACTS[name]
         asked(page, question, "papers")
         first = page.find("[aria-label='Modules used'] tbody tr").text
         assert first.startswith(f"{Path(name).name}#"), question
