@@ -486,7 +486,7 @@ class UsageBuffer:
                 hits, *_ = self._pending.touches.get(key, (0,))
                 self._pending.touches[key] = (hits + 1, tick, now)
 
-    def admitted(self, row: StateRow) -> None:
+    def entered(self, row: StateRow) -> None:
         """Notes that a tier in memory holds states."""
         with self._lock:
             self._pending.memory[row.tier, row.key] = row

@@ -149,7 +149,7 @@ class MemoryTiers:
         with self.lock:
             for index in self.indexes:
                 for key in index.entries:
-                    self._usage.admitted(self.row(index, key, *index.entries.get(key)))
+                    self._usage.entered(self.row(index, key, *index.entries.get(key)))
 
     def know(self, index: TierIndex, rows: Iterable[StateRow]) -> None:
         """Notes that a tier that outlives processes holds states, as the ledger says. States that
@@ -258,7 +258,7 @@ class MemoryTiers:
         with self.lock:
             if index.entries.add(key, nbytes, tick, reused=reused) and index is self.top:
                 self.reused.add(key)
-            self._usage.admitted(self.row(index, key, nbytes, tick))
+            self._usage.entered(self.row(index, key, nbytes, tick))
         return readable(index.tier.get(key))
 
     def _fit(self, index: TierIndex, nbytes: int, *, evict: bool = True) -> bool:

@@ -81,7 +81,7 @@ def test_memory_tiers_belong_to_their_session(
 ) -> None:
     other = another()
     for each, number in ((ledger, 1), (other, 2)):
-        each.usage.admitted(row(number, "host"))
+        each.usage.entered(row(number, "host"))
         each.flush()
     record(ledger, 3)
     assert (ledger.keys("host"), other.keys("host")) == ({make_key(1)}, {make_key(2)})
@@ -94,7 +94,7 @@ def test_touches_are_noted_without_sql_and_written_together(
     ledger: Ledger, database: Database
 ) -> None:
     record(ledger, 1, 2, 3)
-    ledger.usage.admitted(row(1, "host"))
+    ledger.usage.entered(row(1, "host"))
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
     commits: list[object] = []
@@ -151,7 +151,7 @@ def test_sessions_that_count_the_same_uses_wait_in_no_circle(
             sessions[number].usage.touch(mine, sessions[number].advance_clock())
             for key in mine[:20]:
                 sessions[number].usage.left("disk", key, 1, "pressure")
-                sessions[number].usage.admitted(row(1, "host")._replace(key=key))
+                sessions[number].usage.entered(row(1, "host")._replace(key=key))
             sessions[number].flush()
 
     threads = [threading.Thread(target=count, args=(n,)) for n in range(len(sessions))]
@@ -183,7 +183,7 @@ def test_usage_that_could_not_be_written_is_written_later(
 
 def test_rows_that_left_memory_are_deleted_and_recorded_with_a_reason(ledger: Ledger) -> None:
     for number in (1, 2, 3):
-        ledger.usage.admitted(row(number, "host"))
+        ledger.usage.entered(row(number, "host"))
     ledger.flush()
     for number, reason in ((1, "pressure"), (2, "pressure"), (3, "ttl")):
         ledger.usage.left("host", make_key(number), 10, reason)

@@ -61,7 +61,7 @@ def test_the_keys_of_a_lease_are_copied_side_by_side(store: KVStore, streams: St
 
 
 def test_a_question_pushes_out_what_nobody_reads(store: KVStore) -> None:
-    """On a device what is not admitted may not stay elsewhere, as it may in main memory."""
+    """States used once go for others that are, also on a device."""
     store.lease(keys(0, 1, 2)).release()
     with store.lease(keys(3, 4)) as lease:
         check(lease, 3, 4)
@@ -72,7 +72,7 @@ def test_a_question_pushes_out_what_nobody_reads(store: KVStore) -> None:
 
 def test_states_that_leave_the_device_go_to_the_host(store: KVStore) -> None:
     for numbers in ((0, 1, 2), (3, 4, 5), (6, 7, 8)):
-        for _ in range(2):  # a second use admits them
+        for _ in range(2):
             store.lease(keys(*numbers)).release()
     with store.lease(keys(0, 3)) as lease:
         check(lease, 0, 3)

@@ -77,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, name=NAMES)
     def read_again(self, process: int, name: str) -> None:
-        """What was read twice is admitted."""
+        """States that were read twice are here."""
         if name in self.documents:
             for _ in range(2):
                 self.open[process].read(name)
