@@ -12,7 +12,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
@@ -29,11 +28,9 @@ Numbers = npt.NDArray[np.int64]
 Stamps = dict[str, tuple[int, int]]
 
 WINDOW = 32
-"""Characters of a fingerprint; shorter texts have none."""
+"""Characters of a fingerprint, a power of two; shorter texts have none."""
 
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
-_INVERSE = pow(_BASE, -1, 2**64)
-_BATCH = 4096  # modules whose beginnings are hashed as one text
+_BASE = 0x9E3779B97F4A7C15
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
 _FILTER_BITS = 8  # a table of 2^8 entries for each module rules out most windows, ...
 _MOST_BITS = 22  # ... of 4 MiB at most; of few modules it stays in the processor's first cache
@@ -155,7 +152,7 @@ class FingerprintTable:
         nothing = np.empty(0, dtype=np.int64)
         if len(text) < WINDOW or not self._modules:
             return nothing, nothing
-        windows = RollingHash(text).windows(WINDOW)
+        windows = window_hashes(text)
         places = np.flatnonzero(self._filter[windows >> self._shift])
         groups = np.searchsorted(self._hashes, windows[places], "right") - 1
         same = self._hashes[groups] == windows[places]
@@ -277,8 +274,8 @@ class Fingerprints:
     def of(cls, rows: Sequence[ModuleRow]) -> Fingerprints:
         kept = [row for row in rows if len(row.text.strip()) >= WINDOW]
         kept.sort(key=lambda row: row.text.strip())  # a group merges sorted parts in linear time
-        parts = [_hashed(kept[i : i + _BATCH]) for i in range(0, len(kept), _BATCH)]
-        return cls(np.concatenate([_NONE, *parts]), tuple(kept))
+        beginnings = "".join(row.text.strip()[:WINDOW] for row in kept)
+        return cls(window_hashes(beginnings)[::WINDOW], tuple(kept))
 
     @classmethod
     def joined(cls, parts: Sequence[Fingerprints]) -> Fingerprints:
@@ -289,42 +286,19 @@ class Fingerprints:
         )
 
 
-def _hashed(rows: Sequence[ModuleRow]) -> Hashes:
-    rolling = RollingHash("".join(row.text.strip()[:WINDOW] for row in rows))
-    return rolling.parts(np.arange(len(rows)) * WINDOW, WINDOW)
+def window_hashes(text: str) -> Hashes:
+    """Polynomial hashes of all runs of `WINDOW` characters, modulo 2^64 (Karp and Rabin, 1987).
 
+    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. That of 2n characters
+    follows from those of two neighbors of n. The high bits are better distributed than the low.
 
-class RollingHash:
-    """Polynomial hashes of the substrings of a text, modulo 2^64 (Karp and Rabin, 1987), in numpy.
-
-    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. A running sum gives all
-    of them: the sums up to i+n and up to i differ by the hash times B^i. The high bits are better
-    distributed than the low ones.
+    Returns:
+        [characters - WINDOW + 1], in order; empty for a shorter text.
     """
-
-    def __init__(self, text: str) -> None:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-        powers, self._inverses = _powers(max(1, len(text)).bit_length())
-        self._sums = np.zeros(len(codes) + 1, dtype=np.uint64)  # [characters + 1]
-        np.cumsum(codes * powers[: len(codes)], out=self._sums[1:])
-
-    def windows(self, size: int) -> Hashes:
-        """Hashes of all substrings of `size` characters: [characters - size + 1]."""
-        ends = self._sums[size:]
-        return (ends - self._sums[: len(ends)]) * self._inverses[: len(ends)]
-
-    def parts(self, starts: Numbers, lengths: Numbers | int) -> Hashes:
-        """Hashes of the substrings with these starts and lengths: [substrings]."""
-        hashes: Hashes = self._sums[starts + lengths] - self._sums[starts]
-        return hashes * self._inverses[starts]
-
-
-@lru_cache(32)
-def _powers(bits: int) -> tuple[Hashes, Hashes]:
-    """B^k and B^-k for k < 2^bits."""
-    tables = []
-    for base in (_BASE, _INVERSE):
-        factors = np.full(1 << bits, base, dtype=np.uint64)
-        factors[0] = 1
-        tables.append(np.cumprod(factors, dtype=np.uint64))
-    return tables[0], tables[1]
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    hashes = codes.astype(np.uint64)
+    size = 1
+    while size < WINDOW:
+        hashes = hashes[:-size] + hashes[size:] * np.uint64(pow(_BASE, size, 2**64))
+        size *= 2
+    return hashes

@@ -10,7 +10,6 @@ from itertools import pairwise
 from math import log2
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -23,9 +22,9 @@ from ragcache.recognition import (
     Found,
     PrefixGroup,
     Recognizer,
-    RollingHash,
     common_prefix,
     find,
+    window_hashes,
 )
 from ragcache.states import KVKey
 
@@ -431,24 +430,12 @@ def test_common_prefix(shared: str, one: str, other: str) -> None:
 HASHED = st.text(st.sampled_from("ab\n \u00e9\U0001f600\ud800"), max_size=60)
 
 
-@given(HASHED, st.data())
-def test_a_part_hashes_as_the_same_text_elsewhere(text: str, data: st.DataObject) -> None:
-    begin = data.draw(st.integers(0, len(text)))
-    end = data.draw(st.integers(begin, len(text)))
-    alone = RollingHash(text[begin:end]).parts(np.array([0]), np.array([end - begin]))
-    within = RollingHash(text).parts(np.array([begin]), np.array([end - begin]))
-    assert alone == within
-
-
-@given(HASHED, st.integers(1, 8))
-def test_windows_are_the_parts_of_one_size(text: str, size: int) -> None:
-    rolling, places = RollingHash(text), np.arange(max(0, len(text) - size + 1))
-    assert rolling.windows(size).tolist() == rolling.parts(places, size).tolist()
-
-
-@given(HASHED, HASHED)
-def test_texts_of_one_length_that_differ_hash_differently(one: str, other: str) -> None:
-    size = min(len(one), len(other))
-    if one[:size] != other[:size]:
-        ends = np.array([0]), np.array([size])
-        assert RollingHash(one).parts(*ends) != RollingHash(other).parts(*ends)
+@given(HASHED, st.lists(HASHED, min_size=2, max_size=2))
+def test_windows_have_one_hash_exactly_where_their_texts_are_equal(
+    shared: str, around: list[str]
+) -> None:
+    text = shared.join(["", *around, ""])
+    hashes = window_hashes(text).tolist()
+    windows = [text[at : at + WINDOW] for at in range(len(text) - WINDOW + 1)]
+    assert len(hashes) == len(windows)
+    assert len({*zip(windows, hashes, strict=True)}) == len({*windows}) == len({*hashes})
