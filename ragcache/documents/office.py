@@ -73,12 +73,12 @@ def _page_lines(page: Any, raw: Any) -> list[_Line]:
     """The lines of a page that are not blank. raw: pdfium's C functions."""
     text_page = page.get_textpage()
     lines: list[_Line] = []
-    units: list[int] = []  # of UTF-16
+    units = bytearray()  # of UTF-16
     heights: list[float] = []
     box = raw.FS_RECTF()
 
     def end() -> None:
-        text = b"".join(unit.to_bytes(2, "little") for unit in units).decode("utf-16-le", "replace")
+        text = units.decode("utf-16-le", "replace")
         if text.strip():
             height = statistics.median(heights) if heights else 0.0
             lines.append(_Line(" ".join(text.split(" ")).strip(), round(2 * height) / 2))
@@ -90,15 +90,11 @@ def _page_lines(page: Any, raw: Any) -> list[_Line]:
         if code in (10, 13):
             end()
             continue
-        units.extend([code] if code < 0x10000 else _surrogates(code))
+        units.extend(chr(code).encode("utf-16-le", "surrogatepass"))
         if code > 32 and raw.FPDFText_GetLooseCharBox(text_page.raw, index, box):
             heights.append(abs(box.top - box.bottom))
     end()
     return _joined(lines)
-
-
-def _surrogates(code: int) -> list[int]:
-    return [0xD800 + ((code - 0x10000) >> 10), 0xDC00 + ((code - 0x10000) & 0x3FF)]
 
 
 def _joined(lines: Sequence[_Line]) -> list[_Line]:

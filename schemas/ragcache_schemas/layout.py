@@ -70,18 +70,13 @@ class Layout:
         return (tuple(path.split("/")) if isinstance(path, str) else path) in self._by_path
 
 
-def lay_out(
-    schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
-    *, slot_length: Callable[[Slot], int] | None = None,
-) -> Layout:  # fmt: skip
+def lay_out(schema: Schema, count_tokens: CountTokens, placement: Placement = "schema") -> Layout:
     """Lays a schema out, in time linear in its size.
 
     Args:
         schema: The schema.
         count_tokens: The number of tokens of a text, without special tokens.
         placement: "schema" for the paper's fixed positions, "compact" without gaps.
-        slot_length: The length of the longest module that may fill a slot; by default 0. Only the
-            placement "schema" uses it.
 
     Warns:
         PMLWarning: The scaffold text of a parameter does not fit; as in the reference
@@ -92,18 +87,15 @@ def lay_out(
         >>> lay_out(schema, lambda text: len(text.split()))["tone"].start
         2
     """
-    walk = _Walk(count_tokens, placement == "compact", slot_length)
+    walk = _Walk(count_tokens, placement == "compact")
     length = walk.scope((), schema.children, 0)
     return Layout(tuple(walk.spans), length, placement)
 
 
 class _Walk:
-    def __init__(
-        self, count_tokens: CountTokens, compact: bool, slot_length: Callable[[Slot], int] | None
-    ) -> None:
+    def __init__(self, count_tokens: CountTokens, compact: bool) -> None:
         self.count_tokens = count_tokens
         self.compact = compact
-        self.slot_length = slot_length
         self.spans: list[PositionSpan] = []
 
     def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
@@ -127,10 +119,7 @@ class _Walk:
                     end = self._nested((*path, name), path, node, start)
                     start = start if self.compact else end
                 case Slot():
-                    length = 0
-                    if self.slot_length is not None and not self.compact:
-                        length = self.slot_length(node)
-                    start = self._span((*path, node.scope), start, length)
+                    start = self._span((*path, node.scope), start, 0)
         return start
 
     def _span(self, path: Path, start: int, length: int) -> int:

@@ -151,7 +151,7 @@ class SchemaIndex:
     @classmethod
     def build(
         cls, schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
-        *, lookup: ModuleLookup | None = None, slot_length: Callable[[Slot], int] | None = None,
+        *, lookup: ModuleLookup | None = None,
     ) -> SchemaIndex:  # fmt: skip
         """Validates, lays out and indexes a schema, in time linear in its size.
 
@@ -160,13 +160,12 @@ class SchemaIndex:
             count_tokens: The number of tokens of a text, without special tokens.
             placement: "schema" for the paper's fixed positions, "compact" without gaps.
             lookup: Finds the modules that prompts import through slots.
-            slot_length: The length of the longest module that may fill a slot; see `lay_out`.
 
         Raises:
             PMLError: The schema's first problem.
         """
         validate_schema(schema)
-        layout = lay_out(schema, count_tokens, placement, slot_length=slot_length)
+        layout = lay_out(schema, count_tokens, placement)
         root = _Scopes(layout).scope((), (), schema.children, cache=True)
         return cls(schema, layout, root, count_tokens, lookup)
 
@@ -180,9 +179,9 @@ class SchemaIndex:
         wrapped = Schema(self.schema.name, (replace(module, name=name),))
         layout = lay_out(wrapped, self.count_tokens, self.layout.placement)
         span = self.layout[scope.path]
-        if self.layout.placement == "schema" and layout.length > span.length:
-            problem = f"the module {name!r} is {layout.length} tokens long, its slot {span.length}"
-            expected = "build the index with the slot_length of the longest module, or 'compact'"
+        if self.layout.placement == "schema" and layout.length:
+            problem = f"the module {name!r} has no room: slots take no fixed positions"
+            expected = "build the index with the placement 'compact'"
             raise SpanTooLong(problem, module.location, name, expected)
         scopes = _Scopes(layout, scope.path, span.start)
         slot = scopes.scope((), scope.place, wrapped.children, cache=True, role=scope.role)

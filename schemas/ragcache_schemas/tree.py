@@ -7,7 +7,8 @@ joined and empty ones dropped, so that a tree equals the one that its written fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal, TypeAlias, TypeVar
 
 Path: TypeAlias = tuple[str, ...]
@@ -180,24 +181,11 @@ _N = TypeVar("_N")
 
 def _joined(nodes: Iterable[_N]) -> tuple[_N | Text, ...]:
     out: list[_N | Text] = []
-    run: list[str] = []  # joined once, so that many small texts stay linear
-    first: Text | None = None
-
-    def flush() -> None:
-        nonlocal first
-        if first is not None:
-            out.append(first if len(run) == 1 else Text("".join(run), location=first.location))
-            first = None
-            run.clear()
-
-    for node in nodes:
-        if not isinstance(node, Text):
-            flush()
-            out.append(node)
-        elif node.text:
-            first = first or node
-            run.append(node.text)
-    flush()
+    for are_texts, run in groupby(nodes, lambda node: isinstance(node, Text)):
+        if not are_texts:
+            out += run
+        elif texts := [node for node in run if isinstance(node, Text) and node.text]:
+            out.append(replace(texts[0], text="".join(text.text for text in texts)))
     return tuple(out)
 
 

@@ -90,7 +90,7 @@ def test_turns_do_not_show_in_paths() -> None:
     assert list(spans(lay_out(schema, count_words))) == ["#0", "#1", "m", "m/#0", "#2"]
 
 
-def test_slot_length_sets_the_length_of_slots() -> None:
+def test_slots_take_no_positions() -> None:
     schema = Schema("s", (words(2), Slot("1", "c"), Slot("2", "c"), words(1)))
     assert spans(lay_out(schema, count_words)) == {
         "#0": (0, 2),
@@ -98,10 +98,6 @@ def test_slot_length_sets_the_length_of_slots() -> None:
         "slot-2": (2, 0),
         "#1": (2, 1),
     }
-    layout = lay_out(schema, count_words, slot_length=lambda slot: 10 * int(slot.name))
-    assert (layout["slot-2"].start, layout["#1"].start) == (12, 32)
-    compact = lay_out(schema, count_words, "compact", slot_length=lambda _: 10)
-    assert compact["#1"].start == 2
 
 
 def test_compact_placement_gives_optional_modules_no_room() -> None:

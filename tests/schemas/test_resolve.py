@@ -343,19 +343,11 @@ def test_errors_in_slots(body: str, error: type, match: str) -> None:
         resolved(body, handbook(), ' question=""')
 
 
-def test_slots_need_a_lookup_and_room() -> None:
+def test_slots_need_a_lookup_and_the_compact_placement() -> None:
     with pytest.raises(UnknownName, match="without a lookup"):
         resolved("<slot-1><d1/></slot-1>", SchemaIndex.build(HANDBOOK, count_words), ' question=""')
-    fixed = SchemaIndex.build(
-        HANDBOOK,
-        count_words,
-        lookup=document,
-        slot_length=lambda _: 6,
-    )
-    plan = resolved(BY_SLOT, fixed, ' question=""')
-    assert ("slot-2/d1/#0", 8, 9) in places(plan)
     tight = SchemaIndex.build(HANDBOOK, count_words, lookup=document)
-    with pytest.raises(SpanTooLong, match="is 6 tokens long, its slot 0"):
+    with pytest.raises(SpanTooLong, match="slots take no fixed positions"):
         resolved(BY_SLOT, tight, ' question=""')
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -20,7 +21,6 @@ from ragcache_connectors.langchain.batching import BatchingChatModel, Conversati
 from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation
 from ragcache_connectors.langchain.shared import (
-    ashared_rag,
     declare_options,
     find_open_rag,
     langchain_errors,
@@ -171,7 +171,8 @@ class ChatRagCache(BatchingChatModel):
         return shared_rag(self.rag, self.state, **self._declared)
 
     async def aopen_rag(self) -> RagCache:
-        return await ashared_rag(self.rag, self.state, **self._declared)
+        rag = find_open_rag(self.rag, self.state, **self._declared)
+        return rag or await asyncio.to_thread(self.open_rag)
 
     @property
     def _declared(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,14 +52,6 @@ class RagCacheEmbeddings(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         return self.embedder.embed_query(text)
-
-    async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
-        embedder = await asyncio.to_thread(lambda: self.embedder)
-        return await embedder.aembed_documents(texts) if texts else []
-
-    async def aembed_query(self, text: str) -> list[float]:
-        embedder = await asyncio.to_thread(lambda: self.embedder)
-        return await embedder.aembed_query(text)
 
 
 def minilm() -> Embeddings:

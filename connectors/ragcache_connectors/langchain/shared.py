@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import shutil
 import tempfile
@@ -59,14 +58,6 @@ def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
     folder = _declared(state, options)
     with folder.lock:
         return _open(folder, options) if folder.rag is None else folder.rag
-
-
-async def ashared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache:
-    """As `shared_rag`, in a thread if the folder is still to be opened."""
-    found = find_open_rag(rag, state, **options)
-    if found is not None:
-        return found
-    return await asyncio.to_thread(shared_rag, rag, state, **options)
 
 
 def find_open_rag(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -100,9 +99,6 @@ class RagCacheVectorStore(VectorStore):
             self.rag.ingest(self.collection, list(sources.values()))
         return ids
 
-    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        return await asyncio.to_thread(self.add_documents, documents, **kwargs)
-
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool | None:
         """Deletes documents; None is all of them. Ids that are unknown do no harm."""
         with suppress(UnknownCollection):
@@ -150,24 +146,12 @@ class RagCacheVectorStore(VectorStore):
         params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
         return _without_scores(self._search(embedding, params))
 
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return _without_scores(await self.asimilarity_search_with_score(query, k, **kwargs))
-
-    async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        return await self._asearch(query, partial(self._search_params, k, **kwargs))
-
     async def _asimilarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **kwargs: Any
     ) -> Scored:
-        relevance = await asyncio.to_thread(self._select_relevance_score_fn)  # may load a model
-        found = await self.asimilarity_search_with_score(query, k, **kwargs)
-        return [(document, relevance(score)) for document, score in found]
-
-    async def amax_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        params = partial(self._search_params, k, fetch_k, lambda_mult, **kwargs)
-        return _without_scores(await self._asearch(query, params))
+        """In a thread as a whole: to know whether there are cosines may load the embedder."""
+        search = self._similarity_search_with_relevance_scores
+        return await asyncio.to_thread(search, query, k, **kwargs)
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """The cosine; negative ones are as irrelevant as 0."""
@@ -207,14 +191,6 @@ class RagCacheVectorStore(VectorStore):
             return self._documents(search(query, self.collection, params))
         except UnknownCollection:
             return []
-
-    async def _asearch(self, query: str, params: Callable[[], SearchParams]) -> Scored:
-        resolved, retriever = await asyncio.to_thread(lambda: (params(), self._retriever()))
-        try:
-            selection = await retriever.aretrieve(query, self.collection, resolved)
-        except UnknownCollection:
-            return []
-        return await asyncio.to_thread(self._documents, selection)
 
     def _documents(self, selection: Selection) -> Scored:
         """A document whose one module was found as it was given, else the part that was found."""

@@ -10,7 +10,6 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.messages import HumanMessage
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.rate_limiters import InMemoryRateLimiter
 
 from ragcache import RagCache
@@ -89,12 +88,6 @@ async def test_generate_submits_all_lists_first(model: ChatRagCache, events: lis
     assert events == ["submit"] * 4 + ["wait"] * 4
     texts = [[each[0].text for each in some.generations] for some in (generated, awaited)]
     assert texts[0] == texts[1] == await asyncio.to_thread(answer_one_by_one, model, TEXTS)
-
-
-def test_a_chain_passes_its_batch_on(model: ChatRagCache, events: list[str]) -> None:
-    chain = ChatPromptTemplate.from_template("Q: {q}") | model.bind(stop=["never"])
-    chain.batch([{"q": text} for text in TEXTS])
-    assert events == ["submit"] * 4 + ["wait"] * 4
 
 
 class HoldRun(BaseCallbackHandler):

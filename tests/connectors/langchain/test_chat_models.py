@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, trim_messages
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from ragcache import RagCache
@@ -185,43 +183,6 @@ def test_log_probabilities_come_whole_and_in_chunks(scripted: RagCache) -> None:
     assert "logprobs" not in model.invoke("x", logprobs=False).response_metadata
 
 
-class RecordTokens(BaseCallbackHandler):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
-        self.seen.append(token)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_callbacks_receive_each_token_once(scripted: RagCache, streaming: bool) -> None:
-    handler = RecordTokens()
-    model = ChatRagCache(rag=scripted, streaming=streaming)
-    assert model.invoke("x", config={"callbacks": [handler]}).content == SAID
-    assert "".join(handler.seen) == (SAID if streaming else "")
-
-
-def test_an_answer_may_be_written_as_json_and_read_again(scripted: RagCache) -> None:
-    answer = ChatRagCache(rag=scripted).invoke("x")
-    assert AIMessage.model_validate_json(answer.model_dump_json()) == answer
-
-
-def test_options_may_be_chosen_when_a_chain_runs(scripted: RagCache) -> None:
-    chosen = ChatRagCache(rag=scripted).configurable_fields(max_tokens=ConfigurableField(id="most"))
-    assert chosen.with_config(configurable={"most": 1}).invoke("x").content == SAID[0]
-    assert chosen.invoke("x").content == SAID
-    chunks = list(chosen.with_config(configurable={"most": 3}).stream("x"))
-    assert sum(bool(chunk.content) for chunk in chunks) == len(SAID), "it still streams"
-
-
-def test_usage_callback_counts_every_answer(scripted: RagCache) -> None:
-    counter = UsageMetadataCallbackHandler()
-    answers = ChatRagCache(rag=scripted).batch(["a", "b"], config={"callbacks": [counter]})
-    counted = counter.usage_metadata["scripted"]
-    assert counted["input_tokens"] == sum(a.usage_metadata["input_tokens"] for a in answers)
-    assert counted["output_tokens"] == 2 * len(SAID)
-
-
 def test_tokens_of_messages_are_those_of_the_prompt(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=1)
     counted = model.get_num_tokens_from_messages([HumanMessage("How many?")])
@@ -337,19 +298,6 @@ def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Pat
         close_shared()
 
 
-def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
-    models = [ChatRagCache(state=folder, model=scripted_model()) for _ in range(2)]
-    assert not folder.exists()
-    assert models[0].model_name == "scripted"
-    try:
-        assert models[0].invoke("x").content == SAID
-        assert asyncio.run(models[1].ainvoke("x")).content == SAID
-        assert models[0].open_rag() is models[1].open_rag()
-    finally:
-        close_shared()
-
-
 def test_a_folder_opened_elsewhere_gets_the_chats_model(tmp_path: Path) -> None:
     model = ChatRagCache(state=tmp_path, model=scripted_model(), open_options={"max_new_tokens": 2})
     try:
@@ -379,9 +327,3 @@ async def test_canceling_a_task_cancels_the_request(rag: RagCache) -> None:
         await task
     assert (await ChatRagCache(rag=rag, max_tokens=1).ainvoke("Hello")).content
     wait_until_idle(rag)
-
-
-def test_images_are_refused(scripted: RagCache) -> None:
-    image = HumanMessage([{"type": "image", "base64": "AA", "mime_type": "image/png"}])
-    with pytest.raises(InvalidRequest, match="no images"):
-        ChatRagCache(rag=scripted).invoke([image])

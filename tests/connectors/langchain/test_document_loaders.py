@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from langchain_core.document_loaders import BaseLoader
 from langchain_core.documents import Document
-from langchain_text_splitters import CharacterTextSplitter, MarkdownHeaderTextSplitter
+from langchain_text_splitters import CharacterTextSplitter
 
 from ragcache import RagCache
-from ragcache.errors import DocumentError, NoDocuments, UnstorableMetadata
+from ragcache.errors import DocumentError, UnstorableMetadata
 from ragcache_connectors.langchain import RagCacheLoader
 
 PAGES = [
@@ -61,31 +61,11 @@ async def test_a_list_of_documents_for_asyncio(rag: RagCache) -> None:
     assert texts(rag) == EXPECTED
 
 
-def test_cuts_elsewhere_are_a_change(rag: RagCache) -> None:
-    whole = [Document("one\n\ntwo", metadata={"source": "a"})]
-    cut = [Document(text, metadata={"source": "a"}) for text in ("one", "two")]
-    for documents, modules in ((whole, 1), (cut, 2), (whole, 1)):
-        done = RagCacheLoader(documents, collection="notes", rag=rag).load()
-        assert done.added + done.updated == 1
-        assert rag.documents("notes")[0].modules == modules
-        assert rag.texts("notes", ["a"]) == {"a": "one\n\ntwo"}
-
-
 def test_a_splitter_cuts_first(rag: RagCache) -> None:
     document = Document("one two|three four|five", metadata={"source": "a"})
     splitter = CharacterTextSplitter("|", chunk_size=10, chunk_overlap=0)
     RagCacheLoader([document], collection="notes", splitter=splitter, rag=rag).load()
     assert list(texts(rag).values()) == ["one two", "three four", "five"]
-
-
-def test_chunks_of_any_splitter_become_modules(rag: RagCache) -> None:
-    splitter = MarkdownHeaderTextSplitter([("#", "title")])
-    chunks = splitter.split_text("# Boats\n\nMoored.\n\n# Keys\n\nHung.")
-    for chunk in chunks:
-        chunk.metadata["source"] = "book.md"
-    RagCacheLoader(chunks, collection="notes", rag=rag).load()
-    assert texts(rag) == {"book.md#1": "Moored.", "book.md#2": "Hung."}
-    assert rag.documents("notes")[0].attributes == {"source": "book.md"}, "titles differ"
 
 
 def test_a_chunk_that_is_too_long_for_a_module_becomes_several(rag: RagCache) -> None:
@@ -97,18 +77,11 @@ def test_a_chunk_that_is_too_long_for_a_module_becomes_several(rag: RagCache) ->
     assert len(found) > 4
 
 
-def test_a_document_without_a_source_is_named_by_its_id(rag: RagCache) -> None:
+def test_a_document_without_a_source_is_named_by_its_id_or_refused(rag: RagCache) -> None:
     RagCacheLoader([Document("one", id="a")], collection="notes", rag=rag).load()
     assert texts(rag) == {"a#1": "one"}
+    bad = Document("one", metadata={"source": "a", "path": Path("x")})
+    with pytest.raises(UnstorableMetadata, match=r"document 'a': .*'path'\] is a PosixPath"):
+        RagCacheLoader([bad], collection="notes", rag=rag).load()
     with pytest.raises(DocumentError, match=r"neither metadata\['source'\] nor an id.*'two'"):
         RagCacheLoader([Document("two")], collection="notes", rag=rag).load()
-
-
-def test_what_cannot_be_stored_is_named(rag: RagCache) -> None:
-    bad = Document("one", metadata={"source": "a", "path": Path("x")})
-    with pytest.raises(
-        UnstorableMetadata, match=r"document 'a': metadata\['path'\] is a PosixPath"
-    ):
-        RagCacheLoader([bad], collection="notes", rag=rag).load()
-    with pytest.raises(NoDocuments):
-        RagCacheLoader([], collection="notes", rag=rag).load()

@@ -101,13 +101,6 @@ pieces = st.lists(st.text(alphabet=" \n\tab", max_size=4), max_size=12)
 
 
 @given(pieces)
-def test_surrounding_white_space_is_trimmed_however_text_is_cut(some: list[str]) -> None:
-    trim = WhitespaceTrimmer()
-    shown = [trim.feed(piece) for piece in some]
-    assert "".join(shown) == "".join(some).strip()
-
-
-@given(pieces)
 def test_text_is_held_only_for_trailing_white_space(some: list[str]) -> None:
     trim, seen = WhitespaceTrimmer(), ""
     for n, piece in enumerate(some, start=1):

@@ -133,34 +133,35 @@ def indexing(
 FIRST = [page("one", "a"), page("two", "a"), page("three", "b")]
 
 
-async def test_without_clean_up_nothing_is_deleted(indexing: Indexing) -> None:
-    assert await indexing(FIRST, None) == (3, 0, 0, 0)
-    assert await indexing(FIRST, None) == (0, 0, 3, 0)
-    assert await indexing([page("one changed", "a")], None) == (1, 0, 0, 0)
-    assert indexing.texts() == {"one", "two", "three", "one changed"}
+Round = tuple[list[Document], tuple[int, int, int, int], set[str]]  # what is indexed, done, there
+ALL = {"one", "two", "three"}
 
 
-async def test_incremental_deletes_what_is_old_of_the_sources_seen(indexing: Indexing) -> None:
-    assert await indexing(FIRST, "incremental") == (3, 0, 0, 0)
-    assert await indexing([page("one", "a"), page("new", "a")], "incremental") == (1, 0, 1, 1)
-    assert indexing.texts() == {"one", "new", "three"}
-    assert await indexing([], "incremental") == (0, 0, 0, 0)
-    assert indexing.texts() == {"one", "new", "three"}
-
-
-async def test_full_deletes_what_is_not_there_any_more(indexing: Indexing) -> None:
-    assert await indexing(FIRST, "full") == (3, 0, 0, 0)
-    assert await indexing([page("one", "a"), page("new", "c")], "full") == (1, 0, 1, 2)
-    assert indexing.texts() == {"one", "new"}
-    assert await indexing([], "full") == (0, 0, 0, 2)
-    assert indexing.texts() == set()
-
-
-async def test_scoped_full_deletes_in_the_sources_seen(indexing: Indexing) -> None:
-    assert await indexing(FIRST, "scoped_full", batch_size=1) == (3, 0, 0, 0)
-    assert await indexing([page("two", "a"), page("new", "c")], "scoped_full") == (1, 0, 1, 1)
-    assert indexing.texts() == {"two", "new", "three"}
-    assert await indexing([], "scoped_full") == (0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("cleanup", "rounds"),
+    [
+        (None, [(FIRST, (0, 0, 3, 0), ALL), ([page("x", "a")], (1, 0, 0, 0), {"x", *ALL})]),
+        ("incremental", [
+            ([page("one", "a"), page("new", "a")], (1, 0, 1, 1), {"one", "new", "three"}),
+            ([], (0, 0, 0, 0), {"one", "new", "three"}),
+        ]),
+        ("full", [
+            ([page("one", "a"), page("new", "c")], (1, 0, 1, 2), {"one", "new"}),
+            ([], (0, 0, 0, 2), set()),
+        ]),
+        ("scoped_full", [
+            ([page("two", "a"), page("new", "c")], (1, 0, 1, 1), {"two", "new", "three"}),
+            ([], (0, 0, 0, 0), {"two", "new", "three"}),
+        ]),
+    ],
+)  # fmt: skip
+async def test_each_mode_deletes_what_it_should(
+    indexing: Indexing, cleanup: CleanUp, rounds: list[Round]
+) -> None:
+    assert await indexing(FIRST, cleanup, batch_size=1) == (3, 0, 0, 0)
+    for documents, counts, texts in rounds:
+        assert await indexing(documents, cleanup) == counts
+        assert indexing.texts() == texts
 
 
 async def test_what_is_there_is_written_again_when_forced(indexing: Indexing) -> None:

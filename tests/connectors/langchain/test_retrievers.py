@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.tools import create_retriever_tool
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from pydantic import ValidationError
@@ -158,15 +157,6 @@ def test_dumps_leave_out_the_open_folder(notes: RagCache) -> None:
     written = RagCacheRetriever(collection="notes", rag=notes, k=2).model_dump()
     assert written["collection"] == "notes"
     assert not {"rag", "embedding"} & written.keys()
-
-
-async def test_it_works_in_chains_and_tools(notes: RagCache) -> None:
-    retriever = RagCacheRetriever(collection="notes", rag=notes, k=1, search="sparse")
-    chain = retriever | (lambda documents: documents[0].page_content)
-    assert chain.batch(["red cupboard", "survey"]) == [TEXTS["keys"], TEXTS["boats"]]
-    assert await chain.ainvoke("red cupboard") == TEXTS["keys"]
-    tool = create_retriever_tool(retriever, "notes", "Searches the notes.")
-    assert TEXTS["keys"] in tool.invoke({"query": "red cupboard"})
 
 
 def test_an_unknown_field_is_refused(rag: RagCache) -> None:

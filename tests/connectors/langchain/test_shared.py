@@ -20,7 +20,7 @@ from ragcache.models import LoadedModel
 from ragcache_connectors import langchain
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
 from ragcache_connectors.langchain.call_options import ModelInfo
-from ragcache_connectors.langchain.shared import ashared_rag, declare_options, langchain_errors
+from ragcache_connectors.langchain.shared import declare_options, langchain_errors
 from tests.connectors.langchain.scripted_model import scripted_model
 
 
@@ -107,8 +107,8 @@ async def test_opening_one_folder_does_not_block_another(
         assert begun.wait(60)
         made = pool.submit(ChatRagCache, state=tmp_path / "slow")
         assert made.result(timeout=60).model_name == "ragcache-reader"
-        assert await ashared_rag(None, tmp_path / "ready") is ready
-        waits = asyncio.create_task(ashared_rag(None, tmp_path / "slow"))
+        assert await ChatRagCache(state=tmp_path / "ready").aopen_rag() is ready
+        waits = asyncio.create_task(made.result().aopen_rag())
         await asyncio.sleep(0)
         assert not slow.done(), "the event loop goes on while the folder is opened"
         go.set()
@@ -143,12 +143,6 @@ def test_a_closed_folder_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> 
     second = shared_rag(None, tmp_path, model=reader)
     assert second is not first
     assert second.records("kept").keys() == ["a"]
-
-
-def test_without_a_folder_the_process_has_a_temporary_one(reader: LoadedModel) -> None:
-    first = shared_rag(None, None, model=reader)
-    assert shared_rag(None, None) is first
-    assert first.stats().collections == {}
 
 
 @pytest.mark.parametrize(

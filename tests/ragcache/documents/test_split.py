@@ -57,14 +57,14 @@ def in_order(wanted: list[str], found: list[str]) -> bool:
 
 @given(text=documents(), limit=limits, counter=counters)
 @settings(max_examples=scaled(200))
-def test_no_part_exceeds_the_limit(text: str, limit: int, counter: Count) -> None:
-    assert max(counter(piece) for piece in split_text(text, limit, counter)) <= limit
-
-
-@given(text=documents(), limit=limits, counter=counters)
-@settings(max_examples=scaled(200))
-def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> None:
+def test_parts_end_a_paragraph_within_the_limit_and_keep_every_word_in_order(
+    text: str, limit: int, counter: Count
+) -> None:
     pieces = split_text(text, limit, counter)
+    for piece in pieces:
+        assert counter(piece) <= limit
+        assert piece.endswith("\n\n")
+        assert piece.strip()
     number = r"w\d+"
     assert in_order(re.findall(number, text), re.findall(number, " ".join(pieces)))
 
@@ -75,13 +75,6 @@ def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, coun
     pieces = split_text(text, limit, counter)
     assert all(counter(piece) <= limit for piece in pieces)
     assert in_order(list("".join(text.split())), list("".join(pieces)))
-
-
-@given(text=documents(), limit=limits, counter=counters)
-def test_parts_end_a_paragraph_and_are_not_empty(text: str, limit: int, counter: Count) -> None:
-    for piece in split_text(text, limit, counter):
-        assert piece.endswith("\n\n")
-        assert piece.strip()
 
 
 def test_a_short_text_stays_whole() -> None:
@@ -198,10 +191,6 @@ def test_parts_that_are_not_in_the_document_have_no_place() -> None:
 def test_a_limit_that_is_too_small_is_refused(limit: int) -> None:
     with pytest.raises(ConfigurationError, match=f"module_tokens is {limit}; it must be 32"):
         split_text("text", limit, words)
-
-
-def test_the_smallest_limit_is_served() -> None:
-    assert len(split_text(numbered(0, 100), MIN_TOKENS, words)) == 4
 
 
 ROWS = [f"| r{n} | {numbered(4 * n, 4 * n + 4)} |" for n in range(30)]
