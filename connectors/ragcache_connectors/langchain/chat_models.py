@@ -172,7 +172,7 @@ class ChatRagCache(BatchingChatModel):
 
     async def aopen_rag(self) -> RagCache:
         rag = find_open_rag(self.rag, self.state, **self._declared)
-        return rag or await asyncio.to_thread(self.open_rag)
+        return await asyncio.to_thread(self.open_rag) if rag is None else rag
 
     @property
     def _declared(self) -> dict[str, Any]:
