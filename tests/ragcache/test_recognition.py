@@ -216,41 +216,12 @@ def test_short_modules_and_texts_are_passed_over() -> None:
     assert places(find("x" * WINDOW, table_of(["x" * WINDOW]))) == [(0, WINDOW, 0)]
 
 
-def test_of_equal_texts_the_first_is_meant() -> None:
-    text = "The same words in two documents of one kind."
-    assert places(find(text, table_of([text + "\n", text]))) == [(0, len(text), 0)]
-
-
 def test_hashes_that_agree_by_chance_find_nothing() -> None:
     text = "The survey boat Pipit is moored at the quay."
     true = Fingerprints.of(rows_of([text]))
     other = replace(true, modules=tuple(rows_of(["The survey boat Pipit is moored at the pier."])))
     assert find(text, FingerprintTable(true)) != []
     assert find(text, FingerprintTable(other)) == []
-
-
-def test_many_modules_of_one_beginning_are_told_apart() -> None:
-    texts = [f"{HEAD}The boat of berth {n} is moored at the north quay." for n in range(40)]
-    text = "".join(reversed(texts))
-    assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
-    assert len(find(text, table_of(texts))) == 40
-
-
-def test_a_text_that_repeats_itself_is_searched_to_its_end() -> None:
-    texts = ["a" * (WINDOW + n) for n in range(20)]
-    text = "a" * 400 + "b" + "a" * 60
-    assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
-
-
-def test_where_the_longest_has_no_room_a_shorter_one_is_found() -> None:
-    short = "The survey boat Pipit is moored at the"
-    longer = short + " north quay."
-    longest = "north quay. The crew meets at eight, aboard, in oilskins and boots."
-    text = short + " " + longest
-    assert places(find(text, table_of([short, longer, longest]))) == [
-        (0, len(short), 0),
-        (len(short) + 1, len(text), 2),
-    ]
 
 
 TITLE = "Title: The handbook of the harbour, third edition\n\n"

@@ -37,11 +37,6 @@ def test_flops_equal_a_count_by_hand() -> None:
     assert TINY.flops(new_tokens=3, past_tokens=10) == products + attention + logits
 
 
-def test_a_prompt_costs_the_same_in_one_part_or_two_but_for_the_logits() -> None:
-    parts = TINY.flops(20, 0) + TINY.flops(13, 20)
-    assert parts == TINY.flops(33, 0) + 2 * TINY.hidden * TINY.vocabulary
-
-
 def test_a_shape_builds_the_same_model_every_time() -> None:
     one, other = TINY.build(torch.bfloat16), TINY.build(torch.bfloat16)
     assert one.dtype == torch.bfloat16

@@ -14,7 +14,6 @@ from ragcache import Generation, RagCache
 from ragcache.errors import (
     EngineClosed,
     InvalidRequest,
-    PromptTooLong,
     RequestCancelled,
     UnknownCollection,
 )
@@ -122,25 +121,6 @@ def test_several_choices_come_with_their_tokens(rag: RagCache) -> None:
         assert len(choice.chosen) == len(choice.token_ids)
         assert all(len(chosen.alternatives) == 2 for chosen in choice.chosen)
     assert rag.ask(QUESTION, collection="notes", generation=generation).choices == answer.choices
-
-
-def test_a_stop_string_ends_the_text(rag: RagCache) -> None:
-    text = rag.ask(QUESTION, collection="notes").text
-    answer = rag.ask(QUESTION, collection="notes", generation=Generation(stop=(text[3:6],)))
-    assert answer.text == text[: text.index(text[3:6])].strip()
-    assert (answer.finish_reason, answer.choices[0].stopped_by) == ("stop", text[3:6])
-
-
-def test_requests_that_cannot_run_are_refused_before_anything_is_leased(rag: RagCache) -> None:
-    for generation in (Generation(stop=("",)), Generation(n=0)):
-        with pytest.raises(InvalidRequest):
-            rag.stream(QUESTION, collection="notes", mode="isolated", generation=generation)
-    with pytest.raises(PromptTooLong):
-        rag.stream(
-            QUESTION, collection="notes", mode="isolated",
-            generation=Generation(max_new_tokens=500),
-        )  # fmt: skip
-    assert rag.stats().encoded == 4, "nothing but what ingestion encoded"
 
 
 def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:

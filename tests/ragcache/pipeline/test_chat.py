@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
-from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
+from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
 from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
@@ -206,35 +206,12 @@ def test_a_chat_over_the_window_is_refused_before_anything_is_encoded(rag: RagCa
     assert rag.stats().encoded == encoded
 
 
-def test_bad_arguments_are_refused(rag: RagCache) -> None:
-    with pytest.raises(ConfigurationError, match="unknown mode"):
-        rag.chat(PASTED, mode="fast")
-    with pytest.raises(InvalidRequest, match="no messages"):
-        rag.chat([])
-    assert rag.chat_batch([]) == []
-
-
 def test_private_characters_of_a_module_are_no_marks(tmp_path: Path, model: LoadedModel) -> None:
     text = "\U00100000 hangs in the red cupboard of the boathouse, as ever."
     with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as rag:
         rag.ingest("notes", [SourceDocument("a", text)])
         with pytest.raises(InvalidRequest, match="private character"):
             rag.chat(user(text))
-
-
-def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    store = rag.internals.shared.store
-    with monkeypatch.context() as patched_engine:
-        patched_engine.setattr(type(rag.internals.shared.engine), "submit_request", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            rag.chat_batch([PASTED, PASTED])
-    assert not store.memory.leases
-    rag.chat(PASTED)
-    rag.stats()
-    assert not store.memory.leases
 
 
 MODULES = [

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import ConfigurationError, UnknownCollection, UnknownModule
+from ragcache.errors import ConfigurationError, UnknownModule
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Modules
 
@@ -96,9 +96,26 @@ def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
     assert limits(rag) == {"kiln": None, "lamp": None}
 
 
-def test_a_dry_expiry_changes_nothing(rag: RagCache) -> None:
+@pytest.mark.parametrize(
+    ("changes", "call"),
+    [
+        (1, lambda modules, _: modules.warm("notes", dry_run=True)),
+        (3, lambda modules, _: modules.pin("notes", dry_run=True)),
+        (3, lambda modules, _: modules.unpin("notes", dry_run=True)),
+        (3, lambda modules, _: modules.evict("notes", dry_run=True)),
+        (1, lambda modules, _: modules.move("notes", "disk", dry_run=True)),
+        (3, lambda modules, every: modules.expire(every, 0, dry_run=True)),
+    ],
+)
+def test_a_dry_run_changes_nothing(
+    rag: RagCache, changes: int, call: Callable[[Modules, list[int]], Sequence[object]]
+) -> None:
+    """The kiln is in both tiers, and the lamp on the disk alone or, to be warmed, in none."""
+    rag.modules.evict("notes", ["lamp"], tier="host")
+    if changes == 1:
+        rag.modules.evict("notes", ["lamp"])
     before = rag.list_modules("notes")
-    assert len(rag.modules.expire(ids(rag, "kiln", "lamp"), 0, dry_run=True)) == 4
+    assert len(call(rag.modules, ids(rag, "kiln", "lamp"))) == changes
     assert rag.list_modules("notes") == before
 
 
@@ -114,28 +131,6 @@ def test_expiring_an_unknown_module_limits_none(rag: RagCache) -> None:
     with pytest.raises(UnknownModule):
         rag.within("other").modules.expire(ids(rag, "kiln"), 1)
     assert limits(rag) == {"kiln": None, "lamp": None}
-
-
-@pytest.mark.parametrize("call", ["warm", "pin", "unpin", "evict"])
-def test_a_dry_run_changes_nothing(rag: RagCache, call: str) -> None:
-    if call == "warm":
-        rag.modules.evict("notes", ["lamp"])
-    before = rag.list_modules("notes")
-    told = getattr(rag.modules, call)("notes", dry_run=True)
-    assert len(told) == {"warm": 1}.get(call, 4)
-    assert rag.list_modules("notes") == before
-    assert isinstance(rag.modules, Modules)
-
-
-def test_a_dry_move_changes_nothing(rag: RagCache) -> None:
-    before = rag.list_modules("notes")
-    assert len(rag.modules.move("notes", "disk", dry_run=True)) == 2
-    assert rag.list_modules("notes") == before
-
-
-def test_an_unknown_collection_is_named(rag: RagCache) -> None:
-    with pytest.raises(UnknownCollection, match="'plans'; known: 'notes'"):
-        rag.modules.pin("plans")
 
 
 def test_modules_tell_their_tokens_and_where_their_states_stand(rag: RagCache) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -127,15 +126,6 @@ def test_every_answer_is_a_run_of_words_of_a_retrieved_module(
         check(rag, stream.answer)
 
 
-def test_a_batch_of_questions_quotes_each_its_own_modules(rag: RagCache) -> None:
-    generation = Generation.of(extractive=True, max_new_tokens=6)
-    answers = rag.ask_batch(QUESTIONS, collection="all", k=2, generation=generation)
-    for question, answer in zip(QUESTIONS, answers, strict=True):
-        check(rag, answer)
-        assert answer.text
-        assert answer.text == rag.ask(question, collection="all", k=2, generation=generation).text
-
-
 def test_spans_name_page_and_headings(rag: RagCache) -> None:
     generation = Generation.of(extractive=True, temperature=5.0, max_new_tokens=4, n=8, seed=1)
     answer = rag.ask("Which key is on page two?", collection="all", k=1, generation=generation)
@@ -196,17 +186,6 @@ def test_extractive_answers_keep_to_no_grammar_and_call_no_tools(rag: RagCache) 
     rag.add_schema('<schema name="trip"><module name="sea">The tide is out.</module></schema>')
     with pytest.raises(InvalidRequest, match="PML prompt"):
         rag.prompt('<prompt schema="trip"><sea/>When?</prompt>', generation=wanted)
-
-
-def test_asyncio_streams_quotations(rag: RagCache) -> None:
-    async def main() -> None:
-        generation = Generation.of(extractive=True)
-        stream = await rag.astream(QUESTIONS[0], collection="all", generation=generation)
-        pieces = [piece async for piece in stream]
-        assert "".join(pieces) == stream.answer.text
-        check(rag, stream.answer)
-
-    asyncio.run(main())
 
 
 def test_without_the_ledger_quotations_have_their_offsets(rag: RagCache) -> None:
