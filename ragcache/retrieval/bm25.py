@@ -177,7 +177,9 @@ def terms(text: str) -> list[str]:
 
 
 def _spaced(text: str) -> str:
-    """A text with its Chinese, Japanese and Korean words as pairs of characters, with spaces."""
+    """A text with its Chinese, Japanese and Korean words as pairs of characters, with spaces.
+    Lone surrogates, which tantivy refuses, become question marks and so part of no word."""
+    text = text.encode(errors="replace").decode()
     if not _IDEOGRAPHS.search(text):
         return text
     return _WORD.sub(_pairs, text)

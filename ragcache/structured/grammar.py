@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "ebnf", "lark"]
 
 LONGEST = 2**18
-"""The most characters of a grammar: those of an enum of 12,000 strings, compiled in 0.2 s."""
+"""The most characters of a grammar. An enum of 10,500 strings has 251,000: it compiles in 73 ms."""
 
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 """What differs from the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""

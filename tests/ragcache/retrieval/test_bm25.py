@@ -64,6 +64,13 @@ def test_characters_do_not_change_other_scores() -> None:
     assert pairs == pytest.approx(alone)
 
 
+def test_half_of_a_character_matches_nothing_and_the_rest_counts(index: BM25Index) -> None:
+    assert index.search("red\ud800keys \udfff 船", 9) == index.search("red keys 船", 9)
+    assert index.word_weights("keys \ud800") == index.word_weights("keys")
+    assert index.search("\ud800", 9) == []
+    assert ids(BM25Index({1: "boats\ud800 quay"}).search("boats", 9)) == [1]
+
+
 def test_disallowed_texts_do_not_count_to_the_limit(index: BM25Index) -> None:
     assert ids(index.search("boat key", 1, {7, 19, 3})) == [7]
     assert index.search("boat key", 5, set()) == []
