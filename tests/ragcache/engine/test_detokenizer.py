@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -185,6 +185,11 @@ def test_random_tokens(reader: LoadedModel, ids: list[int], stop: list[str]) -> 
 @given(
     st.lists(FEW_LETTERS, max_size=8), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
 )
+@example([*"No. The end of the answer, and more"], ["The end of the answer"])  # of many tokens
+@example(["one STOP two", "three"], ["STOP"])  # inside one token
+@example(["aaab"], ["aab"])  # its first occurrence begins within what looked like one
+@example([*"abababb"], ["ababb"])
+@example(["abxab", "ab"], ["ab"])  # of several occurrences the first
 def test_overlapping_stops_in_any_pieces(texts: list[str], stop: list[str]) -> None:
     check_stream(Letters(*texts), list(range(len(texts))), stop)
 

@@ -1,4 +1,4 @@
-"""Sampling: parameters, penalties, filters and draws by definition, log-probabilities."""
+"""Sampling: what tokens are by definition, with Triton's kernels (interpreted) and without."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache.engine import LogprobFormat
-from ragcache.engine.sampler import CPU_ROWS, SampledToken, SamplerState
+from ragcache.engine.sampler import CPU_ROWS, SampledToken, Sampler, SamplerState
 from ragcache.engine.sampling import SHARES, draw, keep_likeliest, shares_of
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, RequestError, UnusableLogits
 from tests.conftest import scaled
+from tests.interpreted import interpreted
 from tests.ragcache.engine.stepped_engine import sample_tokens
 
 V = 40
+DEVICE = torch.get_default_device()
 RANDOM = SamplingParams(temperature=1.0, seed=3)
 MIXED = (
     SamplingParams(),
@@ -31,9 +33,26 @@ MIXED = (
     RANDOM,
     SamplingParams(temperature=0.7, top_k=5, seed=1),
     SamplingParams(temperature=1.3, top_p=0.8, min_p=0.02, seed=2, logprobs=0),
-    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, first_logprobs=True),
     SamplingParams(temperature=1.0, presence_penalty=1.5, seed=4),
+    SamplingParams(
+        temperature=2.5, repetition_penalty=0.7, presence_penalty=-1, seed=5, logprobs=3
+    ),
 )
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 0.3, 1, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, V, V + 1]),
+    top_p=st.sampled_from([1, 1, 0.01, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0, 0, 0.05, 0.5, 1]),
+    repetition_penalty=st.sampled_from([1, 1, 0.4, 3]),
+    frequency_penalty=st.sampled_from([0, 0, 0.5]),
+    presence_penalty=st.sampled_from([0, 0, 1.5]),
+    seed=st.integers(0, 5),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+    first_logprobs=st.booleans(),
+)
+BOTH = [False, pytest.param(True, marks=interpreted)]
 
 
 def random_logits(rows: int, seed: int = 0) -> Tensor:
@@ -54,56 +73,184 @@ def one(logits: Tensor, state: SamplerState, banned: Collection[int] = ()) -> Sa
     return chosen
 
 
-def alike(chosen: SampledToken | UnusableLogits, expected: SampledToken) -> None:
-    """Equal, but that a GPU may sum the rows of a batch in another order than a row alone."""
-    assert isinstance(chosen, SampledToken)
-    assert chosen.token == expected.token
-    if expected.logprob is None:
-        assert chosen == expected
-        return
-    assert chosen.logprob == pytest.approx(expected.logprob, rel=1e-5)
-    for mine, other in zip(chosen.alternatives, expected.alternatives, strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)
-
-
 def tokens_of(state: SamplerState, steps: int, seed: int = 0) -> list[int]:
     return [one(random_logits(1, seed + step)[0], state).token for step in range(steps)]
 
 
-def test_greedy_takes_the_first_of_the_largest() -> None:
-    logits = random_logits(4)
-    logits[2, [7, 30]] = 50.0
-    chosen = sample_tokens(logits, [start(SamplingParams()) for _ in range(4)], [()] * 4)
-    assert chosen == [SampledToken(token) for token in logits.argmax(-1).tolist()]
-    assert chosen[2] == SampledToken(7)
+def kept_by_definition(shares: Tensor, sampling: SamplingParams) -> set[int]:
+    """One token after another, in Python's exact integers. shares: [V]."""
+    values: list[int] = shares.tolist()
+    order = sorted(range(len(values)), key=lambda token: -values[token])
+    if sampling.top_k:
+        least = values[order[min(sampling.top_k, len(values)) - 1]]
+        order = [token for token in order if values[token] >= least]
+    if sampling.top_p < 1:
+        mass, before = sampling.top_p * sum(values[token] for token in order), 0
+        for token in order:
+            if before >= mass:
+                break
+            before, least = before + values[token], values[token]
+        order = [token for token in order if values[token] >= least]
+    return {t for t in order if values[t] and values[t] >= sampling.min_p * values[order[0]]}
 
 
-def test_no_rows_give_no_tokens() -> None:
-    assert sample_tokens(torch.empty(0, V), [], []) == []
+class DefinedRow:
+    """One row by definition: a token at a time, of its own logits alone."""
+
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], index: int) -> None:
+        self.sampling, self.prompt = sampling, set(prompt)
+        self.numbers = SamplerState.start(sampling, prompt, index)
+        self.generated: list[int] = []
+
+    def penalized(self, logits: Tensor) -> Tensor:
+        values = logits.tolist()
+        for token, value in enumerate(values):
+            count = self.generated.count(token)
+            if count or token in self.prompt:
+                penalty = self.sampling.repetition_penalty
+                value = value / penalty if value > 0 else value * penalty
+            value -= count * self.sampling.frequency_penalty
+            values[token] = value - (count > 0) * self.sampling.presence_penalty
+        return torch.tensor(values)
+
+    def choose(self, logits: Tensor, allowed: Collection[int]) -> int | None:
+        """The next token of logits [V], among those allowed."""
+        refused = [token for token in range(V) if token not in allowed]
+        left = self.penalized(logits).index_fill(0, torch.tensor(refused, dtype=torch.long), -inf)
+        if not left.max().isfinite():
+            return None
+        token = int(left.argmax())
+        if self.sampling.temperature > 0:
+            token = self.drawn((left - left.max()).div(self.sampling.temperature).softmax(-1))
+        self.numbers.drawn += 1
+        self.generated.append(token)
+        return token
+
+    def drawn(self, probabilities: Tensor) -> int:
+        shares = (probabilities * SHARES).long()
+        kept = sorted(kept_by_definition(shares, self.sampling))
+        wanted = int(self.numbers.uniform() * sum(int(shares[token]) for token in kept))
+        for token in kept:
+            wanted -= int(shares[token])
+            if wanted < 0:
+                return token
+        raise AssertionError("the shares do not reach their sum")
 
 
-@settings(max_examples=scaled(30))
-@given(
-    st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
-    st.integers(0, 100),
+def masks_of(rows: int, seed: int) -> tuple[list[Tensor | None], list[set[int]]]:
+    """Packed and bool ones, shorter and longer than the vocabulary, and what each allows."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    packed = torch.randint(-(2**31), 2**31 - 1, (2,), generator=generator, device="cpu").int()
+    plain = torch.rand(V - 3, generator=generator, device="cpu") < 0.5
+    bits = [token for token in range(64) if int(packed[token // 32]) >> token % 32 & 1]
+    kinds: list[tuple[Tensor | None, set[int]]] = [
+        (None, set(range(V))),
+        (packed, {*bits}),
+        (plain, {*plain.nonzero().flatten().tolist()}),
+        (packed[:1], {token for token in bits if token < 32}),
+    ]
+    drawn = [kinds[(row + seed) % 4] for row in range(rows)]
+    return [mask for mask, _ in drawn], [allowed for _, allowed in drawn]
+
+
+def check_reported(
+    chosen: SampledToken, row: DefinedRow, state: SamplerState, logits: Tensor, allowed: set[int]
+) -> None:
+    """Its log-probabilities are of the model's own distribution, whatever was penalized."""
+    expected = logits.double().log_softmax(-1)
+    count = row.sampling.logprobs
+    if count is None:
+        assert (chosen.logprob, chosen.alternatives) == (None, ())
+    else:
+        assert chosen.logprob == pytest.approx(float(expected[chosen.token]), abs=1e-5)
+        best = expected.topk(count)
+        assert [token for token, _ in chosen.alternatives] == best.indices.tolist()
+        values = [value for _, value in chosen.alternatives]
+        assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+        inside = sorted(token for token in allowed if token < V)
+        assert chosen.allowed == pytest.approx(float(expected[inside].logsumexp(-1)), abs=1e-5)
+    if row.sampling.first_logprobs and len(row.generated) == 1:
+        assert state.first_logprobs is not None
+        first = state.first_logprobs.double()
+        torch.testing.assert_close(first, expected.cpu(), rtol=0, atol=1e-5)
+
+
+def check_sampling(
+    samplings: Sequence[SamplingParams], seed: int, *, kernels: bool, banned: bool, masked: bool
+) -> None:
+    """Over some steps, after which requests leave and join."""
+    prompt = (*range(0, V, 2), V + 5)
+    states = [SamplerState.start(each, prompt, index) for index, each in enumerate(samplings)]
+    rows = [DefinedRow(each, prompt, index) for index, each in enumerate(samplings)]
+    sampler = Sampler(DEVICE, kernels=kernels)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for step in range(4):
+        if step == 2:
+            states, rows = states[::-2], rows[::-2]
+        logits = torch.randn(len(rows), V, generator=generator) * 2
+        bans = [{row, V + 1, -1} if banned and row % 2 else set() for row in range(len(rows))]
+        masks, allowed = masks_of(len(rows), seed if masked else -1)
+        given = logits.clone()
+        pending = sampler.launch(given, states, bans if banned else None, masks if masked else None)
+        results = pending.wait()
+        assert torch.equal(given, logits), "they are left as they are"
+        for at, (row, found) in enumerate(zip(rows, results, strict=True)):
+            mine = allowed[at] if masked else set(range(V))
+            token = row.choose(logits[at], mine - bans[at])
+            if token is None:
+                assert isinstance(found, UnusableLogits)
+                assert str(found).startswith(f"after {len(row.generated)} tokens")
+                continue
+            assert isinstance(found, SampledToken)
+            assert found.token == pending.inputs[at] == token
+            check_reported(found, row, states[at], logits[at], mine)
+        assert [state.drawn for state in states] == [len(row.generated) for row in rows]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_tokens_and_log_probabilities_are_those_of_the_definition(kernels: bool) -> None:
+    check_sampling(MIXED, 5, kernels=kernels, banned=True, masked=True)
+
+
+@pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=[interpreted, pytest.mark.slow])]
 )
-def test_sampling_does_not_depend_on_the_batch(samplings: list[SamplingParams], seed: int) -> None:
-    together = [start(s, index=i) for i, s in enumerate(samplings)]
-    alone = [start(s, index=i) for i, s in enumerate(samplings)]
-    banned = [{i} if i % 3 == 0 else set() for i in range(len(samplings))]
-    for step in range(3):
-        logits = random_logits(len(samplings), seed + step)
-        batch = sample_tokens(logits, together, banned)
-        for row, state in enumerate(alone):
-            alike(batch[row], one(logits[row], state, banned[row]))
+@settings(max_examples=scaled(60))
+@given(
+    samplings=st.lists(SAMPLINGS, min_size=1, max_size=2 * CPU_ROWS + 1),
+    seed=st.integers(0, 99),
+    banned=st.booleans(),
+    masked=st.booleans(),
+)
+def test_rows_of_any_batch_are_those_of_the_definition(
+    kernels: bool, samplings: list[SamplingParams], seed: int, banned: bool, masked: bool
+) -> None:
+    check_sampling(samplings, seed, kernels=kernels, banned=banned, masked=masked)
 
 
-@pytest.mark.parametrize("sampling", MIXED)
-def test_logits_are_left_as_they_are(sampling: SamplingParams) -> None:
-    logits = random_logits(2)
-    before = logits.clone()
-    sample_tokens(logits, [start(sampling), start(sampling)], [{1}, ()])
-    assert torch.equal(logits, before)
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_likeliest_is_the_first_of_equals_and_of_finite_rows_only(
+    kernels: bool, dtype: torch.dtype
+) -> None:
+    states = [start(SamplingParams()) for _ in range(7)]
+    logits = torch.randn(7, 9000).clamp(max=3).to(dtype)
+    logits[0, [8200, 4095, 4096]] = 7  # equal, in two blocks
+    logits[1, 8999] = 9
+    logits[2, 17] = torch.nan
+    logits[3, 5000] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, :8999] = -torch.inf
+    logits[6, 0] = 11
+    pending = Sampler(DEVICE, kernels=kernels).launch(logits, states)
+    found = [getattr(each, "token", None) for each in pending.wait()]
+    assert found == [4095, 8999, None, None, None, 8999, 0]
+    assert pending.inputs.tolist() == [4095, 8999, 0, 0, 0, 8999, 0]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_no_rows_give_no_tokens(kernels: bool) -> None:
+    assert Sampler(DEVICE, kernels=kernels).launch(torch.empty(0, V), []).wait() == []
 
 
 def test_a_seed_repeats_and_an_index_has_its_own_stream() -> None:
@@ -140,12 +287,6 @@ def test_draws_follow_the_distribution() -> None:
         assert counts[token] / 2000 == pytest.approx(probability, abs=0.05)
 
 
-def test_top_k_of_one_is_greedy() -> None:
-    logits = random_logits(1)[0]
-    state = start(SamplingParams(temperature=5.0, top_k=1))
-    assert {one(logits, state).token for _ in range(20)} == {int(logits.argmax())}
-
-
 def test_repetition_penalty_concerns_prompt_and_answer() -> None:
     logits = torch.full((V,), -10.0)
     logits[[1, 5, 6]] = torch.tensor([8.0, 7.0, 6.0])
@@ -172,27 +313,6 @@ def test_frequency_counts_and_presence_does_not() -> None:
     assert [one(logits, stronger).token for _ in range(4)] == [4, 5, 4, 4]
 
 
-@pytest.mark.parametrize("sampling", MIXED)
-def test_forbidden_tokens_are_never_chosen(sampling: SamplingParams) -> None:
-    logits = random_logits(1)[0]
-    banned = set(logits.topk(10).indices.tolist()) | {-1, V, 10**9}
-    state = start(sampling)
-    assert all(one(logits, state, banned).token not in banned for _ in range(30))
-
-
-def test_logprobs_are_of_the_models_own_distribution() -> None:
-    logits = random_logits(1)[0].bfloat16()
-    expected = logits.float().log_softmax(-1)
-    best = expected.topk(3)
-    sampling = SamplingParams(temperature=3.0, frequency_penalty=2.0, top_k=9, seed=5, logprobs=3)
-    state = start(sampling)
-    for _ in range(5):
-        chosen = one(logits, state, {int(best.indices[0])})
-        assert chosen.logprob == pytest.approx(float(expected[chosen.token]))
-        assert [token for token, _ in chosen.alternatives] == best.indices.tolist()
-        assert [value for _, value in chosen.alternatives] == pytest.approx(best.values.tolist())
-
-
 def test_logprobs_with_zero_or_too_many_alternatives() -> None:
     logits = torch.full((1, 12), -torch.inf)
     logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
@@ -205,9 +325,12 @@ def test_logprobs_with_zero_or_too_many_alternatives() -> None:
     assert [token for token, _ in full.alternatives] == [1, 0, 2]
 
 
-@pytest.mark.parametrize("sampling", MIXED)
+@pytest.mark.parametrize("sampling", MIXED[:3])
 @pytest.mark.parametrize("trouble", ["nan", "inf", "all forbidden", "all minus inf"])
-def test_unusable_row_leaves_other_rows_unchanged(sampling: SamplingParams, trouble: str) -> None:
+@pytest.mark.parametrize("kernels", BOTH)
+def test_unusable_row_leaves_other_rows_unchanged(
+    sampling: SamplingParams, trouble: str, kernels: bool
+) -> None:
     logits = random_logits(3)
     fine = [logits[0].clone(), logits[2].clone()]
     banned: list[Collection[int]] = [(), (), ()]
@@ -220,7 +343,7 @@ def test_unusable_row_leaves_other_rows_unchanged(sampling: SamplingParams, trou
     else:
         logits[1] = -torch.inf
     states = [start(sampling, index=i) for i in range(3)]
-    first, failed, last = sample_tokens(logits, states, banned)
+    first, failed, last = Sampler(DEVICE, kernels=kernels).launch(logits, states, banned).wait()
     assert isinstance(failed, UnusableLogits)
     assert str(failed).startswith("after 0 tokens")
     assert [s.drawn for s in states] == [1, 0, 1]
@@ -234,9 +357,54 @@ def test_prompt_tokens_are_kept_only_where_a_penalty_needs_them() -> None:
     for sampling, expected in ((SamplingParams(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
         counts = start(sampling).counts
         assert counts is not None
-        prompt, counts = counts.tables(logits)
+        prompt, generated = counts.tables(logits)
         assert prompt.nonzero().squeeze(-1).tolist() == expected
-        assert counts.sum() == 0
+        assert generated.sum() == 0
+
+
+SHARE = st.sampled_from([0, 0, 1, 2, 3, 7, 2**23, 2**30 - 64, 2**38, SHARES // 3])
+
+
+def drawn(shares: Tensor, samplings: Sequence[SamplingParams], uniforms: list[float]) -> list[int]:
+    """What the kernel draws."""
+    from ragcache.engine.sampling_kernels import draw_kernel
+
+    tokens = torch.full((len(shares),), -1)
+    keys = shares.float().view(torch.int32)
+    draw_kernel[(len(shares),)](
+        keys,
+        torch.tensor([s.top_k for s in samplings]),
+        torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
+        torch.tensor([s.min_p for s in samplings], dtype=torch.float64),
+        torch.tensor(uniforms, dtype=torch.float64),
+        tokens,
+        shares.shape[-1],
+        BLOCK=16,
+    )
+    return tokens.tolist()
+
+
+@interpreted
+@pytest.mark.slow
+@settings(max_examples=scaled(100))
+@given(
+    shares=st.lists(SHARE, min_size=1, max_size=40).filter(any),
+    sampling=SAMPLINGS,
+    uniforms=st.lists(st.integers(0, 2**48 - 1), min_size=2, max_size=2),
+)
+def test_the_kernel_draws_what_the_definition_draws(
+    shares: list[int], sampling: SamplingParams, uniforms: list[int]
+) -> None:
+    rows = torch.tensor([shares] * 2).float().long()  # as float32 holds them
+    numbers = [uniform / 2**48 for uniform in uniforms]
+    expected = draw(keep_likeliest(rows, [sampling] * 2), numbers)
+    assert drawn(rows, [sampling] * 2, numbers) == expected.tolist()
+
+
+@interpreted
+def test_the_ends_of_the_distribution_are_drawn() -> None:
+    shares = torch.tensor([[0, 5, 0, 2**39, 1, 0]] * 2)
+    assert drawn(shares, [SamplingParams()] * 2, [0.0, 1 - 2**-48]) == [1, 4]
 
 
 SETTINGS = st.builds(
@@ -251,23 +419,6 @@ SETTINGS = st.builds(
 def draw_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(rows, vocabulary, generator=generator) * 3
-
-
-def kept_by_definition(shares: Tensor, sampling: SamplingParams) -> set[int]:
-    """One token after another, in Python's exact integers. shares: [V]."""
-    values: list[int] = shares.tolist()
-    order = sorted(range(len(values)), key=lambda token: -values[token])
-    if sampling.top_k:
-        least = values[order[min(sampling.top_k, len(values)) - 1]]
-        order = [token for token in order if values[token] >= least]
-    if sampling.top_p < 1:
-        mass, before = sampling.top_p * sum(values[token] for token in order), 0
-        for token in order:
-            if before >= mass:
-                break
-            before, least = before + values[token], values[token]
-        order = [token for token in order if values[token] >= least]
-    return {t for t in order if values[t] and values[t] >= sampling.min_p * values[order[0]]}
 
 
 def kept(shares: Tensor) -> set[int]:
