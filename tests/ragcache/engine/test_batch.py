@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
-from ragcache.attention import CausalBlock, ContiguousWrite, PagedWrite, Rotation
+from ragcache.attention import CausalBlock, ContiguousWrite, PagedWrite
 from ragcache.engine import Segment
 from ragcache.engine.batch import (
     LONG_SPAN,
@@ -24,7 +23,6 @@ from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.ragcache.engine.portioned_requests import (
     BLOCK_SIZE,
-    CLOSE,
     assert_same_alone,
     contiguous_chunk,
     encoded_module,
@@ -59,33 +57,6 @@ def test_chunks_are_flattened_in_order(causal: CausalLM) -> None:
     assert step.metadata.own_index is None, "causal blocks in the order of the rows"
 
 
-def test_paged_rows_before_causal_blocks_are_put_in_order(
-    causal: CausalLM, pool: BlockPool
-) -> None:
-    first, last = (request_in_blocks(causal, pool, 3, seed) for seed in (1, 2))
-    chunks = [first.next_chunk(), contiguous_chunk(causal, [], [0, 1]), last.next_chunk()]
-    metadata = BatchBuilder(causal).build_batch(chunks).metadata
-    assert metadata.paged_queries is not None
-    assert metadata.paged_queries.rows.tolist() == [0, 3]
-    assert metadata.own_index is not None
-    assert metadata.own_index.tolist() == [2, 0, 1, 3]
-
-
-def test_shared_states_have_their_readers_and_index(causal: CausalLM) -> None:
-    a, b = encoded_module(causal, 8), encoded_module(causal, 5)
-    chunks = [
-        contiguous_chunk(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
-        contiguous_chunk(causal, [], [0]),
-        contiguous_chunk(causal, [Segment(b, 0), Segment(a, 5)], [13]),
-    ]
-    metadata = BatchBuilder(causal).build_batch(chunks).metadata
-    assert metadata.shared_queries is not None
-    assert metadata.shared_queries.rows.tolist() == [0, 1, 3, 0, 1, 3]
-    assert [(run.begin, run.end) for run in metadata.shared_kv] == [(0, 3), (3, 6)]
-    assert [run.keys is states.keys for run, states in zip(metadata.shared_kv, (a, b), strict=True)]
-    assert metadata.shared_index.tolist() == [[0, 1, 6, 2], [3, 4, 6, 5]]
-
-
 def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     states = encoded_module(causal, 6, start=20)
     metadata = (
@@ -96,21 +67,6 @@ def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     assert metadata.shared_queries is not None
     assert metadata.shared_queries.rotation is None
     assert metadata.shared_queries.distance is None, "that is for ALiBi"
-
-
-def test_shared_queries_turn_by_how_far_the_segment_was_moved(causal: CausalLM) -> None:
-    states = encoded_module(causal, 6, start=20)
-    chunks = [
-        contiguous_chunk(causal, [Segment(states, 3)], [9, 10]),
-        contiguous_chunk(causal, [Segment(states, 20)], [26]),
-    ]
-    asking = BatchBuilder(causal).build_batch(chunks).metadata.shared_queries
-    assert asking is not None
-    assert asking.rotation is not None
-    expected = causal.scheme.relocation(torch.tensor([-17, -17, 0]))
-    assert isinstance(expected, Rotation)
-    torch.testing.assert_close(asking.rotation.sin, expected.sin[:, None])
-    torch.testing.assert_close(asking.rotation.cos, expected.cos[:, None])
 
 
 def test_states_are_grouped_by_memory_not_by_content(causal: CausalLM) -> None:
@@ -143,25 +99,6 @@ def test_paged_rows_are_one_write_and_contiguous_rows_one_each(
     [paged] = [w for w in writes if isinstance(w, PagedWrite)]
     assert paged.rows is not None
     assert (paged.rows.tolist(), paged.slots.tolist()) == ([2, 3, 5], [4, 5, 0])
-
-
-def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
-    causal: CausalLM,
-) -> None:
-    early, late = (
-        Segment(encoded_module(causal, 4), 0),
-        Segment(encoded_module(causal, 5, start=6), 6),
-    )
-
-    def logits(segments: Sequence[Segment], positions: Sequence[int]) -> Tensor:
-        return causal.forward(
-            BatchBuilder(causal).build_batch([contiguous_chunk(causal, segments, positions)])
-        )
-
-    with_late = logits([early, late], [4, 5])
-    torch.testing.assert_close(with_late, logits([early], [4, 5]), **CLOSE)
-    behind, alone = logits([early, late], [11, 12]), logits([early], [11, 12])
-    assert not torch.allclose(behind, alone, atol=1e-3), "a token behind it does see it"
 
 
 def test_blocks_of_other_requests_are_never_read(causal: CausalLM, pool: BlockPool) -> None:
@@ -452,13 +389,6 @@ def test_segments_are_groups_by_the_memory_that_they_read(numbered_pool: BlockPo
     assert (of_other.deltas, of_other.starts) == ([8, 0, 20], [8, 0, 20])
 
 
-def test_a_segment_is_moved_from_where_it_was_encoded(numbered_pool: BlockPool) -> None:
-    [group] = lay_out_batch(
-        [chunk(block_table(numbered_pool, [0], 0), 2, [Segment(states(5, start=30), 12)])]
-    ).groups
-    assert (group.deltas, group.starts) == ([-18], [12])
-
-
 def test_views_of_one_modules_states_are_one_group(numbered_pool: BlockPool) -> None:
     whole = states(12, start=10)
     parts = [whole.part(4, 9, 14), whole.part(4, 9, 14), whole.part(4, 8, 14), whole.part(0, 5, 10)]
@@ -472,21 +402,6 @@ def test_views_of_one_modules_states_are_one_group(numbered_pool: BlockPool) -> 
         ([(2, 3)], 4),
         ([(3, 4)], 5),
     ]
-
-
-def test_a_module_twice_in_a_prompt_has_two_readers(numbered_pool: BlockPool) -> None:
-    twice = states(8)
-    segments = [Segment(twice, 0), Segment(twice, 8)]
-    [group] = lay_out_batch([chunk(block_table(numbered_pool, [0], 0), 2, segments)]).groups
-    assert (group.readers, group.deltas) == ([(0, 2), (0, 2)], [0, 8])
-
-
-def test_a_token_does_not_see_a_segment_that_starts_after_it() -> None:
-    early, late = Segment(states(4), 0), Segment(states(4), 6)
-    given = ScheduledChunk((early, late), contiguous_kv(0), [7] * 5, [4, 5, 6, 10, 11])
-    of_early, of_late = lay_out_batch([chunk(contiguous_kv(0), 2), given]).groups
-    assert of_early.readers == [(2, 7)]
-    assert of_late.readers == [(4, 7)], "it starts at the third token's position"
 
 
 def test_a_segment_that_no_token_sees_is_left_out() -> None:

@@ -22,8 +22,6 @@ from ragcache.states import KVStates
 from tests.conftest import scaled
 from tests.ragcache.attention.scenes import Seen, definition, frequencies, moved
 from tests.ragcache.engine.portioned_requests import (
-    BLOCK_SIZE,
-    CLOSE,
     PortionedRequest,
     assert_same_alone,
     encoded_module,
@@ -117,75 +115,6 @@ def test_forget_rebuilds_the_batch(causal: CausalLM, pool: BlockPool) -> None:
     builder.forget()
     assert_same_alone(run_step(builder, asked), asked)
     assert builder.rebuilt == 2
-
-
-def test_kept_batch_equals_a_fresh_one(causal: CausalLM, pool: BlockPool) -> None:
-    builder, asked = BatchBuilder(causal), decoding(causal, pool, [8, 9, 9])
-    for _ in range(3):
-        chunks = [each.next_chunk() for each in asked]
-        fresh = causal.forward(BatchBuilder(causal).build_batch(chunks))
-        assert torch.equal(causal.forward(builder.build_batch(chunks)), fresh)
-        for each in asked:
-            each.computed()
-    assert builder.rebuilt == 1, "the case that this is about"
-
-
-def test_mixed_batches_equal_single_requests(causal: CausalLM, pool: BlockPool) -> None:
-    """Two prefill in portions, one decodes all the while, one encodes in a room."""
-    a, b = encoded_module(causal, 7, start=30), encoded_module(causal, 12)
-    decodes = request_in_blocks(causal, pool, 30, 1, [Segment(a, 0), Segment(b, 7)], 19)
-    prefills = request_in_blocks(causal, pool, 30, 2, [Segment(b, 0)], 12)
-    joins = request_in_blocks(causal, pool, 30, 3)
-    encodes = PortionedRequest(
-        causal, ContiguousKV.allocate(causal, 12), random_tokens(12), [Segment(a, 0)], 7
-    )
-    builder = BatchBuilder(causal)
-    run_step(builder, [decodes], [6])
-    for counts in ([1, 5, 3], [1, 7, 1], [1, 1, 4]):
-        batch = [decodes, prefills, encodes]
-        assert_same_alone(run_step(builder, batch, counts), batch)
-    for counts in ([2, 1, 1, 2], [5, 1, 1, 1], [1, 1, 1, 1]):
-        batch = [joins, decodes, prefills, encodes]
-        assert_same_alone(run_step(builder, batch, counts), batch)
-    assert_same_alone(run_step(builder, [prefills, joins]), [prefills, joins])
-    room, alone = encodes.private, encodes.run_alone(12)[1]
-    assert isinstance(room, ContiguousKV)
-    torch.testing.assert_close(room.keys, alone.keys, **CLOSE)
-    torch.testing.assert_close(room.values, alone.values, **CLOSE)
-
-
-def test_requests_that_share_blocks_answer_as_with_copies(
-    causal: CausalLM, pool: BlockPool
-) -> None:
-    """A tree: all three share two blocks, the last two a third."""
-    segment = Segment(encoded_module(causal, 7, start=30), 0)
-    first = request_in_blocks(causal, pool, 30, 1, [segment], 7)
-    builder = BatchBuilder(causal)
-    run_step(builder, [first], [10])
-    second = sharing(first, 2, seed=2)
-    assert_same_alone(run_step(builder, [first, second], [1, 6]), [first, second])
-    third = sharing(second, 3, seed=3)
-    asked = [first, second, third]
-    assert_same_alone(run_step(builder, asked, [1, 1, 2]), asked)
-    for _ in range(6):
-        assert_same_alone(run_step(builder, asked), asked)
-    runs = builder.build_batch([each.next_chunk() for each in asked]).metadata.shared_kv
-    assert sorted(run.keys.shape[2] for run in runs) == [BLOCK_SIZE, 7, 2 * BLOCK_SIZE]
-
-
-def sharing(other: PortionedRequest, blocks: int, seed: int) -> PortionedRequest:
-    """A request with the same first blocks, which it does not compute, and its own tokens."""
-    theirs = other.private
-    assert isinstance(theirs, BlockTable)
-    same = blocks * BLOCK_SIZE
-    mine = request_in_blocks(
-        other.causal, theirs.pool, 30, seed, other.segments, other.positions[0]
-    )
-    assert isinstance(mine.private, BlockTable)
-    mine.private.block_ids[:blocks] = theirs.block_ids[:blocks]
-    mine.tokens = [*other.tokens[:same], *mine.tokens[same:]]
-    mine.computed(same)
-    return mine
 
 
 BACKENDS = (

@@ -137,31 +137,6 @@ def test_every_token_is_one_that_the_constraint_allows(
     assert_all_blocks_free(core)
 
 
-def test_constraint_of_one_row_leaves_other_rows_unchanged(
-    causal: CausalLM,
-) -> None:
-    logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
-    states = [SamplerState.start(SamplingParams(repetition_penalty=1.3), [30]) for _ in range(3)]
-    free = sample_tokens(logits[:1], states[:1], [()])
-    allowed = [30, 31, 300]
-    chosen = sample_tokens(
-        logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)]
-    )
-    assert all(isinstance(each, SampledToken) for each in (*free, *chosen))
-    assert chosen[1].token in (30, 31)  # type: ignore[union-attr]
-    assert chosen[2].token in allowed  # type: ignore[union-attr]
-
-
-def test_log_probabilities_are_those_of_the_model(core: EngineCore) -> None:
-    free = one(core, 1, sampling=SamplingParams(logprobs=20)).choices[0].chosen[0]
-    held = (
-        one(core, 1, sampling=SamplingParams(logprobs=20), constraint=Rising).choices[0].chosen[0]
-    )
-    assert held.alternatives == free.alternatives
-    assert held.logprob is not None
-    assert held.logprob <= free.alternatives[0][1]
-
-
 def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
     logits = torch.zeros(2, VOCABULARY, device=DEVICE)
     states = [SamplerState.start(SamplingParams(), ()) for _ in range(2)]
@@ -233,14 +208,3 @@ def test_constraint_continues_after_preemption(causal: CausalLM) -> None:
         choice.token_ids for choices in narrow for choice in choices
     )
     assert_all_blocks_free(tight)
-
-
-def test_requests_without_a_constraint_are_unchanged(causal: CausalLM) -> None:
-    alone = one(core_of(causal))
-    core = core_of(causal)
-    free, _ = run_requests(
-        core,
-        Request(plain_context(PROMPT), 8),
-        Request(plain_context(PROMPT), 8, n=2, constraint=Rising),
-    )
-    assert free.choices == alone.choices

@@ -28,7 +28,6 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import scaled
 from tests.ragcache.engine.delayed_runner import late_core
-from tests.ragcache.engine.portioned_requests import encoded_module
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     Answer,
@@ -36,7 +35,6 @@ from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
     run_requests,
     submit_request,
@@ -318,27 +316,3 @@ def test_long_prompt_does_not_stall_decoding_requests(causal_core: CausalLM) -> 
             assert now == [count + 1 for count in before], "each gets its token in every step"
         before = now
     assert prefilling == 11, "60 tokens in portions of 5, the last with the answer"
-
-
-def test_single_token_chunks_see_earlier_segments(world: World) -> None:
-    each = spec(modules=(0, 3), lead=2, tail=3)
-    core = core_of(world.causal, config_of(world.causal, step_tokens=1, prefill_tokens=1))
-    [completion] = run_requests(core, world.request(each))
-    assert [completion.token_ids] == world.run_alone(each)
-
-
-def over(segments: tuple[Segment, ...], own: int, seed: int) -> Context:
-    end = segments[-1].end
-    return Context(
-        segments, tuple(random_tokens(own, seed)), tuple(range(end, end + own)), end + own
-    )
-
-
-def test_waiting_requests_have_not_started(causal: CausalLM) -> None:
-    core = core_of(causal)
-    handle = submit_request(core, Request(over((Segment(encoded_module(causal, 5), 0),), 3, 1), 4))
-    assert not handle.channel.started
-    drain(core)
-    assert handle.channel.started
-    assert handle.done
-    assert handle.channel.count == 4

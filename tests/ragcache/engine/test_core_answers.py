@@ -342,15 +342,3 @@ def test_where_all_tokens_are_forbidden_the_request_fails(core: EngineCore) -> N
     with pytest.raises(UnusableLogits):
         handle.result(0)
     assert_all_blocks_free(core)
-
-
-def test_a_request_whose_text_cannot_be_made_fails_alone(core: EngineCore) -> None:
-    def no_text(stop: Sequence[str]) -> TextStream:
-        raise ValueError("no tokenizer")
-
-    bad = submit_request(core, Request(plain_context(PROMPT), 2, text=no_text))
-    good = submit_request(core, Request(plain_context(PROMPT), 2, text=words))
-    drain(core)
-    with pytest.raises(ValueError, match="no tokenizer"):
-        bad.result(0)
-    assert good.result(0).finish_reason == "length"

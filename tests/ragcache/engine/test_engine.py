@@ -202,19 +202,9 @@ def test_leaving_an_iteration_cancels_the_request(engine: LLMEngine) -> None:
     assert_all_blocks_free(engine.core)
 
 
-def test_full_queue_refuses_requests(engine: LLMEngine, gate: Gate) -> None:
-    gate.shut()
-    first = engine.submit_request(request())
-    gate.wait()
-    handles = [engine.submit_request(request(n % 16)) for n in range(20)]
-    with pytest.raises(QueueFull, match="20 requests wait already"):
-        engine.submit_request(request())
-    gate.open.set()
-    assert {len(handle.result(LONG).token_ids) for handle in (first, *handles)} == {8}
-    assert len(engine.submit_request(request()).result(LONG).token_ids) == 8, "there is room again"
-
-
-def test_what_completes_a_request_meets_no_full_queue(engine: LLMEngine, gate: Gate) -> None:
+def test_a_full_queue_refuses_requests_but_what_completes_one(
+    engine: LLMEngine, gate: Gate
+) -> None:
     gate.shut()
     first = engine.submit_request(request())
     gate.wait()
@@ -224,6 +214,7 @@ def test_what_completes_a_request_meets_no_full_queue(engine: LLMEngine, gate: G
         engine.submit_request(request())
     gate.open.set()
     assert {len(handle.result(LONG).token_ids) for handle in (first, *handles)} == {8}
+    assert len(engine.submit_request(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
 def test_cancelled_requests_free_their_queue_places_at_once(engine: LLMEngine, gate: Gate) -> None:
@@ -369,19 +360,6 @@ def test_raised_errors_are_not_kept(engine: LLMEngine) -> None:
     assert gone() is None
 
 
-def test_modules_are_encoded_beside_requests(engine: LLMEngine, model: CausalLM) -> None:
-    jobs = [EncodeJob(random_tokens(n, seed=n), n) for n in (9, 30, 1)]
-    expected = list(encode(model, jobs))
-    answering = engine.submit_request(request(0, limit=40))
-    found = list(engine.encode(jobs))
-    for states, other in zip(found, expected, strict=True):
-        assert states.start == other.start
-        torch.testing.assert_close(states.keys, other.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states.values, other.values, rtol=1e-4, atol=1e-5)
-    assert len(answering.result(LONG).token_ids) == 40
-    assert list(engine.encode([])) == []
-
-
 def test_close_fails_running_requests(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     running = engine.submit_request(request(0, limit=300))
@@ -499,60 +477,12 @@ def test_completions_come_in_the_order_of_the_requests(causal: CausalLM) -> None
     assert tuple(len(completion.token_ids) for completion in completions) == limits
 
 
-def test_a_shorter_answer_begins_the_longer_one(causal: CausalLM) -> None:
-    context = prompt(causal, seed=1)
-    longest = run_requests(causal, context, 12)
-    assert (len(longest.token_ids), longest.finish_reason) == (12, "length")
-    for limit in (1, 5):
-        shorter = run_requests(causal, context, limit)
-        assert shorter.token_ids == longest.token_ids[:limit]
-        assert shorter.finish_reason == "length"
-
-
-def test_a_stop_token_at_once_gives_an_empty_answer(causal: CausalLM) -> None:
-    context = prompt(causal, seed=3)
-    first = run_requests(causal, context, 1).token_ids[0]
-    completion = run_requests(causal, context, 1, frozenset({first}))
-    assert (completion.token_ids, completion.finish_reason) == ((), "stop")
-    assert 0 < completion.first_token_at <= completion.finished_at
-
-
 def test_a_stop_token_right_after_the_limit_changes_nothing(causal: CausalLM) -> None:
     context = prompt(causal, seed=2)
     tokens = run_requests(causal, context, 12).token_ids
     at = fresh_at(tokens)
     completion = run_requests(causal, context, at, frozenset({tokens[at]}))
     assert (completion.token_ids, completion.finish_reason) == (tokens[:at], "length")
-
-
-def test_finished_requests_leave_others_unchanged(causal: CausalLM) -> None:
-    contexts = [prompt(causal, seed=10 * n, modules=n) for n in range(4)]
-    long = [run_requests(causal, context, 12).token_ids for context in contexts]
-    stop = frozenset({long[1][fresh_at(long[1])]})
-    requests = [
-        Request(contexts[0], 1),
-        Request(contexts[1], 12, stop),
-        Request(contexts[2], 12),
-        Request(contexts[3], 4),
-    ]
-    together = complete(causal, requests)
-    assert [c.token_ids for c in together] == [
-        long[0][:1],
-        long[1][: fresh_at(long[1])],
-        long[2],
-        long[3][:4],
-    ]
-    assert [c.finish_reason for c in together] == ["length", "stop", "length", "length"]
-
-
-def test_times_follow_the_order_of_leaving(causal: CausalLM) -> None:
-    requests = [Request(prompt(causal, seed=n), n) for n in (6, 1, 3)]
-    a, b, c = complete(causal, requests)
-    assert b.finished_at < c.finished_at < a.finished_at
-    for completion in (a, c):
-        assert completion.submitted_at < completion.admitted_at < completion.first_token_at
-        assert completion.first_token_at < completion.finished_at
-    assert b.first_token_at == b.finished_at, "its first token was its last"
 
 
 def test_answer_positions_follow_the_context(causal: CausalLM) -> None:

@@ -111,8 +111,11 @@ def expected(free: set[int], count: int, after: int | None) -> tuple[list[int], 
     return front, count - len(front)
 
 
-@given(st.integers(1, 24), st.data())
-def test_no_block_is_lost_or_given_out_twice(total: int, data: st.DataObject) -> None:
+@pytest.mark.parametrize("most_ahead", [0, 5])
+@given(total=st.integers(1, 24), data=st.data())
+def test_no_block_is_lost_refused_or_given_out_twice(
+    most_ahead: int, total: int, data: st.DataObject
+) -> None:
     pool, used = make_pool(total), list[int]()
     for _ in range(data.draw(st.integers(1, 20))):
         free = set(range(total)) - set(used)
@@ -123,15 +126,18 @@ def test_no_block_is_lost_or_given_out_twice(total: int, data: st.DataObject) ->
         else:
             count = data.draw(st.integers(0, total))
             after = data.draw(st.none() | st.sampled_from(used)) if used else None
-            taken = pool.allocate_blocks(count, after)
+            taken = pool.allocate_blocks(count, after, data.draw(st.integers(0, most_ahead)))
             assert (taken is None) == (count > len(free))
             if taken is not None:
                 assert set(taken) <= free
                 assert len(set(taken)) == count
-                check_preferences(taken, free, after)
+                if not most_ahead:
+                    check_preferences(taken, free, after)
                 used += taken
         assert pool.used_count == len(used)
         assert pool.free_count + pool.used_count == total
+    pool.free_blocks(used)
+    assert pool.allocate_blocks(total) == list(range(total))
 
 
 def check_preferences(taken: list[int], free: set[int], after: int | None) -> None:
@@ -142,30 +148,6 @@ def check_preferences(taken: list[int], free: set[int], after: int | None) -> No
         assert rest == list(range(rest[0], rest[0] + more)), "consecutive where possible"
     else:
         assert rest == sorted(left)[:more], "else the lowest"
-
-
-@given(st.integers(1, 24), st.data())
-def test_what_is_kept_ahead_is_neither_lost_nor_refused(total: int, data: st.DataObject) -> None:
-    pool, used = make_pool(total), list[int]()
-    for _ in range(data.draw(st.integers(1, 20))):
-        free = set(range(total)) - set(used)
-        if used and data.draw(st.booleans()):
-            back = data.draw(st.lists(st.sampled_from(used), unique=True))
-            pool.free_blocks(back)
-            used = [block_id for block_id in used if block_id not in back]
-        else:
-            count = data.draw(st.integers(0, total))
-            after = data.draw(st.none() | st.sampled_from(used)) if used else None
-            taken = pool.allocate_blocks(count, after, data.draw(st.integers(0, 5)))
-            assert (taken is None) == (count > len(free))
-            if taken is not None:
-                assert set(taken) <= free
-                assert len(set(taken)) == count
-                used += taken
-        assert pool.used_count == len(used)
-        assert pool.free_count + pool.used_count == total
-    pool.free_blocks(used)
-    assert pool.allocate_blocks(total) == list(range(total))
 
 
 def test_sequences_that_grow_side_by_side_stay_consecutive() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +15,10 @@ from ragcache.engine import (
     EngineConfig,
     LLMEngine,
     Request,
-    RequestOutput,
-    SamplingParams,
     Segment,
     assemble_context,
 )
-from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.engine import complete
-from ragcache.engine.handle import RequestHandle
-from ragcache.engine.request import TokenDelta
-from ragcache.engine.runner import RaggedModelRunner, runner_for
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.ragcache.models.reference import WINDOW, Module, reference_logits, tiny_gemma
@@ -45,22 +38,6 @@ def plain_model(request: pytest.FixtureRequest) -> Any:
 def gemma(plain_model: Any) -> CausalLM:
     """The same, patched."""
     return wrap_causal(copy.deepcopy(plain_model))
-
-
-def core_of(model: CausalLM, **settings: Any) -> EngineCore:
-    return EngineCore(RaggedModelRunner(model), EngineConfig(**settings))
-
-
-def add(core: EngineCore, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
-    channel = AnswerChannel(lambda: None)
-    core.checker.check_request(request)
-    core.add_request(request, channel, time.perf_counter())
-    return RequestHandle(channel)
-
-
-def finish(core: EngineCore) -> None:
-    while core.busy:
-        core.step()
 
 
 def encoded(model: CausalLM, jobs: Sequence[EncodeJob]) -> list[KVStates]:
@@ -145,43 +122,3 @@ def test_batched_requests_equal_single_ones(gemma: CausalLM) -> None:
     for request, completion in zip(requests, together, strict=True):
         [alone] = complete(gemma, [request])
         assert completion.token_ids == alone.token_ids
-
-
-def test_several_answers_to_one_prompt(gemma: CausalLM) -> None:
-    context = plain(2 * BLOCK_SIZE + 9, seed=4)
-    [greedy] = complete(gemma, [Request(context, 6)])
-    core = core_of(gemma)
-    handle = add(core, Request(context, 6, n=3, tenant="t"))
-    finish(core)
-    assert [choice.token_ids for choice in handle.result().choices] == [greedy.token_ids] * 3
-    sampled = Request(context, 6, n=3, sampling=SamplingParams(temperature=5.0, seed=1))
-    [completion] = complete(gemma, [sampled])
-    assert len({choice.token_ids for choice in completion.choices}) > 1
-
-
-def test_equal_prompts_of_one_tenant_share_blocks(gemma: CausalLM) -> None:
-    request = Request(plain(2 * BLOCK_SIZE, seed=4), 3, tenant="t")
-    core = core_of(gemma)
-    first = add(core, request)
-    finish(core)
-    second = add(core, request)
-    finish(core)
-    assert second.result().token_ids == first.result().token_ids
-    assert second.result().shared_tokens == BLOCK_SIZE
-
-
-def test_preempted_requests_equal_single_ones(gemma: CausalLM) -> None:
-    requests = [Request(plain(50 + 3 * n, seed=n), 20) for n in range(3)]
-    core = core_of(gemma, pool_bytes=3 * BLOCK_SIZE * gemma.bytes_per_token)
-    handles = [add(core, request) for request in requests]
-    finish(core)
-    assert core.stats.preempted > 0
-    assert core.pool.used_count == core.kv_manager.radix_cache.retained
-    for request, handle in zip(requests, handles, strict=True):
-        [alone] = complete(gemma, [request])
-        assert handle.result().token_ids == alone.token_ids
-
-
-def test_the_runner_follows_the_model(gemma: CausalLM, causal: CausalLM) -> None:
-    assert isinstance(runner_for(gemma), RaggedModelRunner)
-    assert isinstance(runner_for(causal), RaggedModelRunner)

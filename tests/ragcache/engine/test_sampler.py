@@ -546,14 +546,19 @@ def test_the_default_is_greedy_and_changes_no_logits() -> None:
     assert not SamplingParams(temperature=0.01).greedy
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
-def test_each_penalty_is_noticed(name: str) -> None:
-    assert SamplingParams(**{name: 0.5}).penalized  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)])
-def test_each_filter_is_noticed(name: str, value: float) -> None:
-    assert SamplingParams(**{name: value}).filtered  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value", "noticed"),
+    [
+        ("repetition_penalty", 0.5, "penalized"),
+        ("frequency_penalty", 0.5, "penalized"),
+        ("presence_penalty", 0.5, "penalized"),
+        ("top_k", 5, "filtered"),
+        ("top_p", 0.9, "filtered"),
+        ("min_p", 0.1, "filtered"),
+    ],
+)
+def test_each_penalty_and_filter_is_noticed(name: str, value: float, noticed: str) -> None:
+    assert getattr(SamplingParams(**{name: value}), noticed)  # type: ignore[arg-type]
 
 
 class Letters:
