@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.testclient import TestClient
 from starlette.types import Message
 
 App = Callable[..., Awaitable[None]]
@@ -53,6 +54,21 @@ class Caller:
             ],
         }  # fmt: skip
         await app(scope, self.receive, self.send)
+
+
+def listed(
+    client: TestClient, path: str, headers: Mapping[str, str] | None = None, **query: Any
+) -> list[Any]:
+    """All items of a list, read in pages of two."""
+    items: list[Any] = []
+    query["limit"] = 2
+    while True:
+        page = client.get(path, params=query, headers=headers).json()
+        assert len(page["items"]) <= 2
+        items += page["items"]
+        if page["next"] is None:
+            return items
+        query["cursor"] = page["next"]
 
 
 def events(text: str) -> list[tuple[str, Any]]:

@@ -227,8 +227,6 @@ def test_metrics_are_computed_beside_the_loop(
 
 
 def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
-    from tests.api.http.conftest import client_of
-
     with client_of(rag) as ending:
         assert ending.get("/health/ready").json() == {"status": "ready"}
         ending.app.state.service.requests.drain()  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.testclient import TestClient
 
-from ragcache import errors
+from ragcache import RagCache, errors
 from ragcache.errors import RagCacheError
 from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, is_openai
 from ragcache_api.http.protocol import CompactResponse, compact
@@ -42,19 +42,10 @@ def test_dataclasses_are_objects_and_characters_stay() -> None:
 
 
 def test_numbers_that_json_has_not_are_null() -> None:
-    numbers = [math.nan, math.inf, -math.inf, 1.0, Told("", math.nan)]
-    assert json.loads(compact(numbers)) == [
-        None,
-        None,
-        None,
-        1.0,
-        {"text": "", "score": None, "tags": []},
-    ]
-
-
-def test_responses_are_written_so() -> None:
-    response = CompactResponse({"score": math.inf})
-    assert (response.body, response.media_type) == (b'{"score":null}', "application/json")
+    response = CompactResponse([math.nan, -math.inf, 1.0, Told("", math.nan)])
+    assert response.media_type == "application/json"
+    told = {"text": "", "score": None, "tags": []}
+    assert json.loads(response.body) == [None, None, 1.0, told]
 
 
 ROUTES = {
@@ -141,7 +132,7 @@ def test_odd_values_are_refused_or_answered_and_never_fail(
     [
         "/v1/jobs/0", "/v1/jobs/x", "/v1/jobs/99999999999999999999", "/v1/collections/%00",
         "/v1/collections/no/documents", "/v1/collections/notes/documents/none",
-        "/v1/collections?cursor=%FF", "/v1/collections?limit=0", "/v1/jobs?limit=1001",
+        "/v1/collections?limit=0", "/v1/jobs?limit=1001",
         "/v1/jobs?cursor=odd", "/v1/schemas/none", "/v1/models/x", "/admin/modules/0",
         "/admin/modules?sort=odd", "/admin/modules?cursor=odd", "/admin/modules?pinned=perhaps",
         "/admin/evictions?cursor=zz", "/admin/schemas/x",
@@ -164,8 +155,6 @@ def test_a_wrong_method_says_which_are_right(client: TestClient) -> None:
 def test_a_failure_of_ours_tells_nothing_of_it(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ragcache import RagCache
-
     def broken_stats(_: RagCache) -> None:
         raise RuntimeError("the secret is 7")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
-from tests.api.http.asgi import events
+from tests.api.http.asgi import events, listed
 from tests.api.http.conftest import LEAVE, client_of
 from tests.conftest import write_notes
 
@@ -28,17 +25,6 @@ def two(
         with client_of(rag) as client:
             secret = rag.keys.create("red", "admin", "red")[1]
             yield client, rag, {"Authorization": f"Bearer {secret}"}
-
-
-def listed(client: TestClient, path: str, headers: dict[str, str], **query: Any) -> list[Any]:
-    items: list[Any] = []
-    query |= {"limit": 1}
-    while True:
-        page = client.get(path, params=query, headers=headers).json()
-        items += page["items"]
-        if page["next"] is None:
-            return items
-        query["cursor"] = page["next"]
 
 
 def test_pages_and_things_are_reached_by_the_ids_that_are_told(
@@ -83,33 +69,6 @@ def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
     assert refused.status_code == 400, "of another namespace"
 
 
-def test_last_uses_are_times_and_sort(two: tuple[TestClient, RagCache, dict[str, str]]) -> None:
-    client, rag, red = two
-    tenant, begin = rag.within("red"), time.time()
-    assert {each["used_at"] for each in listed(client, "/admin/modules", red)} == {None}
-    for name in "cb":
-        tenant.ask(f"What of leaf {name}?", collection="notes", k=1)
-        rag.internals.shared.store.ledger.flush()
-    modules = listed(client, "/admin/modules", red, sort="used_at", descending=True)
-    assert [each["name"] for each in modules] == ["b#1", "c#1", "a#1"]
-    times = [each["used_at"] for each in modules]
-    assert times[2] is None
-    assert begin <= times[1] < times[0] <= time.time()
-    one = client.get(f"/admin/modules/{modules[0]['id']}", headers=red).json()
-    assert {state["used_at"] for state in one["states"]} == {times[0]}
-    assert "last_use" not in str(one)
-
-
-def test_a_new_job_is_told_with_its_own_id(
-    two: tuple[TestClient, RagCache, dict[str, str]],
-) -> None:
-    client, rag, red = two
-    sent = {"documents": [{"id": "d", "text": "The leaf d is red."}]}
-    made = client.post("/v1/collections/more/documents", json=sent, headers=red)
-    assert made.headers["location"] == f"/v1/jobs/{made.json()['id']}"
-    assert rag.within("red").jobs.wait(made.json()["id"], 20).status == "done"
-
-
 def test_an_id_that_nothing_has_is_told_as_it_was_sent(
     two: tuple[TestClient, RagCache, dict[str, str]],
 ) -> None:
@@ -130,11 +89,6 @@ def test_ids_of_the_ledger_are_no_public_ids(
     assert tenant.modules.get(module.id) == tenant.modules.get(module.public_id)
     for path in (f"/v1/jobs/{job.id}", f"/admin/modules/{module.id}"):
         assert client.get(path, headers=red).status_code == 404
-
-
-TEXT = (
-    "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks ahead."
-)
 
 
 @pytest.fixture(scope="module")
@@ -190,37 +144,3 @@ def test_things_of_one_do_not_exist_for_the_other(
         refused = client.request(method, path, json=body, headers=blue)
         assert refused.status_code == 404, (path, refused.text)
         assert "leave.md" not in refused.text
-
-
-def test_texts_of_one_are_not_recognized_for_the_other(
-    tenants: tuple[TestClient, dict[str, str], dict[str, str]],
-) -> None:
-    client, red, blue = tenants
-    body = {
-        "model": "ragcache-reader", "max_tokens": 2,
-        "messages": [{"role": "user", "content": f"{TEXT}\n\n{LEAVE}"}],
-    }  # fmt: skip
-    told = {
-        name: client.post("/v1/chat/completions", json=body, headers=headers).json()
-        for name, headers in (("red", red), ("blue", blue), ("again", blue))
-    }
-    cached = {n: t["usage"]["prompt_tokens_details"]["cached_tokens"] for n, t in told.items()}
-    assert cached["red"] > 0
-    assert cached["blue"] == 0
-    assert told["red"]["ragcache"]["mode"].startswith("recognized")
-    assert told["blue"]["ragcache"]["mode"] == "exact"
-
-
-def test_an_equal_document_of_the_other_is_encoded_anew(
-    tenants: tuple[TestClient, dict[str, str], dict[str, str]], tmp_path: Path
-) -> None:
-    client, red, blue = tenants
-    rag: RagCache = client.app.state.service.rag  # type: ignore[attr-defined]
-    done = rag.within("blue").ingest("mine", write_notes(tmp_path / "notes"))
-    assert done.encoded >= done.modules, "no state of red is found"
-    body = {"question": LEAVE, "collection": "mine", "max_tokens": 2}
-    sources = client.post("/v1/answers", json=body, headers=blue).json()
-    assert sources["reuse"]["cached_tokens"] > 0
-    assert client.delete("/v1/collections/mine", headers=blue).status_code == 200
-    again = client.post("/v1/answers", json={**body, "collection": "notes"}, headers=red).json()
-    assert again["reuse"]["cached_tokens"] > 0, "what is left of red is whole"

@@ -236,14 +236,6 @@ def check_nothing_left(server: Started) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_clients_get_what_one_gets(server: Started) -> None:
-    answers, texts = asyncio.run(stream_load(server, 50, 1.0))
-    assert answers >= 50
-    assert len(texts) <= len(QUESTIONS)
-    check_nothing_left(server)
-
-
-@pytest.mark.slow
 def test_another_process_encodes_nothing_and_answers_the_same(
     server: Started, state: Path, reader: LoadedModel
 ) -> None:

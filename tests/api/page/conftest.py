@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,11 +109,6 @@ class Page:
         """`light` or `dark`, as the system would say; "" for what it says."""
         features = [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []
         self.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-
-    def picture(self, *, whole: bool = False) -> bytes:
-        """A PNG of what is in sight, or of the whole page."""
-        options = {"captureBeyondViewport": whole}
-        return b64decode(self.window.execute_cdp_cmd("Page.captureScreenshot", options)["data"])
 
     def faults(self) -> list[str]:
         """What the browser complained of: scripts that failed, and what the policy refused."""

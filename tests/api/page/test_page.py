@@ -119,25 +119,6 @@ def test_an_empty_service_gives_advice(empty: Page) -> None:
     assert empty.find("h1").text == "Ingestion"
 
 
-def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_path: Path) -> None:
-    for name in ("a.md", "b.md"):
-        (tmp_path / name).write_text(f"The text of {name}.")
-    page.open("ingestion")
-    page.find("[name=collection]").send_keys("letters")
-    picker = page.window.find_element(By.CSS_SELECTOR, "input[type=file]")
-    picker.send_keys(f"{tmp_path / 'a.md'}\n{tmp_path / 'b.md'}")
-    page.click(".ingestform [type=submit]", "Ingest 2 files")
-    assert "2 of 2" in page.find(".job[data-status=done]", "letters").text
-    picker.send_keys(f"{tmp_path / 'a.md'}")
-    page.click(".ingestform [type=submit]", "Ingest 1 file")
-    page.find(".job[data-status=done]", "nothing new")
-    found = get(server, "/admin/modules", collection="letters")["items"]
-    assert {each["document"] for each in found} == {"a.md", "b.md"}
-    for each in found:
-        text = get(server, f"/admin/modules/{each['id']}")["text"]
-        assert text.strip() == f"The text of {each['document']}."
-
-
 def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Client) -> None:
     page.open("ask")
     page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
