@@ -55,10 +55,6 @@ class CpuAttentionBackend:
         self._reference = ReferenceAttentionBackend()
         self._local = threading.local()
 
-    @staticmethod
-    def available() -> bool:
-        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-
     def attend(
         self, metadata: AttentionMetadata, layer: int,
         query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
@@ -270,6 +266,4 @@ def _rows_first(out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def backend_for(device: torch.device) -> AttentionBackend:
     """The fastest backend for this device."""
-    if device.type == "cpu" and CpuAttentionBackend.available():
-        return CpuAttentionBackend()
-    return ReferenceAttentionBackend()
+    return CpuAttentionBackend() if device.type == "cpu" else ReferenceAttentionBackend()

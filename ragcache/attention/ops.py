@@ -13,10 +13,8 @@ where they were encoded. Moving a segment by `delta` multiplies its keys by R(de
 q·R(delta)k = (R(-delta)q)·k: the query turns back. Rotations compose by adding angles (RoFormer
 eq. 16), so this is exact.
 
-ALiBi adds slope*(key position - query position) to a score, head by head (Press et al., 2022, §3).
-For keys at i = 0.. from the segment's first key on, slope*i belongs to the segment wherever it
-stands; the rest, slope*(first key's position - query position), is one constant for the whole
-segment. Moving it therefore only shifts `lse`.
+ALiBi adds slope*(key position - query position) to a score, head by head (Press et al., 2022, §3),
+so that moving a segment changes nothing but distances.
 """
 
 from __future__ import annotations
@@ -171,19 +169,6 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     turned[..., second] = torch.addcmul(right * cos, left, sin)
     turned[..., 2 * half :] = x[..., 2 * half :]
     return turned
-
-
-def alibi_segment_bias(slopes: Tensor, key: Tensor) -> Tensor:
-    """[Hkv, 1, G, S]: slope*i for a segment's keys. slopes: [Hq]; key: [Hkv, S, D]."""
-    steps = torch.arange(key.shape[1], dtype=torch.float32, device=key.device)
-    return slopes.view(key.shape[0], 1, -1, 1) * steps
-
-
-def alibi_shift(part: Partial, slopes: Tensor, distance: Tensor) -> Partial:
-    """The partial result for a segment whose first key is at `distance` ([N]) from each row."""
-    _, kv_heads, group = part.lse.shape
-    shift = distance[:, None, None] * slopes.view(kv_heads, group)
-    return Partial(part.out, part.lse + shift)
 
 
 def alibi_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:

@@ -9,18 +9,16 @@ layer takes beyond its result does not grow with the length of the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ragcache.attention.metadata import AttentionMetadata, PagedQueries, SharedQueries
+from ragcache.attention.metadata import AttentionMetadata, PagedQueries, SharedKV, SharedQueries
 from ragcache.attention.ops import (
     Partial,
     add_sinks,
     alibi_bias,
-    alibi_segment_bias,
-    alibi_shift,
     causal_bias,
     grouped,
     merge_states,
@@ -75,46 +73,26 @@ def _shared(
     heads = turned.shape[0] * turned.shape[2]
     parts = []
     for kv in metadata.shared_kv:
-        distance = queries.distance
-        if distance is not None:
-            distance = distance[kv.begin : kv.end]
-        query = turned[:, kv.begin : kv.end]
-        over = _Segment(metadata, layer, query, kv.keys[layer], kv.values[layer], distance, scale)
-        parts.append(_in_blocks(query.shape[1], heads * kv.keys.shape[2], over.attend))
+        over = partial(_segment, metadata, queries.distance, kv, layer, turned, scale)
+        parts.append(_in_blocks(kv.end - kv.begin, heads * kv.keys.shape[2], over))
     return parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """Queries [Hkv, N, G, D] over the states of one segment. distance: see `SharedQueries`."""
-
-    metadata: AttentionMetadata
-    layer: int
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    distance: Tensor | None
-    scale: float
-
-    def attend(self, here: slice) -> Partial:
-        """The partial result of some of the queries."""
-        query, keys, values, scale = self.query[:, here], self.keys, self.values, self.scale
-        slopes, cap = self.metadata.slopes, self.metadata.softcap
-        window = self.metadata.window_of(self.layer)
-        if slopes is None and window is None:
-            return partial_attention(query, keys, values, scale=scale, softcap=cap)
-        assert self.distance is not None
-        distance = self.distance[here]
-        if slopes is not None:
-            bias = alibi_segment_bias(slopes, keys)
-            part = partial_attention(query, keys, values, scale=scale, bias=bias, softcap=cap)
-            return alibi_shift(part, slopes, distance)
-        assert window is not None
-        first = _first_seen(distance, keys.shape[1], window)
-        steps = torch.arange(first, keys.shape[1], device=keys.device)
-        bias = window_bias(distance[:, None] + steps, window)
+def _segment(
+    metadata: AttentionMetadata, distance: Tensor | None, kv: SharedKV, layer: int,
+    turned: Tensor, scale: float, here: slice,
+) -> Partial:  # fmt: skip
+    """Some of the queries over the states of one segment. distance: see `SharedQueries`."""
+    some = slice(kv.begin + here.start, kv.begin + here.stop)
+    query, keys, values = turned[:, some], kv.keys[layer], kv.values[layer]
+    window, bias = metadata.window_of(layer), None
+    if metadata.slopes is not None or window is not None:
+        assert distance is not None
+        first = 0 if window is None else _first_seen(distance[some], keys.shape[1], window)
+        away = distance[some, None] + torch.arange(first, keys.shape[1], device=keys.device)
+        bias = _with_positions(metadata, layer, away.new_zeros(()), away, len(keys))
         keys, values = keys[:, first:], values[:, first:]
-        return partial_attention(query, keys, values, scale=scale, bias=bias, softcap=cap)
+    return partial_attention(query, keys, values, scale=scale, bias=bias, softcap=metadata.softcap)
 
 
 def _first_seen(distance: Tensor, length: int, window: int) -> int:

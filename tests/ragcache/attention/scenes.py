@@ -96,7 +96,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     where = st.tuples(st.integers(0, count - 1), st.integers(1, count), st.integers(-300, 300))
     reader = where.map(lambda r: (r[0], min(r[0] + r[1], count), r[2]))
     readers = st.lists(reader, min_size=1, max_size=3).map(tuple)
-    runs = draw(st.lists(st.tuples(st.integers(1, 12), readers), max_size=4))
+    runs = draw(st.lists(st.tuples(st.integers(0, 12), readers), max_size=4))
     group = draw(st.sampled_from([1, 2, 3]))
     return Shape(tuple(requests), tuple(runs), draw(st.integers(0, 10_000)), group)
 

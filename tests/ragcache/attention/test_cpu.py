@@ -17,10 +17,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from ragcache import machine
 from ragcache.attention import (
     AttentionMetadata,
-    CausalBlock,
     ReferenceAttentionBackend,
-    SharedKV,
-    SharedQueries,
     backend_for,
     cpu,
     reference,
@@ -62,11 +59,6 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
 def test_every_device_has_a_backend() -> None:
     assert isinstance(backend_for(torch.device("cpu")), CpuAttentionBackend)
     assert isinstance(backend_for(torch.device("meta")), ReferenceAttentionBackend)
-
-
-def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuAttentionBackend, "available", staticmethod(lambda: False))
-    assert isinstance(backend_for(torch.device("cpu")), ReferenceAttentionBackend)
 
 
 @given(shapes())
@@ -391,28 +383,3 @@ def test_blocks_are_gathered_once_for_all_heads() -> None:
     gathered = 2 * pages.gather_blocks(pages.keys[LAYER]).nbytes
     scores = 2 * scene.query.shape[0] * 2048 * 4  # two rows
     assert allocated(scene) < 2 * gathered + 2 * scores
-
-
-@pytest.mark.parametrize(
-    "backend", [CpuAttentionBackend(), ReferenceAttentionBackend()], ids=["products", "reference"]
-)
-def test_shared_states_without_tokens_change_nothing(
-    backend: CpuAttentionBackend | ReferenceAttentionBackend,
-) -> None:
-    """What is left of a module of one token whose last token is computed again."""
-    shape = Shape((2, -3), ((0, ((0, 3, 0),)), (4, ((0, 2, 5),))))
-    scene = make_scene(shape, torch.float32)
-    out = attend(scene, backend).double()
-    torch.testing.assert_close(out, scene.expected(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_row_reads_states_twice_where_its_prompt_holds_them_twice() -> None:
-    """The same states at two places: two of the row's results, one run."""
-    scene = make_scene(Shape((1,), ((6, ((0, 1, 4), (0, 1, 40))),), group=1), torch.float32)
-    assert isinstance(scene.metadata.shared_queries, SharedQueries)
-    assert [type(each) for each in (*scene.metadata.shared_kv, *scene.metadata.causal_blocks)] == [
-        SharedKV,
-        CausalBlock,
-    ]
-    assert scene.metadata.shared_queries.rows.tolist() == [0, 0]
-    torch.testing.assert_close(attend(scene).double(), scene.expected(), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Partial attention, its fusion (RelayAttention eq. 7), relocation, ALiBi, the reference."""
+"""Partial attention, its fusion (RelayAttention eq. 7), relocation, the reference."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ from ragcache.attention import (
     Partial,
     ReferenceAttentionBackend,
     Rotation,
-    causal_bias,
-    grouped,
     merge_states,
     partial_attention,
     rotate,
 )
-from ragcache.attention.ops import (
-    add_sinks,
-    alibi_bias,
-    alibi_segment_bias,
-    alibi_shift,
-    window_bias,
-)
+from ragcache.attention.ops import add_sinks, window_bias
 from tests.conftest import scaled
 from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
@@ -115,16 +107,6 @@ def test_merge_states_with_empty_slots(readers: list[list[int]], seed: int) -> N
         torch.testing.assert_close(joined.lse[row], alone.lse[0], **EXACT)
 
 
-def test_a_row_without_shared_states_is_unchanged() -> None:
-    query, key, value = draw(2, 3, 9, seed=1)
-    own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
-    asked = partial_attention(query[:, :1], key[:, 4:], value[:, 4:], scale=SCALE)
-    joined = merge_states(own, [asked], torch.tensor([[1, 1, 0], [1, 1, 1]]))
-    assert torch.equal(joined.out[:2], own.out[:2])
-    assert torch.equal(joined.lse[:2], own.lse[:2])
-    assert not torch.equal(joined.out[2], own.out[2])
-
-
 def test_merging_leaves_its_inputs_unchanged() -> None:
     query, key, value = draw(2, 3, 9, seed=1)
     own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
@@ -134,13 +116,6 @@ def test_merging_leaves_its_inputs_unchanged() -> None:
     merge_states(own, [asked], torch.tensor([[0, 1, 2]]))
     for tensor, old in zip((own.out, own.lse, asked.out, asked.lse), before, strict=True):
         assert torch.equal(tensor, old)
-
-
-def test_lse_is_the_natural_logarithm_of_the_denominator() -> None:
-    query, key, value = draw(1, 3, 5, seed=2)
-    scores = torch.einsum("hngd,hsd->nhgs", query, key) * SCALE
-    lse = partial_attention(query, key, value, scale=SCALE).lse
-    torch.testing.assert_close(lse, scores.exp().sum(-1).log())
 
 
 def test_scores_beyond_the_range_of_exp_are_merged() -> None:
@@ -154,39 +129,6 @@ def test_scores_beyond_the_range_of_exp_are_merged() -> None:
     torch.testing.assert_close(merge_state(*parts).out, expected, **EXACT)
     table = torch.tensor([[0, 1, 2]])
     torch.testing.assert_close(merge_states(parts[0], parts[1:], table).out, expected, **EXACT)
-
-
-def test_a_causal_row_sees_itself_and_no_later_key() -> None:
-    query, key, value = draw(2, 6, 6, seed=3)
-    bias = causal_bias(slice(0, 6), key.device)
-    assert bias.shape == (6, 1, 6)
-    whole = partial_attention(query, key, value, scale=SCALE, bias=bias)
-    for row in range(6):
-        alone = full_softmax(query[:, row : row + 1], key[:, : row + 1], value[:, : row + 1])
-        torch.testing.assert_close(whole.out[row], alone[0], **EXACT)
-
-
-def test_rows_may_have_keys_of_their_own() -> None:
-    query, _, _ = draw(3, 4, 1, seed=4)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
-    key, value = torch.randn(2, KV_HEADS, 4, 7, DIM, generator=generator, dtype=torch.float64)
-    together = partial_attention(query, key, value, scale=SCALE)
-    for row in range(4):
-        alone = full_softmax(query[:, row : row + 1], key[:, row], value[:, row])
-        torch.testing.assert_close(together.out[row], alone[0], **EXACT)
-
-
-def test_a_group_of_query_heads_reads_one_key_head() -> None:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(6)
-    query = torch.randn(6, 4, DIM, generator=generator, dtype=torch.float64)  # [Hq, N, D]
-    _, key, value = draw(1, 1, 9, seed=7)
-    rows = grouped(query, KV_HEADS)
-    assert rows.shape == (KV_HEADS, 4, 3, DIM)
-    assert rows.data_ptr() == query.data_ptr(), "a view"
-    out = partial_attention(rows, key, value, scale=SCALE).out.flatten(1, 2)  # [N, Hq, D]
-    repeated_key, repeated_value = (x.repeat_interleave(3, 0) for x in (key, value))
-    expected = (query @ repeated_key.transpose(-1, -2) * SCALE).softmax(-1) @ repeated_value
-    torch.testing.assert_close(out, expected.transpose(0, 1), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -236,27 +178,6 @@ def test_dimensions_beyond_the_rotated_width_pass_through(interleaved: bool) -> 
     assert not torch.equal(turned[..., :16], x[..., :16])
 
 
-def test_rows_turn_by_their_own_angles() -> None:
-    x = torch.randn(2, 3, 16)
-    rows = Rotation.by(torch.tensor([0, 7, -4]), FREQUENCIES)
-    together = rotate(x, rows)
-    for row, delta in enumerate([0, 7, -4]):
-        alone = rotate(x[:, row : row + 1], Rotation.by(torch.tensor([delta]), FREQUENCIES))
-        torch.testing.assert_close(together[:, row : row + 1], alone)
-
-
-def test_the_heads_of_a_group_turn_alike() -> None:
-    """As a metadata's queries do: x is [Hkv, M, G, D], the rotation [M, 1, R/2]."""
-    x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
-    angle = torch.tensor([0.0, 7.0, -4.0], dtype=torch.float64)[:, None, None] * FREQUENCIES
-    together = rotate(x, Rotation(angle.cos(), angle.sin()))
-    assert together.is_contiguous()
-    for row, delta in enumerate([0, 7, -4]):
-        for head in range(4):
-            alone = rotate(x[:, row : row + 1, head], rotation(delta))
-            torch.testing.assert_close(together[:, row : row + 1, head], alone)
-
-
 def test_interleaved_pairs_are_the_halves_in_another_order() -> None:
     """Dimensions 2i and 2i+1 turn as i and i + R/2 do where the layout is by halves."""
     x = torch.randn(2, 3, 24, dtype=torch.float64)
@@ -265,88 +186,6 @@ def test_interleaved_pairs_are_the_halves_in_another_order() -> None:
     together = torch.stack([turned[..., :8], turned[..., 8:16]], dim=-1).flatten(-2)
     expected = torch.cat([together, turned[..., 16:]], dim=-1)
     torch.testing.assert_close(rotate(x, rotation(9, interleaved=True)), expected)
-
-
-GROUP = 3
-SLOPES = 2.0 ** (-8 * torch.arange(1, KV_HEADS * GROUP + 1, dtype=torch.float64) / 6)
-ALIBI_EXACT = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def normal(*sizes: int, seed: int) -> Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    return torch.randn(*sizes, DIM, generator=generator, dtype=torch.float64)
-
-
-def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tensor) -> Tensor:
-    """By definition, head by head: every query at `at` over the keys at `where` up to it.
-
-    query: [Hkv, N, G, D]; returns [N, Hkv, G, D].
-    """
-    distance = where[None] - at[:, None]  # [N, S]
-    out = torch.empty(len(at), KV_HEADS, GROUP, DIM, dtype=torch.float64)
-    for head in range(KV_HEADS):
-        for i in range(GROUP):
-            scores = query[head, :, i] @ key[head].T * SCALE
-            scores = scores + SLOPES[head * GROUP + i] * distance
-            scores = scores.masked_fill(distance > 0, -torch.inf)
-            out[:, head, i] = scores.softmax(-1) @ value[head]
-    return out
-
-
-@given(
-    start=st.integers(0, 500),
-    gaps=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    seed=st.integers(0, 10_000),
-)
-@settings(max_examples=scaled(40))
-def test_moved_segment_and_own_tokens_equal_full_alibi(
-    start: int, gaps: list[int], seed: int
-) -> None:
-    """A run of seven keys placed at `start`, then new tokens with gaps between them."""
-    rows = len(gaps)
-    query = normal(KV_HEADS, rows, GROUP, seed=seed)
-    key, value = normal(2, KV_HEADS, 7 + rows, seed=seed + 1)
-    at = start + 6 + torch.tensor(gaps).cumsum(0)
-    past = partial_attention(
-        query,
-        key[:, :7],
-        value[:, :7],
-        scale=SCALE,
-        bias=alibi_segment_bias(SLOPES, key[:, :7]),
-    )
-    past = alibi_shift(past, SLOPES, (start - at).double())
-    new = slice(0, rows)
-    bias = causal_bias(new, key.device)
-    apart = at.double()[None, :] - at.double()[:, None]
-    bias = bias + alibi_bias(SLOPES, apart, KV_HEADS)
-    own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE, bias=bias)
-    where = torch.cat([torch.arange(start, start + 7), at])
-    expected = absolute(query, at, key, where, value)
-    torch.testing.assert_close(merge_state(past, own).out, expected, **ALIBI_EXACT)
-
-
-def test_moving_a_segment_shifts_only_its_lse() -> None:
-    query, key = normal(KV_HEADS, 4, GROUP, seed=1), normal(KV_HEADS, 5, seed=2)
-    part = partial_attention(query, key, key, scale=SCALE, bias=alibi_segment_bias(SLOPES, key))
-    distance = torch.tensor([-5.0, -8.0, -100.0, 0.0], dtype=torch.float64)
-    placed = alibi_shift(part, SLOPES, distance)
-    assert torch.equal(placed.out, part.out)
-    shift = (placed.lse - part.lse).flatten(1)  # [N, Hq]
-    torch.testing.assert_close(shift, distance[:, None] * SLOPES, **ALIBI_EXACT)
-
-
-def test_paged_alibi_bias_equals_the_definition() -> None:
-    query = normal(KV_HEADS, 3, GROUP, seed=3)
-    key, value = normal(2, KV_HEADS, 3, 6, seed=4)  # [Hkv, B, S, D]
-    where = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 9, 10, 11, 30, 31], [7, 8, 9, 10, 11, 12]])
-    at = torch.tensor([5, 31, 40])
-    distance = (where - at[:, None]).double()
-    bias = alibi_bias(SLOPES, distance, KV_HEADS)
-    together = partial_attention(query, key, value, scale=SCALE, bias=bias)
-    for row in range(3):
-        one = slice(row, row + 1)
-        alone = absolute(query[:, one], at[one], key[:, row], where[row], value[:, row])
-        torch.testing.assert_close(together.out[row], alone[0], **ALIBI_EXACT)
 
 
 @given(shapes())
@@ -361,14 +200,6 @@ def test_every_row_equals_the_definition(shape: Shape) -> None:
 @settings(max_examples=scaled(40))
 def test_every_row_equals_the_definition_under_alibi(shape: Shape) -> None:
     scene = make_scene(shape, alibi=True)
-    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
-    torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
-
-
-def test_paged_rows_before_causal_blocks_are_put_in_order() -> None:
-    shape = Shape((-6, 3, -2, 2), ((5, ((0, 7, 0),)),))
-    scene = make_scene(shape)
-    assert scene.metadata.own_index is not None, "the case that this is about"
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 

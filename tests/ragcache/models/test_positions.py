@@ -10,7 +10,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_tensor
 
-from ragcache.attention.ops import alibi_segment_bias, rotate
+from ragcache.attention.ops import alibi_bias, rotate
 from ragcache.engine import EncodeJob, Request, Segment, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.engine.request import Context
@@ -217,7 +217,7 @@ def test_falcons_distances_are_exact_where_hugging_face_rounds_them() -> None:
     count, scale = 400, model.config.head_dim**-0.5
     rounded = falcon_tensor(torch.ones(1, count, dtype=torch.long), 4, torch.float32) * scale
     exact = scheme.slopes.double()[:, None] * torch.arange(count)
-    found = alibi_segment_bias(scheme.slopes, torch.empty(4, count, 16)).view(4, count)
+    found = alibi_bias(scheme.slopes, torch.arange(count)[None], 4).view(4, count)
     torch.testing.assert_close(found.double(), exact, rtol=1e-7, atol=0.0)
     theirs = rounded.view(4, count).double()
     torch.testing.assert_close(theirs[:, :257], exact[:, :257])
