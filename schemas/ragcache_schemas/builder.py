@@ -19,7 +19,6 @@ from ragcache_schemas.tree import (
     Node,
     Parameter,
     Schema,
-    SchemaNode,
     Slot,
     Text,
     Union,
@@ -54,34 +53,21 @@ def collection_schema(
     return validate_schema(Schema(name, (Text(preamble), *between, *question, Text(epilogue))))
 
 
-def document_module(
-    name: str, chunks: Iterable[str | tuple[str, str] | Module], *, heading: str = ""
-) -> Module:
+def document_module(name: str, chunks: Iterable[str], *, heading: str = "") -> Module:
     """Makes a module of a document, its chunks modules nested in it.
 
     Args:
         name: The module's name; `module_name(title)` makes one.
-        chunks: Texts (named "c1", "c2", ... by their place), pairs of name and text, or modules.
+        chunks: Their texts; they are named "c1", "c2", ... by their place.
         heading: Text of the document itself, imported with any of its chunks.
 
     Raises:
         InvalidName: `name` is no module name.
-        DuplicateName: Two chunks have the same name.
     """
     if problem := name_problem(name, "module"):
         raise InvalidName(problem.problem, expected=f"{problem.expected}; module_name() makes one")
-    parts: list[SchemaNode] = [Text(heading)]
-    for number, chunk in enumerate(chunks, 1):
-        match chunk:
-            case Module():
-                parts.append(chunk)
-            case str():
-                parts.append(Module(f"c{number}", (Text(chunk),)))
-            case (part, text):
-                parts.append(Module(part, (Text(text),)))
-    module = Module(name, tuple(parts))
-    validate_schema(Schema("document", (module,)))
-    return module
+    parts = (Module(f"c{number}", (Text(chunk),)) for number, chunk in enumerate(chunks, 1))
+    return Module(name, (Text(heading), *parts))
 
 
 def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:

@@ -69,62 +69,57 @@ def test_parameters_3_2_2_in_both_spellings(tag: str, length: str) -> None:
     )
 
 
-def test_parameters_3_2_2_as_buffers_at_start_and_end() -> None:
-    body = '<module name="m"><param name="a" len="2"/>x<param name="b" len="3"/></module>'
-    assert children(body) == (Module("m", (Parameter("a", 2), Text("x"), Parameter("b", 3))),)
-
-
 def test_arguments_are_attributes() -> None:
     prompt = parse_prompt('<prompt schema="s" q="1 &lt; 2"><plan days="3 days" to=""/></prompt>')
     assert prompt.arguments == (("q", "1 < 2"),)
     assert prompt.children == (Import("plan", (("days", "3 days"), ("to", ""))),)
 
 
-# §3.2.3 Unions, nesting, chat
+# §3.2.3 Unions, nesting, chat, and white space
 
 
-def test_unions_3_2_3() -> None:
-    body = '<union scaffold="b"><module name="a">A</module><module name="b"/></union>'
-    assert children(body) == (Union((Module("a", (Text("A"),)), Module("b")), "b"),)
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # parameters as buffers, §3.2.2
+        ('<module name="m"><param name="a" len="2"/>x<param name="b" len="3"/></module>',
+         Module("m", (Parameter("a", 2), Text("x"), Parameter("b", 3)))),
+        ('<union scaffold="b"><module name="a">A</module><module name="b"/></union>',
+         Union((Module("a", (Text("A"),)), Module("b")), "b")),
+        ('<module name="a"><module name="a"><union><module name="a"/></union></module></module>',
+         Module("a", (Module("a", (Union((Module("a"),)),)),))),
+        ("<user>Hi<module name='m'/></user>", Chat("user", (Text("Hi"), Module("m")))),
+        ("<assistant/>", Chat("assistant")),
+        ('<union slot="1" collection="hand book"/>', Slot("1", "hand book")),
+        ('<module name="m" cache="false"/>', Module("m", cache=False)),
+        ("a<!-- <module> & -->b<!-- c -->", Text("ab")),
+        ("<![CDATA[if a<b && c: <x>]]>!", Text("if a<b && c: <x>!")),
+        ("请读文件。", Text("请读文件。")),
+        # a parameter counts as a word
+        ('<module name="m">\n  of\n  <param name="p" len="1"/>. And\n  so on\n</module>',
+         Module("m", (Text("of\n"), Parameter("p", 1), Text(". And\nso on\n")))),
+        ('<module name="m" xml:space="preserve">\n a <module name="n"> </module></module>',
+         Module("m", (Text("\n a "), Module("n", (Text(" "),))))),
+        # code on the line of the tag keeps its indentation
+        ('<module name="a.py">def f():\n    return 1\n</module>',
+         Module("a.py", (Text("def f():\n    return 1\n"),))),
+    ],
+)  # fmt: skip
+def test_elements_and_text(body: str, expected: object) -> None:
+    assert children(body) == (expected,)
 
 
-def test_nested_modules_3_2_3() -> None:
-    body = '<module name="a"><module name="a"><union><module name="a"/></union></module></module>'
-    assert children(body) == (Module("a", (Module("a", (Union((Module("a"),)),)),)),)
+def test_nested_imports_3_2_3() -> None:
     prompt = parse_prompt('<prompt schema="s"><a><a><a/></a></a></prompt>')
     assert prompt.children == (Import("a", (), (Import("a", (), (Import("a"),)),)),)
-
-
-def test_chat_turns_3_2_3() -> None:
-    body = "<system>Be brief.</system><user>Hi<module name='m'/></user><assistant/>"
-    assert children(body) == (
-        Chat("system", (Text("Be brief."),)),
-        Chat("user", (Text("Hi"), Module("m"))),
-        Chat("assistant"),
-    )
 
 
 def test_scaffolds_3_3() -> None:
     schema = parse_schema(
         '<schema name="s"><module name="a"><module name="b"/></module>'
-        '<module name="c"/><scaffold modules="a a/b  c"/></schema>'
+        '<module name="c"><module name="b"/></module><scaffold modules="a a/b  c"/></schema>'
     )
     assert schema.scaffolds == (Scaffold((("a",), ("a", "b"), ("c",))),)
-
-
-def test_slots_of_generated_schemas() -> None:
-    assert children('<union slot="1" collection="hand book"/>') == (Slot("1", "hand book"),)
-
-
-def test_cache_false_of_the_reference_implementation() -> None:
-    assert children('<module name="m" cache="false"/>') == (Module("m", cache=False),)
-
-
-def test_the_same_name_in_different_scopes() -> None:
-    body = (
-        '<module name="a"><module name="x"/></module><module name="b"><module name="x"/></module>'
-    )
-    assert len(children(body)) == 2
 
 
 @pytest.mark.parametrize("name", ["unit.py", "doc-en-US", "名字", "éa_1", "ሀለ", "ខ្មែរ", "a.b-c"])
@@ -134,18 +129,6 @@ def test_names_of_any_script_with_dots_and_dashes(name: str) -> None:
 
 
 # XML
-
-
-def test_comments_do_not_cut_text() -> None:
-    assert children("a<!-- <module> & -->b<!-- c -->") == (Text("ab"),)
-
-
-def test_cdata_is_text() -> None:
-    assert children("<![CDATA[if a<b && c: <x>]]>!") == (Text("if a<b && c: <x>!"),)
-
-
-def test_chinese_text() -> None:
-    assert children("请读文件。") == (Text("请读文件。"),)
 
 
 @pytest.mark.parametrize(
@@ -220,23 +203,6 @@ def test_every_node_has_its_location() -> None:
 )
 def test_layout_white_space_is_dropped(body: str, texts: list[str]) -> None:
     assert children(body) == tuple(Text(text) for text in texts)
-
-
-def test_parameter_counts_as_a_word_for_white_space() -> None:
-    body = '<module name="m">\n  of\n  <param name="p" len="1"/>. And\n  so on\n</module>'
-    assert children(body) == (
-        Module("m", (Text("of\n"), Parameter("p", 1), Text(". And\nso on\n"))),
-    )
-
-
-def test_xml_space_keeps_every_character() -> None:
-    body = '<module name="m" xml:space="preserve">\n a <module name="n"> </module></module>'
-    assert children(body) == (Module("m", (Text("\n a "), Module("n", (Text(" "),)))),)
-
-
-def test_code_on_the_line_of_the_tag_keeps_its_indentation() -> None:
-    body = '<module name="a.py">def f():\n    return 1\n</module>'
-    assert children(body) == (Module("a.py", (Text("def f():\n    return 1\n"),)),)
 
 
 # Turns as the reference generators leave them

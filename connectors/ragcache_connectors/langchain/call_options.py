@@ -103,33 +103,35 @@ class CallOptions:
     ) -> CallOptions:  # fmt: skip
         """Options of a call, which come before the model's own defaults. Raises `InvalidRequest`,
         and `UnsupportedModel` for tools where the model's template takes none."""
+        from ragcache import Generation
         from ragcache.structured import Grammar
 
         options = _renamed(defaults) | _renamed(given)
         if stop is not None:
             options["stop"] = stop
-        _check_model(options.pop("model", None), info.name)
+        wanted = options.pop("model", None)
+        if wanted is not None and str(wanted) != info.name:
+            raise InvalidRequest(
+                f"the model {wanted!r:.80} is not open here; {info.name!r} is. Make another "
+                "ChatRagCache with its own state folder"
+            )
         mode, recognize = options.pop("mode"), options.pop("recognize")
         variables = options.pop("chat_template_kwargs", None)
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))
         tools, style, grammar = _tools(options, info, form)
-        return cls(_generation(options, grammar or form, style), mode, recognize, tools, style,
-                   logprobs, variables)  # fmt: skip
+        if style is not None and style.special:
+            options["skip_special_tokens"] = False
+        if grammar := grammar or form:
+            options["grammar"] = grammar
+        generation = Generation.of(**options)
+        return cls(generation, mode, recognize, tools, style, logprobs, variables)
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by the engine's names, without those that are None."""
     given = {k: v for k, v in options.items() if v is not None and k not in _IGNORED}
     return {_NAMES.get(name, name): value for name, value in given.items()}
-
-
-def _check_model(wanted: object, name: str) -> None:
-    if wanted is not None and str(wanted) != name:
-        raise InvalidRequest(
-            f"the model {wanted!r:.80} is not open here; {name!r} is. Make another ChatRagCache "
-            "with its own state folder"
-        )
 
 
 def _logprobs(options: dict[str, Any]) -> bool:
@@ -155,15 +157,3 @@ def _tools(
         return None, None, None
     grammar = call_grammar(tools, choice, info.style, parallel, strict, form)
     return list(tools), info.style, grammar
-
-
-def _generation(
-    options: dict[str, Any], grammar: Grammar | None, style: ToolStyle | None
-) -> Generation:
-    from ragcache import Generation
-
-    if style is not None and style.special:
-        options["skip_special_tokens"] = False
-    if grammar is not None:
-        options["grammar"] = grammar
-    return Generation.of(**options)
