@@ -79,30 +79,27 @@ def spelled(schema: str, prompt: str, render: Render) -> str:
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_turns_are_rendered_like_the_whole_conversation(render: Render) -> None:
-    prompt = '<prompt schema="s"><m/><user>Why?</user></prompt>'
-    expected = render([*TURNS, ("user", "Why?")], generate=True)
-    assert spelled(SCHEMA, prompt, render) == expected
+@pytest.mark.parametrize(
+    ("schema", "before", "prompt", "after"),
+    [
+        (SCHEMA, TURNS, "<m/><user>Why?</user>", [("user", "Why?")]),
+        (SCHEMA, TURNS, "<user>A</user><assistant>B</assistant><user>C</user>",
+         [("user", "A"), ("assistant", "B"), ("user", "C")]),
+        ('<schema name="s"><system>Be brief.</system></schema>', TURNS[:1], "<user>Hi</user>",
+         [("user", "Hi")]),
+    ],
+)  # fmt: skip
+def test_turns_are_rendered_like_the_whole_conversation(
+    render: Render, schema: str, before: Messages, prompt: str, after: Messages
+) -> None:
+    expected = render([*before, *after], generate=True)
+    assert spelled(schema, f'<prompt schema="s">{prompt}</prompt>', render) == expected
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
 def test_rendered_schema_has_no_turns_and_keeps_modules(render: Render) -> None:
     schema = render_schema_turns(parse_schema(SCHEMA), render)
     assert [type(node) for node in schema.children] == [Text, Module, Text]
-
-
-@pytest.mark.parametrize("render", TEMPLATES)
-def test_several_turns_in_a_prompt(render: Render) -> None:
-    prompt = '<prompt schema="s"><user>A</user><assistant>B</assistant><user>C</user></prompt>'
-    turns: list[tuple[Role, str]] = [*TURNS, ("user", "A"), ("assistant", "B"), ("user", "C")]
-    assert spelled(SCHEMA, prompt, render) == render(turns, generate=True)
-
-
-@pytest.mark.parametrize("render", TEMPLATES)
-def test_schema_with_only_a_system_turn(render: Render) -> None:
-    schema = '<schema name="s"><system>Be brief.</system></schema>'
-    expected = render([("system", "Be brief."), ("user", "Hi")], generate=True)
-    assert spelled(schema, '<prompt schema="s"><user>Hi</user></prompt>', render) == expected
 
 
 @pytest.mark.parametrize("render", TEMPLATES)

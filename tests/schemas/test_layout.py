@@ -36,32 +36,29 @@ def test_module_starts_at_its_absolute_location_3_3() -> None:
     assert lay_out(schema, count_words)["c"].start == 110  # the paper's own example
 
 
-def test_union_is_as_long_as_its_largest_member_3_3() -> None:
-    union = Union((Module("a", (words(3),)), Module("b", (words(7),)), Module("c", (words(5),))))
-    layout = lay_out(Schema("s", (words(2), union, Module("d", (words(1),)))), count_words)
+def test_spans_of_unions_parameters_and_nested_modules_3_3() -> None:
+    plan = Module("plan", (words(1), Parameter("days", 5), Module("kids", (words(1),))))
+    union = Union((Module("a", (words(3),)), plan))
+    layout = lay_out(
+        Schema("s", (words(2), union, Module("d", (words(1),)), words(1))), count_words
+    )
     assert spans(layout) == {
         "#0": (0, 2),
-        "|0": (2, 7),
+        "|0": (2, 7),  # as long as its largest member
         "a": (2, 3),
         "a/#0": (2, 3),
-        "b": (2, 7),
-        "b/#0": (2, 7),
-        "c": (2, 5),
-        "c/#0": (2, 5),
+        "plan": (2, 7),
+        "plan/#0": (2, 1),
+        "plan/@days": (3, 5),  # as many as its length, whatever the argument
+        "plan/kids": (8, 1),
+        "plan/kids/#0": (8, 1),
         "d": (9, 1),
         "d/#0": (9, 1),
+        "#1": (10, 1),
     }
-    assert layout.length == 10
-
-
-def test_parameter_takes_as_many_positions_as_its_length_3_3() -> None:
-    plan = Module("plan", (words(4), Parameter("days", 5), words(1)))
-    assert spans(lay_out(Schema("s", (plan,)), count_words)) == {
-        "plan": (0, 10),
-        "plan/#0": (0, 4),
-        "plan/@days": (4, 5),
-        "plan/#1": (9, 1),
-    }
+    assert layout.length == 11
+    assert layout["plan/kids"] == layout["plan", "kids"] == PositionSpan(("plan", "kids"), 8, 1)
+    assert "plan/z" not in layout
 
 
 def test_scaffold_text_that_exceeds_its_parameter_warns() -> None:
@@ -71,18 +68,6 @@ def test_scaffold_text_that_exceeds_its_parameter_warns() -> None:
     assert lay_out(schema("one two"), count_words).length == 3
     with pytest.warns(PMLWarning, match=r"4 tokens long, .* holds 3: .*len=\"4\""):
         assert lay_out(schema("one two three four"), count_words).length == 3
-
-
-def test_nested_modules_and_unions_3_2_3() -> None:
-    inner = Union((Module("x", (words(2),)), Module("y", (words(6),))))
-    schema = Schema("s", (Module("m", (words(1), inner, words(1))), words(1)))
-    layout = lay_out(schema, count_words)
-    assert layout["m"] == PositionSpan(("m",), 0, 8)
-    assert layout["m/y"] == layout["m", "y"] == PositionSpan(("m", "y"), 1, 6)
-    assert layout["m/#1"].start == 7
-    assert layout["#0"].start == 8
-    assert "m/z" not in layout
-    assert "m/|0" in layout
 
 
 def test_turns_do_not_show_in_paths() -> None:

@@ -197,18 +197,16 @@ class TestFiles:
 
 
 class TestDocuments:
-    def test_a_langchain_document_keeps_its_metadata(self) -> None:
+    def test_a_langchain_document_keeps_its_metadata_and_needs_a_name(self) -> None:
         metadata = {"source": "kiln.txt", "page": 3}
         (document,) = load_sources([Document("text", metadata=metadata)]).documents
         assert (document.id, document.uri, document.metadata) == ("kiln.txt", "kiln.txt", metadata)
+        with pytest.raises(DocumentError, match=r"neither an id nor metadata\['source'\]"):
+            load_sources([Document("text", metadata={"page": 1})])
 
     def test_the_id_of_a_langchain_document_goes_before_its_source(self) -> None:
         (document,) = load_sources([Document("t", id="7", metadata={"source": "s"})]).documents
         assert (document.id, document.uri) == ("7", "s")
-
-    def test_a_langchain_document_without_a_name_is_refused(self) -> None:
-        with pytest.raises(DocumentError, match=r"neither an id nor metadata\['source'\]"):
-            load_sources([Document("text", metadata={"page": 1})])
 
     def test_documents_of_one_source_are_parts_of_one(self) -> None:
         chunks = [
@@ -237,21 +235,14 @@ class TestDocuments:
             load_sources([])
 
 
-class TestDuplicates:
-    def test_two_files_of_one_name_in_two_folders(self, tmp_path: Path) -> None:
-        write(tmp_path, one__a="text", two__a="text")
-        with pytest.raises(DocumentError, match=r"two documents are both called 'a\.md'"):
-            load_sources([tmp_path / "one", tmp_path / "two"])
-        assert names(tmp_path) == ["one/a.md", "two/a.md"], "what the message advises"
-
-    def test_a_file_given_twice(self, tmp_path: Path) -> None:
-        write(tmp_path, a="text")
-        with pytest.raises(DocumentError, match="both called"):
-            load_sources([tmp_path, tmp_path / "a.md"])
-
-    def test_documents_of_different_kinds(self) -> None:
-        with pytest.raises(DocumentError, match="both called '1'"):
-            load_sources([SourceDocument("1", "text"), Document("text", id="1")])
+def test_two_documents_of_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, one__a="text", two__a="text")
+    with pytest.raises(DocumentError, match=r"two documents are both called 'a\.md'"):
+        load_sources([tmp_path / "one", tmp_path / "two"])
+    with pytest.raises(DocumentError, match="both called"):
+        load_sources([tmp_path, tmp_path / "one" / "a.md"])
+    with pytest.raises(DocumentError, match="both called '1'"):
+        load_sources([SourceDocument("1", "text"), Document("text", id="1")])
 
 
 def test_parts_are_kept_and_change_the_digest() -> None:
