@@ -28,7 +28,7 @@ from quality import handbook_set, load_set
 from ragcache import RagCache
 from ragcache.db import ModuleRow
 from ragcache.documents import SourceDocument
-from ragcache.evaluation import Dataset, Question, evaluate
+from ragcache.evaluation import Dataset, Question, evaluate_modes
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.resolve import has_minilm
 
@@ -162,9 +162,9 @@ def _answered(
     rag: RagCache, collection: str, questions: Sequence[Question], setting: RetrievalSetting
 ) -> Iterator[dict[str, Any]]:
     for share in setting.answered:
-        report = evaluate(
-            rag, collection, questions, mode="rooted", k=setting.k, relative_threshold=share
-        )
+        [report] = evaluate_modes(
+            rag, collection, questions, ["rooted"], k=setting.k, relative_threshold=share
+        ).reports
         yield {
             "relative_threshold": share, "questions": report.questions,
             "exact_match": report.exact_match, "f1": report.f1,

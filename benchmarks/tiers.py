@@ -44,7 +44,6 @@ from ragcache.planning import (
     break_even_tokens,
     drop_pages,
     encode_modules,
-    fill_pages,
     format_bandwidth,
     format_seconds,
     median_seconds,
@@ -169,7 +168,7 @@ def _disk_seconds(
     """Seconds of the ways in turn, so that other load affects all of them; each is equally often
     first, because disks have caches."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    names, prepare = list(ways), drop_pages if cold else fill_pages
+    names, prepare = list(ways), drop_pages if cold else Path.read_bytes
     for run in range(runs * len(ways)):
         way = names[(run + run // len(ways)) % len(ways)]
         for key in keys:

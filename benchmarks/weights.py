@@ -22,7 +22,7 @@ import typer
 from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 
 from ragcache import RagCache
-from ragcache.evaluation import evaluate, load_dataset
+from ragcache.evaluation import evaluate_modes, load_dataset
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.model import plain_tensors
@@ -120,7 +120,7 @@ def _marks(kind: str | None, questions: int) -> dict[str, float]:
         opened = RagCache.open(state, embedding=None, dtype="bfloat16", quantization=kind)
         with opened as rag:
             rag.ingest("handbook", sorted({handbook / each.document for each in asked}))
-            report = evaluate(rag, "handbook", asked, mode="rooted")
+            [report] = evaluate_modes(rag, "handbook", asked, ["rooted"]).reports
     return {"exact_match": report.exact_match, "f1": report.f1}
 
 

@@ -344,7 +344,7 @@ def _measure_cut(
     [states] = encode_modules(model, root, [tokens])
     key = KVKey(hashlib.sha256(str(len(tokens)).encode()).hexdigest())
 
-    def load_seconds(disk: DiskTier, prepare: Callable[[Path], None]) -> float:
+    def load_seconds(disk: DiskTier, prepare: Callable[[Path], object]) -> float:
         times = []
         for _ in range(_RUNS):
             prepare(disk.path(key))
@@ -356,7 +356,7 @@ def _measure_cut(
 
     nbytes = {kind: disk.put(key, states) for kind, disk in disks.items()}
     load_s = {kind: load_seconds(disk, drop_pages) for kind, disk in disks.items()}
-    warm = load_seconds(disks["model"], fill_pages)
+    warm = load_seconds(disks["model"], Path.read_bytes)
     return Cut(len(tokens), compute_s, nbytes, load_s), load_s["model"] > _DROPPED * warm
 
 
@@ -385,12 +385,6 @@ def drop_pages(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def fill_pages(path: Path) -> None:
-    """Reads a file into the page cache."""
-    with path.open("rb") as file:
-        file.read()
 
 
 def advise(plan: CachePlan, memory_bytes: int | None = None) -> list[str]:

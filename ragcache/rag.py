@@ -69,8 +69,8 @@ from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.confidence import (
     Calibration,
     calibration_key,
+    find_calibration,
     read_calibrations,
-    reader_calibration,
     write_calibrations,
 )
 from ragcache.pipeline.gate import ModeGate
@@ -426,10 +426,8 @@ class RagCache:
         `set_calibration`. Raises `UnknownCollection`."""
         model = self._shared.model
         quotes = model.extractive if extractive is None else extractive
-        kept = read_calibrations(self.internals.catalog.stamp(collection).calibrations)
-        found = kept.get(calibration_key(model, extractive=quotes))
-        shipped = quotes and model.extractive
-        return reader_calibration() if found is None and shipped else found
+        kept = self.internals.catalog.stamp(collection).calibrations
+        return find_calibration(kept, model, extractive=quotes)
 
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""

@@ -18,13 +18,12 @@ from ragcache.evaluation.runs import (
     MarkedAnswer,
     ask_questions,
     compare_reports,
-    evaluate,
     evaluate_modes,
 )
 
 __all__ = [
     "PASTED", "Comparison", "Dataset", "Evaluation", "EvaluationReport", "Interval", "MarkedAnswer",
-    "Question", "ask_questions", "bootstrap_interval", "compare_reports", "evaluate",
+    "Question", "ask_questions", "bootstrap_interval", "compare_reports",
     "evaluate_modes", "exact_match", "f1", "load_dataset", "normalize", "paired_bootstrap",
     "rouge_l",
 ]  # fmt: skip

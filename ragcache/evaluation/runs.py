@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -181,7 +182,7 @@ def evaluate_modes(
         setting: Kept in the result.
         seed: Of the bootstraps.
         progress: Called with the mode and the numbers of marked and of all questions.
-        **options: As for `evaluate`.
+        **options: As for `ask_questions`.
 
     Raises:
         ConfigurationError: There are no questions or no modes.
@@ -190,7 +191,7 @@ def evaluate_modes(
         raise ConfigurationError("there are no modes to ask in")
     reference, reports = None, {}
     for mode in sorted(dict.fromkeys(modes), key=lambda each: each != "exact"):
-        shown = None if progress is None else _named(progress, mode)
+        shown = None if progress is None else partial(progress, mode)
         marked, choices = ask_questions(
             rag, collection, questions, mode=mode, reference=reference, progress=shown, **options
         )
@@ -201,31 +202,8 @@ def evaluate_modes(
     return Evaluation(dict(setting or {}), ordered, compare_reports(ordered, seed))
 
 
-def _named(progress: Callable[[str, int, int], None], mode: str) -> Progress:
-    return lambda done, total: progress(mode, done, total)
-
-
 def _name(mode: str, options: Mapping[str, Any]) -> str:
     return f"chat:{mode}" if options.get("through") == "chat" else mode
-
-
-def evaluate(
-    rag: RagCache, collection: str, questions: Sequence[Question], *, mode: str, **options: Any
-) -> EvaluationReport:
-    """Asks questions in one mode and marks the answers.
-
-    Args:
-        rag: Where the collection is.
-        collection: Its name.
-        questions: What to ask.
-        mode: As in `AskOptions`.
-        **options: As for `ask_questions`.
-
-    Raises:
-        ConfigurationError: There are no questions.
-    """
-    marked, _ = ask_questions(rag, collection, questions, mode=mode, **options)
-    return EvaluationReport.of(_name(mode, options), marked)
 
 
 def ask_questions(

@@ -208,9 +208,10 @@ class DeferredReleases:
     def __init__(self) -> None:
         self._leases: SimpleQueue[Lease] = SimpleQueue()
 
-    def put(self, lease: Lease) -> None:
+    def put(self, lease: Lease | None) -> None:
         """Takes a lease. Waits for nothing, and may be called at any line of any thread."""
-        self._leases.put(lease)
+        if lease is not None:
+            self._leases.put(lease)
 
     def release(self) -> None:
         """Ends all of them."""
@@ -229,7 +230,7 @@ class PendingAnswer:
     ) -> None:  # fmt: skip
         self.prepared, self.handle = prepared, handle
         self._checked: CheckedOutput | None = None
-        self._lease_end = weakref.finalize(self, _put, deferred, lease)
+        self._lease_end = weakref.finalize(self, deferred.put, lease)
         self._lease_end.atexit = False
 
     def result(self) -> Answer:
@@ -296,7 +297,7 @@ class PendingAnswer:
     def release(self) -> None:
         """Ends the lease, in the caller's thread."""
         held = self._lease_end.detach()
-        lease = held[2][1] if held is not None else None
+        lease = None if held is None else held[2][0]
         if lease is not None:
             lease.release()
 
@@ -321,11 +322,6 @@ def give_up(pending: Sequence[PendingAnswer]) -> None:
     """Cancels what has not ended."""
     for each in pending:
         each.give_up()
-
-
-def _put(deferred: DeferredReleases, lease: Lease | None) -> None:
-    if lease is not None:
-        deferred.put(lease)
 
 
 async def start_aside(start: Callable[..., PendingAnswer], *arguments: Any) -> PendingAnswer:

@@ -195,6 +195,15 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
+def find_calibration(
+    kept: str | None, model: LoadedModel, *, extractive: bool
+) -> Calibration | None:
+    """The calibration of a model's answers among those that a collection keeps, or else that of the
+    embedded reader's quotations; None where there is neither."""
+    found = read_calibrations(kept).get(calibration_key(model, extractive=extractive))
+    return reader_calibration() if found is None and extractive and model.extractive else found
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
     """How the confidence in one request's answers is found, and what becomes of them.

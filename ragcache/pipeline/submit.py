@@ -10,11 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from ragcache.config import (
-    NAMESPACE,
-    RagCacheConfig,
-    blend_percent,
-)
+from ragcache.config import NAMESPACE, RagCacheConfig, blend_percent
 from ragcache.engine import (
     Choice,
     Context,
@@ -33,15 +29,7 @@ from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
-from ragcache.pipeline.confidence import (
-    LIKELIHOOD,
-    REFUSAL,
-    AnswerCheck,
-    Calibration,
-    calibration_key,
-    read_calibrations,
-    reader_calibration,
-)
+from ragcache.pipeline.confidence import LIKELIHOOD, REFUSAL, AnswerCheck, find_calibration
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
 from ragcache.pipeline.quotations import Quotations, QuotationSources
@@ -269,7 +257,9 @@ class Submitter:
             )
         if generation.confidence is False or not prompt.modules or prompt.bare is None:
             return None
-        calibration = self._calibration(prompt, extractive=extractive)
+        calibration = None  # of a chat: nothing was retrieved for it
+        if prompt.kind == "question":
+            calibration = find_calibration(prompt.calibrations, self.model, extractive=extractive)
         if not wanted and (calibration is None or generation.grammar is not None):
             return None
         calibration = calibration or LIKELIHOOD
@@ -281,18 +271,6 @@ class Submitter:
             calibration, prompt.evidence, least, prompt.support, generation.refusal,
             self.model.no_answer_id, score, generation.sampling.logprobs,
         )  # fmt: skip
-
-    def _calibration(self, prompt: BuiltPrompt, *, extractive: bool) -> Calibration | None:
-        """That of the collection, or else that of the embedded reader's quotations. Chats have
-        none: nothing was retrieved for them."""
-        if prompt.kind != "question":
-            return None
-        if prompt.calibrations is not None:
-            kept = read_calibrations(prompt.calibrations)
-            found = kept.get(calibration_key(self.model, extractive=extractive))
-            if found is not None:
-                return found
-        return reader_calibration() if extractive and self.model.extractive else None
 
     def _score(
         self, bare: Callable[[], Sequence[int]], answer: Sequence[int]

@@ -32,12 +32,6 @@ def test_the_holder_of_the_states_answers() -> None:
     assert choose_replica([LEAVE], LOADS, {"leave": {"b": "host"}}, COSTS) == "b"
 
 
-def test_the_replica_that_lacks_fewer_bytes_answers() -> None:
-    holds = {"leave": {"a": "device", "b": "device"}, "pay": {"c": "host", "b": "host"}}
-    assert choose_replica([LEAVE, PAY], LOADS, holds, COSTS) == "b"
-    assert choose_replica([LEAVE, PAY], LOADS, {**holds, "pay": {"c": "host"}}, COSTS) == "c"
-
-
 def test_states_on_the_device_are_nearer_than_those_in_host_memory() -> None:
     holds = {"leave": {"a": "host", "c": "device"}}
     assert choose_replica([LEAVE], LOADS, holds, COSTS) == "c"

@@ -16,7 +16,6 @@ from ragcache.evaluation import (
     EvaluationReport,
     Question,
     compare_reports,
-    evaluate,
     evaluate_modes,
 )
 from ragcache.models import LoadedModel
@@ -87,7 +86,7 @@ def test_first_tokens_are_compared_with_mode_exact(rag: RagCache, evaluation: Ev
     assert rooted.kl_divergence is not None
     assert isolated.kl_divergence is not None
     assert 0 <= rooted.kl_divergence < 1e-5 < isolated.kl_divergence
-    alone = evaluate(rag, "notes", ASKED[:1], mode="rooted", k=1)
+    [alone] = evaluate_modes(rag, "notes", ASKED[:1], ["rooted"], k=1).reports
     assert alone.kl_divergence is alone.agreement is None
 
 
@@ -105,9 +104,9 @@ def test_questions_are_asked_over_their_own_documents(tmp_path: Path, reader: Lo
     ]  # fmt: skip
     with RagCache.open(tmp_path, reader, max_new_tokens=6, embedding=None, force_modes=True) as rag:
         rag.ingest("keys", documents)
-        found = evaluate(rag, "keys", asked, mode="rooted")
-        chat = evaluate(rag, "keys", asked, mode="rooted", through="chat")
-    for report in (found, chat):
+        found = evaluate_modes(rag, "keys", asked, ["rooted"])
+        chat = evaluate_modes(rag, "keys", asked, ["rooted"], through="chat")
+    for report in (*found.reports, *chat.reports):
         assert [m.retrieved for m in report.marked] == [True, False]
         assert report.marked[0].given != report.marked[1].given
 
@@ -153,6 +152,6 @@ def test_an_evaluation_is_plain_json(evaluation: Evaluation) -> None:
 
 def test_an_evaluation_needs_questions_and_modes(rag: RagCache) -> None:
     with pytest.raises(ConfigurationError, match="no questions"):
-        evaluate(rag, "notes", [], mode="rooted")
+        evaluate_modes(rag, "notes", [], ["rooted"])
     with pytest.raises(ConfigurationError, match="no modes"):
         evaluate_modes(rag, "notes", ASKED, [])

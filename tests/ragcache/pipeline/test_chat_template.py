@@ -126,6 +126,7 @@ def test_what_the_template_refuses_is_said_in_its_words(reader: LoadedModel) -> 
         (["Hello"], "message 1 is no mapping"),
         ({"role": "user", "content": "a"}, "message 1 is no mapping"),
         ([{"role": "user", "content": "\U00100001"}], r"private character U\+100001"),
+        ([{"role": "user", "content": "a", "b": ["x\U0010f000"]}], r"character U\+10F000"),
     ],
 )
 def test_messages_that_cannot_be_spelled(
@@ -133,13 +134,6 @@ def test_messages_that_cannot_be_spelled(
 ) -> None:
     with pytest.raises(InvalidRequest, match=fault):
         unchanged.render_chat(messages, None)
-
-
-def test_a_model_without_a_template_gets_plain_lines(reader: LoadedModel) -> None:
-    text = templated(reader, "")
-    assert text.render_chat(CHAT[:1], None) == "Be brief.\n"
-    with pytest.raises(InvalidRequest, match="the prompt is empty"):
-        text.plain("")
 
 
 def test_a_plain_text_begins_as_the_tokenizer_begins_texts(reader: LoadedModel) -> None:
@@ -209,9 +203,11 @@ def test_a_private_character_in_a_schema_is_refused_with_its_line(reader: Loaded
 
 
 def test_turns_of_a_model_without_a_template_are_plain_lines(reader: LoadedModel) -> None:
-    template = templated(reader, "x")
-    template.model.tokenizer.chat_template = None
+    template = templated(reader, "")
     assert template.render([("system", "a"), ("user", "b")], generate=True) == "a\nb\n"
+    assert template.render_chat(CHAT[:1], None) == "Be brief.\n"
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        template.plain("")
 
 
 THINKING = (
@@ -370,11 +366,6 @@ def test_texts_deep_in_a_message_are_hidden_and_numbers_are_not() -> None:
     assert "<|end|>" not in str(hidden)
     assert hidden["tool_calls"][0]["arguments"]["days"] == 3
     assert guard.hide({"role": "user", "content": "Hello"}) == {"role": "user", "content": "Hello"}
-
-
-def test_characters_that_marks_are_made_of_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"U\+10F000"):
-        ControlTokenEscaper(CONTROL).hide([{"a": "x\U0010f000"}])
 
 
 def test_a_tokenizer_without_control_tokens_hides_nothing() -> None:

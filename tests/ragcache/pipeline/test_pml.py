@@ -248,12 +248,6 @@ def test_a_schema_beyond_the_window_is_refused_before_it_is_encoded(bench: Bench
     assert bench.runner.add(text, placement="compact").name == "long"
 
 
-def test_exact_mode_computes_every_token(bench: Bench) -> None:
-    answer = bench.answer(PROMPTS["arguments"], "exact")
-    assert answer.reuse.cached_tokens == 0
-    assert answer.reuse.computed_tokens == answer.reuse.prompt_tokens
-
-
 def test_a_prompt_of_imports_alone_computes_its_last_token(bench: Bench) -> None:
     prompt = '<prompt schema="trip"><oslo/></prompt>'
     answer = bench.answer(prompt)
