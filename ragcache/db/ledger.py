@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -128,7 +128,7 @@ class Ledger:
         self.database, self.place = database, place
         self.sessions = Sessions(database)
         self.locks = KeyLocks(self.sessions)
-        self.usage = UsageBuffer(self.sessions.id)
+        self.usage = UsageBuffer()
         self.failures = 0
         self._uses = 0
         self._behind = 0  # by how many ticks the uses of this session are behind the clock
@@ -263,23 +263,14 @@ class Ledger:
         rows = session.execute(select(*COLUMNS).where(self._shared(), *chosen))
         return [state_row(row) for row in rows]
 
-    def record(self, row: StateRow, *, last: bool, fenced: bool = False) -> bool:
-        """As `record_all` for one row; returns whether it was written. fenced: only where this
-        session still has the claim."""
-        return bool(self.record_all([row], [row.key] if last else (), fenced=fenced))
-
-    def record_all(
-        self, rows: Sequence[StateRow], last: Collection[KVKey], *, fenced: bool = True
-    ) -> set[KVKey]:
+    def record(self, rows: Sequence[StateRow], last: Collection[KVKey]) -> set[KVKey]:
         """Notes that a tier that outlives processes holds states now; the claims on the `last`
-        keys end. fenced: not where others have ended the claim, which they do where this process
-        was silent for too long; returns the keys whose rows were written."""
+        keys end. Returns the keys whose rows were written: not those whose claim others have ended,
+        which they do where this process was silent for too long."""
         if not rows:
             return set()
         with self.database.transaction() as session:
-            held = {row.key for row in rows}
-            if fenced:
-                held = self.locks.held_among(session, held)
+            held = self.locks.held_among(session, {row.key for row in rows})
             kept = sorted((row for row in rows if row.key in held), key=lambda row: row.key)
             values = [row.values(self._place_of(row.tier)) for row in kept]
             upsert(session, StateTable, values, _RECORDED)
@@ -386,20 +377,18 @@ class Ledger:
                 self._flush()
 
     def _flush(self) -> None:
-        pending = None
+        pending, uses = self.usage.take(), self._uses
         try:
             with self.database.transaction() as session:
-                uses = self._uses
                 new = ClockTable.tick + (uses - self._written)
                 advanced = update(ClockTable).values(tick=new).returning(ClockTable.tick)
                 tick = session.scalars(advanced).one()
                 late = max(0, tick - uses - self._behind)
-                pending = self.usage.write(session, late)
+                _write(session, pending, self.sessions.id, late)
             self._written = uses
             self._set_clock(tick)
         except BaseException as error:
-            if pending is not None:
-                self.usage.restore(pending)
+            self.usage.restore(pending)
             self.failures += 1
             if not isinstance(error, StoreError):
                 raise
@@ -466,12 +455,10 @@ class PendingUsage:
 
 
 class UsageBuffer:
-    """Uses, entries and evictions until they are written. Thread-safe; every method but `write`
-    is a few assignments."""
+    """Uses, entries and evictions until they are written. Thread-safe; every method is a few
+    assignments."""
 
-    def __init__(self, place: str) -> None:
-        """place: of the rows of tiers in memory, which is the session."""
-        self._place = place
+    def __init__(self) -> None:
         self._pending = PendingUsage()
         self._lock = threading.Lock()
 
@@ -498,19 +485,10 @@ class UsageBuffer:
             self._pending.memory[tier, key] = None
             self._pending.evictions.append(row)
 
-    def write(self, session: Session, late: int = 0) -> PendingUsage:
-        """Writes everything, and returns it: for `restore`, should the transaction fail. late: by
-        how many ticks the clock has run on meanwhile."""
+    def take(self) -> PendingUsage:
+        """Everything so far: for `restore`, should the transaction that writes it fail."""
         with self._lock:
             pending, self._pending = self._pending, PendingUsage()
-        try:
-            _lock_states(session, pending, self._place)
-            _write_memory(session, pending, self._place, late)
-            _write_touches(session, pending, self._place, late)
-            _write_evictions(session, pending)
-        except BaseException:
-            self.restore(pending)
-            raise
         return pending
 
     def restore(self, pending: PendingUsage) -> None:
@@ -525,15 +503,16 @@ class UsageBuffer:
             del pending.evictions[:-EVICTIONS_KEPT]
 
 
-def _lock_states(session: Session, pending: PendingUsage, place: str) -> None:
+def _write(session: Session, pending: PendingUsage, place: str, late: int) -> None:
+    """Writes everything. place: of the rows of tiers in memory, which is the session; late: by how
+    many ticks the clock has run on meanwhile."""
+    here = or_(StateTable.place == place, StateTable.tier.in_(("disk", "remote")))
     keys = {*pending.touches, *(key for _, key in pending.memory)}
     for chunk in chunks(sorted(keys)):
-        lock_rows(session, StateTable, StateTable.key.in_(chunk), _written_from(place))
-
-
-def _written_from(place: str) -> ColumnElement[bool]:
-    """The rows that a session's uses change: its own and those of all tiers that outlive it."""
-    return or_(StateTable.place == place, StateTable.tier.in_(("disk", "remote")))
+        lock_rows(session, StateTable, StateTable.key.in_(chunk), here)
+    _write_memory(session, pending, place, late)
+    _write_touches(session, pending, here, late)
+    _write_evictions(session, pending)
 
 
 def _write_memory(session: Session, pending: PendingUsage, place: str, late: int) -> None:
@@ -551,24 +530,21 @@ def _write_memory(session: Session, pending: PendingUsage, place: str, late: int
     upsert(session, StateTable, rows, _IN_MEMORY)
 
 
-def _write_touches(session: Session, pending: PendingUsage, place: str, late: int) -> None:
-    rows, here = Base.metadata.tables[StateTable.__tablename__], _written_from(place)
-    used = [
+def _write_touches(
+    session: Session, pending: PendingUsage, here: ColumnElement[bool], late: int
+) -> None:
+    rows = Base.metadata.tables[StateTable.__tablename__]
+    used: list[dict[str, int | float | str]] = [
         {"key": str(key), "hits": hits, "last_use": tick + late, "used_at": at}
         for key, (hits, tick, at) in pending.touches.items()
     ]
-    for chunk in _cut(used):
-        given = table_of(chunk).c
+    for start in range(0, len(used), CHUNK):
+        given = table_of(used[start : start + CHUNK]).c
         new = {"hits": rows.c.hits + given.hits} | {
             name: case((given[name] > rows.c[name], given[name]), else_=rows.c[name])
             for name in ("last_use", "used_at")
         }
         session.execute(update(rows).values(new).where(rows.c.key == given.key, here))
-
-
-def _cut(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """As many rows at once as a statement takes."""
-    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
 
 
 def _write_evictions(session: Session, pending: PendingUsage) -> None:

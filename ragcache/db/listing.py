@@ -173,53 +173,34 @@ def eviction_page(
     also lists states that nothing owns any more, of which only a digest is left. They are not
     counted. Raises `InvalidRequest`."""
     check_limit(limit)
+    row, module, schema = EvictionTable, *_owners(namespace)
+    visible = module.is_not(None) | schema
+    if namespace == DEFAULT_NAMESPACE:
+        owned = [exists().where(t.key == row.key) for t in (EncodingTable, SchemaStateTable)]
+        visible |= ~or_(*owned)
+    columns = (row.id, row.public_id, row.key, module, row.tier, row.reason, row.nbytes, row.at)
+    rows = select(*columns).where(visible)
     with database.reading() as session:
-        rows = select(EvictionTable).where(_visible(namespace))
         if cursor is not None:
-            named = select(EvictionTable.id).where(EvictionTable.public_id == cursor)
-            last = session.scalar(named)
+            last = session.scalar(select(row.id).where(row.public_id == cursor))
             check_cursor(last, cursor)
-            rows = rows.where(EvictionTable.id < last)
-        read = list(session.scalars(rows.order_by(EvictionTable.id.desc()).limit(limit + 1)))
-        names = module_names(session, [row.key for row in read], namespace)
-    found = [
-        EvictionRow(
-            row.id, row.public_id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes,
-            row.at,
-        )
-        for row in read
-    ]  # fmt: skip
+            rows = rows.where(row.id < last)
+        ordered = session.execute(rows.order_by(row.id.desc()).limit(limit + 1))
+        found = [EvictionRow(*each) for each in ordered]
     return page_of(found, limit, lambda row: row.public_id)
 
 
-def module_names(session: Session, keys: list[str], namespace: str) -> dict[str, str]:
-    """A module of the namespace for each of the keys that have one."""
-    own = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
-    found = _owners(EncodingTable.key, ModuleTable.name, CollectionTable.namespace_id)
-    statement = found.where(EncodingTable.key.in_(keys)).order_by(EncodingTable.module_id.desc())
-    return {key: name for key, name, owner in session.execute(statement) if owner == own}
-
-
-def _owners(*columns: Any) -> Select[Any]:
-    """Columns of the modules that states belong to, beginning at their keys."""
-    joined = select(*columns).select_from(EncodingTable).join(ModuleTable)
-    return joined.join(DocumentTable).join(CollectionTable)
-
-
-def _visible(namespace: str) -> Condition:
-    """The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite
-    has no index by which it would rather begin with all that the namespace holds."""
+def _owners(namespace: str) -> tuple[ColumnElement[Any], Condition]:
+    """The name of the first module of a namespace that evicted states belong to, and whether a
+    schema of it has them. The owners of each key are read, and compared then: of the sum, unlike of
+    the column, SQLite has no index by which it would rather begin with all that the namespace
+    holds."""
     number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
-    modules = _owners(CollectionTable.namespace_id + 0)
+    names = from_modules(ModuleTable.name).join(EncodingTable)
+    mine = (EncodingTable.key == EvictionTable.key, CollectionTable.namespace_id + 0 == number)
+    module = names.where(*mine).order_by(ModuleTable.id).limit(1).scalar_subquery()
     schemas = select(SchemaTable.namespace_id + 0).join(SchemaStateTable)
-    own = or_(
-        number.in_(modules.where(EncodingTable.key == EvictionTable.key)),
-        number.in_(schemas.where(SchemaStateTable.key == EvictionTable.key)),
-    )
-    if namespace != DEFAULT_NAMESPACE:
-        return own
-    owned = [exists().where(t.key == EvictionTable.key) for t in (EncodingTable, SchemaStateTable)]
-    return or_(own, ~or_(*owned))
+    return module, number.in_(schemas.where(SchemaStateTable.key == EvictionTable.key))
 
 
 def _count(table: Any) -> Any:

@@ -11,7 +11,7 @@ embedded reader's states of the example handbook, as |x - x'| / |x| of int8:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 import torch
@@ -58,19 +58,16 @@ class QuantizedStates:
     def part(self, begin: int, end: int, start: int) -> QuantizedStates:
         """Tokens begin:end as states of their own, encoded from position `start` on. A view, with
         the same scales."""
-        here = slice(begin, end)
-        return QuantizedStates(
-            self.keys[:, :, here], self.values[:, :, here], self.key_scales,
-            self.value_scales[:, :, here], start, self.dtype,
-            arrival=self.arrival,
-        )  # fmt: skip
+        keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
+        scales = self.value_scales[:, :, begin:end]
+        return replace(self, keys=keys, values=values, value_scales=scales, start=start)
 
     def layer(self, number: int) -> QuantizedStates:
         """One layer alone. A view."""
         here = slice(number, number + 1)
-        return QuantizedStates(
-            self.keys[here], self.values[here], self.key_scales[here], self.value_scales[here],
-            self.start, self.dtype, arrival=self.arrival,
+        return replace(
+            self, keys=self.keys[here], values=self.values[here],
+            key_scales=self.key_scales[here], value_scales=self.value_scales[here],
         )  # fmt: skip
 
     @keeps_no_workers

@@ -460,7 +460,7 @@ class LeaseManager:
         if copy is None:
             return False
         encoding.in_ledger.discard(key)
-        flight = encoding.flight.split([key], disown=True)
+        flight = encoding.flight.split([key])
         lease.writes.append(self._writers.submit(self._write, flight, key, copy, lease.tick))
         return True
 

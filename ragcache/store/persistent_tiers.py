@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 Room = Callable[[int], Allocate | None]
 
-_NO_THREAD = 0
 _ATTEMPTS = 16  # at making room, against other processes that fill it
 _WRITES = 6  # of one blob, where the claim on its key was lost
 
@@ -41,30 +40,17 @@ class SingleFlight:
     others wait for the end, look again, and take over what it failed to make."""
 
     def __init__(self) -> None:
-        self._ends: dict[KVKey, tuple[threading.Event, int]] = {}
+        self._ends: dict[KVKey, threading.Event] = {}
         self._lock = threading.Lock()
 
     def begin(self, keys: Iterable[KVKey]) -> Flight:
         """Begins flights on those of the keys that are in none."""
-        mine: dict[KVKey, threading.Event] = {}
-        others: list[threading.Event] = []
-        me = threading.get_ident()
         with self._lock:
-            for key in keys:
-                if key in self._ends:
-                    end, thread = self._ends[key]
-                    assert thread != me, f"this thread has {key} in flight, and would wait for it"
-                    others.append(end)
-                else:
-                    mine[key] = threading.Event()
-                    self._ends[key] = mine[key], me
+            keys = dict.fromkeys(keys)
+            others = [self._ends[key] for key in keys if key in self._ends]
+            mine = {key: threading.Event() for key in keys if key not in self._ends}
+            self._ends |= mine
         return Flight(self, mine, others)
-
-    def disown(self, keys: Iterable[KVKey]) -> None:
-        """Lets any thread wait for flights, also the one that began them."""
-        with self._lock:
-            for key in keys:
-                self._ends[key] = self._ends[key][0], _NO_THREAD
 
     def end(self, ended: Iterable[tuple[KVKey, threading.Event]]) -> None:
         """Ends flights, and wakes those that wait for them."""
@@ -90,12 +76,9 @@ class Flight:
         ended = self._open if keys is None else self._open.keys() & set(keys)
         self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
 
-    def split(self, keys: Iterable[KVKey], *, disown: bool = False) -> Flight:
-        """A flight of its own on some of the keys. disown: for another thread to end."""
-        split = {key: self._open.pop(key) for key in keys}
-        if disown:
-            self._flights.disown(split)
-        return Flight(self._flights, split, ())
+    def split(self, keys: Iterable[KVKey]) -> Flight:
+        """A flight of its own on some of the keys, which another thread may end."""
+        return Flight(self._flights, {key: self._open.pop(key) for key in keys}, ())
 
     def wait_for_others(self) -> None:
         """Waits for the ends of the flights on all other keys."""
@@ -197,7 +180,7 @@ class PersistentTiers:
         for number, index in enumerate(self.indexes):
             last = number == len(self.indexes) - 1
             try:
-                self._write(index, key, states, tick, last=last)
+                self._write(index, {key: states}, tick, {key} if last else set())
             except StoreError as error:
                 if number == 0:
                     raise
@@ -221,45 +204,36 @@ class PersistentTiers:
                 for index in indexes:
                     chosen = {key: found[key] for key in claimed if index in lacking[key]}
                     last = {key for key in chosen if index is lacking[key][-1]}
-                    self._write_all(index, chosen, tick, last)
+                    self._write(index, chosen, tick, last)
                     left -= last
             finally:
                 self._ledger.locks.release(left)
 
-    def _write_all(
+    def _write(
         self, index: TierIndex, found: Mapping[KVKey, StoredStates], tick: int, last: Set[KVKey]
     ) -> None:
         """Writes blobs, then their rows in one transaction, which ends the claims on the `last`
-        keys; also of those before one that fails. What lost its claim is written as `_write`
-        does."""
-        rows: list[StateRow] = []
-        try:
-            for key, states in found.items():
-                rows.append(self._memory.row(index, key, self._put(index, key, states), tick))
-        finally:
-            recorded = self._ledger.record_all(rows, last)
-            self.learn(row for row in rows if row.key in recorded)
-        for key in found.keys() - recorded:
-            self._write(index, key, found[key], tick, last=key in last)
-
-    def _write(
-        self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, last: bool
-    ) -> None:
-        """Writes a blob, then its row, under the claim on the key. Where that was lost because this
-        process was silent, another may have deleted the blob: it is claimed and written again.
-        Raises `LedgerUnavailable` where another process keeps the claim."""
+        keys; also of those before one that fails. Where a claim was lost because this process was
+        silent, another may have deleted the blob: it is claimed and written again. Raises
+        `LedgerUnavailable` where another process keeps the claim."""
         for attempt in range(_WRITES):
-            nbytes = self._put(index, key, states)
-            row = self._memory.row(index, key, nbytes, tick)
-            if self._ledger.record(row, last=last, fenced=True):
-                self.learn([row])
+            rows: list[StateRow] = []
+            try:
+                for key, states in found.items():
+                    rows.append(self._memory.row(index, key, self._put(index, key, states), tick))
+            finally:
+                recorded = self._ledger.record(rows, last)
+                self.learn(row for row in rows if row.key in recorded)
+            found = {key: states for key, states in found.items() if key not in recorded}
+            if not found:
                 return
-            if not self._ledger.locks.acquire([key]):
-                self._ledger.locks.wait_for([key], 2.0**attempt)
-                self._ledger.locks.acquire([key])
+            taken = self._ledger.locks.acquire(list(found))
+            if lost := [key for key in found if key not in taken]:
+                self._ledger.locks.wait_for(lost, 2.0**attempt)
+                self._ledger.locks.acquire(lost)
         raise LedgerUnavailable(
-            f"this process was silent, and another one has claimed {key} since; look whether it "
-            "hangs"
+            f"this process was silent, and another one has claimed {next(iter(found))} since; look "
+            "whether it hangs"
         )
 
     def _put(self, index: TierIndex, key: KVKey, states: StoredStates) -> int:
@@ -326,7 +300,7 @@ class PersistentTiers:
                 continue
             states, tick = restored(found[1]), self._ledger.advance_clock()
             try:
-                self._write(after[0], key, states, tick, last=True)
+                self._write(after[0], {key: states}, tick, {key})
             except StoreError as error:
                 logger.warning("%s; the states leave without a copy", error)
                 self._ledger.locks.release([key])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
 _RETIRED_SECONDS = 60.0  # for which retired states are looked for in memory
-_WAITING = 256  # prefetches; when more wait, the next are left out
 
 
 class KVStore:
@@ -77,7 +76,9 @@ class KVStore:
         self.on_heartbeat: list[Callable[[], None]] = []
         self.remote_checked = False
         self._remote_fault = ""
-        self._background = Background(self)
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._ahead = ThreadPoolExecutor(1, "ragcache-ahead")
 
     @classmethod
     def open(
@@ -109,7 +110,7 @@ class KVStore:
         store = cls(ledger, [HostTier(1 << 30)], persistent)
         store._check_remote_at_opening()
         store.persistent.learn(ledger.begin())
-        store._background.start_heart()
+        store._run("heart", HEARTBEAT_SECONDS, KVStore.heartbeat)
         return store
 
     def start(self) -> None:
@@ -121,7 +122,19 @@ class KVStore:
             self.persistent.learn(rows)
             self.persistent.learned = self.ledger.tick
         recover(self.ledger, self.persistent, rows)
-        self._background.start(checking=not self.remote_checked)
+        self._run("heart", HEARTBEAT_SECONDS, KVStore.heartbeat)
+        self._run("sweep", SWEEP_SECONDS, KVStore.sweep)
+        if not self.remote_checked:  # a thread of its own: the remote may hang
+            self._run("identity", SWEEP_SECONDS, KVStore.check_remote_again)
+
+    def _run(self, name: str, seconds: float, work: Callable[[KVStore], None]) -> None:
+        """Does some work again and again in a thread, until the store is closed."""
+        thread = threading.Thread(
+            target=_repeat, args=(weakref.ref(self), self._stopped, seconds, work),
+            name=f"ragcache-{name}", daemon=True,
+        )  # fmt: skip
+        self._threads.append(thread)
+        thread.start()
 
     def _check_remote_at_opening(self) -> None:
         """Compares the remote's identity with the ledger's; one that does not answer or is full now
@@ -155,6 +168,8 @@ class KVStore:
     def check_remote_again(self) -> None:
         """Compares a remote that could not be compared at opening. Another one takes no states from
         now on. What is in its way is logged once."""
+        if self.remote_checked:
+            return
         try:
             self._check_remote()
         except RemoteMismatch as error:
@@ -211,7 +226,8 @@ class KVStore:
         keys = list(keys)
         self.look_up(keys)
         if below := self._below(keys):
-            self._background.prefetch(below)
+            with suppress(RuntimeError):  # the store has just been closed
+                self._ahead.submit(_once, self, lambda store: store.read_ahead(below))
 
     def look_up(self, keys: Sequence[KVKey]) -> None:
         """Learns in one transaction what other processes have recorded of keys that this one knows
@@ -365,68 +381,19 @@ class KVStore:
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
         self._leases.close()
-        self._background.stop()
-        self.ledger.end()
-
-
-class Background:
-    """The threads of an open store: one tells other processes that this one lives, one sweeps every
-    second, one prefetches, and one compares a remote that was away at opening and may hang. What
-    fails in one of them ends a turn, never the thread. They end with `stop`, or when the store is
-    garbage."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = weakref.ref(store)
-        self._stopped = threading.Event()
-        self._wanted: queue.Queue[list[KVKey] | None] = queue.Queue(_WAITING)
-        common = (self._store, self._stopped)
-        beats = (*common, HEARTBEAT_SECONDS, KVStore.heartbeat)
-        sweeps = (*common, SWEEP_SECONDS, KVStore.sweep)
-        self._heart = threading.Thread(
-            target=_repeat, args=beats, name="ragcache-heart", daemon=True
-        )
-        self._checking = threading.Thread(
-            target=_check_remote, args=common, name="ragcache-identity", daemon=True
-        )
-        self._threads = [
-            threading.Thread(target=_repeat, args=sweeps, name="ragcache-sweep", daemon=True),
-            threading.Thread(
-                target=_prefetch, args=(*common, self._wanted), name="ragcache-ahead", daemon=True
-            ),
-        ]
-
-    def start(self, *, checking: bool) -> None:
-        """checking: whether the remote is still to be compared."""
-        for thread in (self._heart, *self._threads, *([self._checking] if checking else ())):
-            thread.start()
-
-    def start_heart(self) -> None:
-        """Starts the first thread only: for a store that only looks."""
-        self._heart.start()
-
-    def prefetch(self, keys: list[KVKey]) -> None:
-        try:
-            self._wanted.put_nowait(keys)
-        except queue.Full:
-            logger.debug("prefetching falls behind; some states are read when they are needed")
-
-    def stop(self) -> None:
-        """Ends the threads, and does the last sweep."""
         self._stopped.set()
-        with suppress(queue.Full):
-            self._wanted.put_nowait(None)  # wakes the thread
-        for thread in (*self._threads, self._checking, self._heart):
-            if thread.is_alive():
-                thread.join()
-        store = self._store()
-        if store is not None:
-            _once(store, KVStore.sweep)
+        self._ahead.shutdown(cancel_futures=True)
+        for thread in self._threads:
+            thread.join()
+        _once(self, KVStore.sweep)
+        self.ledger.end()
 
 
 def _repeat(
     reference: weakref.ref[KVStore], stopped: threading.Event, seconds: float,
     work: Callable[[KVStore], None],
 ) -> None:  # fmt: skip
+    """A thread of an open store, which ends with `close`, or when the store is garbage."""
     while not stopped.wait(seconds):
         store = reference()
         if store is None:
@@ -435,18 +402,8 @@ def _repeat(
         del store
 
 
-def _check_remote(reference: weakref.ref[KVStore], stopped: threading.Event) -> None:
-    while not stopped.wait(SWEEP_SECONDS):
-        store = reference()
-        if store is None:
-            return
-        _once(store, KVStore.check_remote_again)
-        if store.remote_checked:
-            return
-        del store
-
-
 def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
+    """What fails ends a turn, never the thread."""
     try:
         work(store)
     except StoreError as error:
@@ -455,29 +412,6 @@ def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
     except Exception:
         store.counters.unreadable += 1
         logger.exception("the store's upkeep failed; it is tried again in a moment")
-
-
-def _prefetch(
-    reference: weakref.ref[KVStore], stopped: threading.Event,
-    wanted: queue.Queue[list[KVKey] | None],
-) -> None:  # fmt: skip
-    while not stopped.is_set():
-        try:
-            keys = wanted.get(timeout=SWEEP_SECONDS)
-        except queue.Empty:
-            if reference() is None:
-                return
-            continue
-        store = reference()
-        if store is None or keys is None:
-            return
-        try:
-            store.read_ahead(keys)
-        except StoreError as error:
-            logger.warning("%s; the states are read when they are needed", error)
-        except Exception:
-            logger.exception("reading ahead failed; the states are read when they are needed")
-        del store
 
 
 @contextmanager
@@ -548,16 +482,13 @@ class TierOptions(TypedDict, total=False):
     claim_patience: float
 
 
-def _check_patience(seconds: float) -> float:
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"claim_patience is {seconds}; it is 0 seconds or more")
-    return seconds
-
-
 def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     """Arguments for `KVStore.open`. Raises `ConfigurationError`."""
     check_options(options, TierOptions, "tiers")
     kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
+    patience = options.get("claim_patience", CLAIM_PATIENCE)
+    if not 0 <= patience < math.inf:
+        raise ConfigurationError(f"claim_patience is {patience}; it is 0 seconds or more")
     on_device: Tier | None = None
     if "device_bytes" in options or device.type == "cuda":
         budget = parse_optional_bytes(options.get("device_bytes"))
@@ -570,7 +501,7 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     return {
         "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
         "kv_dtype": kv_dtype,
-        "claim_patience": _check_patience(options.get("claim_patience", CLAIM_PATIENCE)),
+        "claim_patience": patience,
         "device": on_device,
         "remote": remote,
     }

@@ -12,7 +12,8 @@ import pytest
 import torch
 from sqlalchemy import create_engine
 
-from ragcache.db import Database
+from ragcache.db import Database, Ledger
+from ragcache.db.ledger import StateRow
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore, Lease, LeaseRequest
@@ -42,6 +43,12 @@ def same(found: KVStates | None, expected: KVStates) -> bool:
         and torch.equal(found.values, expected.values)
         and found.start == expected.start
     )
+
+
+def record_row(ledger: Ledger, row: StateRow) -> None:
+    """Records states as a process does that has written their blob."""
+    ledger.locks.acquire([row.key])
+    assert ledger.record([row], [row.key])
 
 
 def encode_missing(lease: Lease, produce: Produce) -> None:

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from ragcache.errors import StoreBudgetExceeded, StoreError, StoreFull, StoreUnwritable
+from ragcache.errors import (
+    StateMissing,
+    StoreBudgetExceeded,
+    StoreError,
+    StoreFull,
+    StoreUnwritable,
+)
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
 
@@ -58,6 +65,37 @@ class Tier(Protocol):
 
     def keys(self) -> Iterator[KVKey]:
         """The keys that were here at some moment during the call. Raises `RemoteUnavailable`."""
+
+
+class StatesInMemory:
+    """What a tier in memory holds, by key."""
+
+    name: str
+    persistent = False
+
+    def __init__(self) -> None:
+        self._states: dict[KVKey, StoredStates] = {}
+        self._lock = threading.RLock()
+
+    def get(self, key: KVKey) -> StoredStates:
+        """As `Tier.get`."""
+        states = self._states.get(key)
+        if states is None:
+            raise StateMissing(f"the {self.name} tier does not hold {key}")
+        return states
+
+    def delete(self, key: KVKey) -> None:
+        """As `Tier.delete`."""
+        with self._lock:
+            self._states.pop(key, None)
+
+    def __contains__(self, key: KVKey) -> bool:
+        return key in self._states
+
+    def keys(self) -> Iterator[KVKey]:
+        """As `Tier.keys`."""
+        with self._lock:
+            return iter(tuple(self._states))
 
 
 def check_budget(name: str, budget: int | None, used: int, nbytes: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreFull
+from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import Arrival, KVKey, KVStates
 from ragcache.states.kv import CopyEvent, capture_lock
 from ragcache.states.quantization import (
@@ -26,7 +25,7 @@ from ragcache.states.quantization import (
     restored,
     tensors_of,
 )
-from ragcache.store.tiers.base import check_budget
+from ragcache.store.tiers.base import StatesInMemory, check_budget
 from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import DeviceStreams, indexed
 
@@ -98,7 +97,7 @@ class _Copy:
         return rebuild(self.target, source.start, model_dtype(source), arrival)
 
 
-class DeviceTier:
+class DeviceTier(StatesInMemory):
     """States on one device: views of a slab that is reserved when the tier is made.
 
     A `put` from main memory queues its copies layer by layer, on a stream of their own, and
@@ -112,7 +111,6 @@ class DeviceTier:
     """
 
     name = "device"
-    persistent = False
     has_slabs = True
 
     def __init__(
@@ -122,6 +120,7 @@ class DeviceTier:
         """budget_bytes: None for what is free when `reserve_free` is called. kv_dtype: `model`, or
         `int8` for a GPU whose attention reads it where it is. Raises `StoreFull` where the device
         has no room for the budget."""
+        super().__init__()
         self.budget_bytes: int | None = 0
         self.kv_dtype = kv_dtype
         self.device = indexed(torch.device(device))
@@ -131,8 +130,6 @@ class DeviceTier:
             self._streams = streams or DeviceStreams(self.device)
         if budget_bytes is not None:
             self._set_budget(budget_bytes)
-        self._states: dict[KVKey, StoredStates] = {}
-        self._lock = threading.RLock()
         self._used = 0
         self._ended: deque[_Memory] = deque()  # filled by finalizers, at any moment
         self._freed: deque[_Freed] = deque()
@@ -143,13 +140,6 @@ class DeviceTier:
         with self._lock:
             self._settle()
             return self._used
-
-    @property
-    def largest_extent(self) -> int:
-        """The bytes of the largest states that fit without an eviction."""
-        with self._lock:
-            self._settle()
-            return self._pool.largest
 
     @property
     def is_gpu(self) -> bool:
@@ -215,23 +205,9 @@ class DeviceTier:
                 self._states[key] = copy.states()
             return [copy.memory.extent.nbytes for copy in copies]
 
-    def get(self, key: KVKey) -> StoredStates:
-        states = self._states.get(key)
-        if states is None:
-            raise StateMissing(f"the device tier does not hold {key}")
-        return states
-
     def delete(self, key: KVKey) -> None:
-        with self._lock:
-            self._states.pop(key, None)
-            self._settle()
-
-    def __contains__(self, key: KVKey) -> bool:
-        return key in self._states
-
-    def keys(self) -> Iterator[KVKey]:
-        with self._lock:
-            return iter(tuple(self._states))
+        super().delete(key)
+        self.settle()
 
     def _reserve(self, nbytes: int) -> Tensor:
         try:

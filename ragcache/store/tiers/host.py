@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreError
+from ragcache.errors import StoreBudgetExceeded, StoreError
 from ragcache.openmp import keeps_no_workers
 from ragcache.states import KVKey
 from ragcache.states.quantization import (
@@ -26,14 +24,14 @@ from ragcache.states.quantization import (
     tensors_of,
     wait_for_arrival,
 )
-from ragcache.store.tiers.base import check_budget
+from ragcache.store.tiers.base import StatesInMemory, check_budget
 from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import downloading
 
 _PAGE, _LINE = 4096, 64  # bytes: what is pinned as a whole, what a processor fetches
 
 
-class HostTier:
+class HostTier(StatesInMemory):
     """States of every key in one block of memory, which the tier allocates and counts.
 
     A block is counted, with what alignment adds, until nothing refers to it any more: states that
@@ -43,19 +41,17 @@ class HostTier:
     """
 
     name = "host"
-    persistent = False
 
     def __init__(
         self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:  # fmt: skip
         """pinned: None where a GPU is present."""
+        super().__init__()
         self.budget_bytes: int | None = budget_bytes
         self.kv_dtype = kv_dtype
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
-        self._states: dict[KVKey, StoredStates] = {}
-        self._lock = threading.RLock()
         self._blocks: dict[int, int] = {}  # address to bytes
         self._freed: deque[int] = deque()  # addresses; filled by finalizers, at any moment
         self._addresses: dict[Extent, int] = {}
@@ -116,23 +112,6 @@ class HostTier:
         with self._lock:
             self._states[key] = own
         return self._size(own.nbytes)
-
-    def get(self, key: KVKey) -> StoredStates:
-        states = self._states.get(key)
-        if states is None:
-            raise StateMissing(f"the host tier does not hold {key}")
-        return states
-
-    def delete(self, key: KVKey) -> None:
-        with self._lock:
-            self._states.pop(key, None)
-
-    def __contains__(self, key: KVKey) -> bool:
-        return key in self._states
-
-    def keys(self) -> Iterator[KVKey]:
-        with self._lock:
-            return iter(tuple(self._states))
 
     def _size(self, nbytes: int) -> int:
         """Bytes of a block that holds so many at an aligned address."""

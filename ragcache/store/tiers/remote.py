@@ -10,6 +10,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -244,11 +245,11 @@ class RemoteCalls:
         """Runs an operation and returns its result. Raises `FileNotFoundError` as it comes,
         `StoreFull`, `StoreUnwritable` and `StoreUnreadable` at once, and `RemoteUnavailable` after
         the last attempt, or while the remote has its rest."""
-        wait = self._rests_until - self.clock()
-        if wait > 0:
+        left = self._rests_until - self.clock()
+        if left > 0:
             raise RemoteUnavailable(
                 f"cannot {verb} under {self.where}: it failed a moment ago and is tried again in "
-                f"{wait:.0f} s"
+                f"{left:.0f} s"
             )
         attempts = Retrying(
             retry=retry_if_exception(_may_pass), stop=stop_after_attempt(self.retry.attempts),
@@ -272,23 +273,18 @@ class RemoteCalls:
 
     def _within(self, operation: Callable[[], T]) -> T:
         """Runs in a thread that is left behind when its time is up. Raises `TimeoutError`."""
-        done: list[T] = []
-        failed: list[BaseException] = []
+        done = Future[T]()
 
         def work() -> None:
             try:
-                done.append(operation())
+                done.set_result(operation())
             except BaseException as error:
-                failed.append(error)
+                done.set_exception(error)
 
-        thread = threading.Thread(target=work, name="ragcache-remote", daemon=True)
-        thread.start()
-        thread.join(self.retry.seconds)
-        if failed:
-            raise failed[0]
-        if not done:
+        threading.Thread(target=work, name="ragcache-remote", daemon=True).start()
+        if not wait([done], self.retry.seconds).done:
             raise TimeoutError(f"no answer within {self.retry.seconds:g} s")
-        return done[0]
+        return done.result()
 
 
 def _may_pass(error: BaseException) -> bool:

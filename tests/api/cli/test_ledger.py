@@ -18,7 +18,7 @@ from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.errors import LedgerOfOtherVersion, NoState
 from ragcache_api.cli.main import app
-from tests.ragcache.conftest import make_key, postgres_schema
+from tests.ragcache.conftest import make_key, postgres_schema, record_row
 
 runner = CliRunner()
 
@@ -46,7 +46,7 @@ def test_stats_of_a_shared_ledger_count_the_folders_disk(tmp_path: Path) -> None
             ledger = Ledger.of_folder(database, tmp_path / folder)
             ledger.begin()
             row = (make_key(tokens), "disk", 10, 0, 0, False, math.inf, "model")
-            ledger.record(StateRow(*row, StateMetadata(tokens)), last=True)
+            record_row(ledger, StateRow(*row, StateMetadata(tokens)))
             ledger.end()
         where = ["--state", str(tmp_path / "here"), "--ledger", url]
         shown = json.loads(runner.invoke(app, ["stats", *where, "--json"]).stdout)

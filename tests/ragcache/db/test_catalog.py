@@ -37,7 +37,7 @@ from ragcache.errors import (
     UnknownSchema,
 )
 from ragcache.states import KVKey
-from tests.ragcache.conftest import make_key
+from tests.ragcache.conftest import make_key, record_row
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_the_listing_joins_modules_and_tiers(catalog: Catalog, database: Databas
     catalog.replace_documents("plans", [document("b", 3)])
     ledger = Ledger(database)
     row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", StateMetadata(4))
-    ledger.record(row, last=True)
+    record_row(ledger, row)
     ledger.usage.entered(row._replace(tier="host", nbytes=256))
     ledger.usage.touch([make_key(1)], 1)
     ledger.flush()

@@ -17,7 +17,7 @@ from ragcache.db.sql import CHUNK
 from ragcache.db.tables import EvictionTable, SessionTable, StateTable
 from ragcache.errors import StoreFull
 from ragcache.states import KVKey
-from tests.ragcache.conftest import make_key
+from tests.ragcache.conftest import make_key, record_row
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def row(number: int, tier: str = "disk", nbytes: int = 10, **facts: object) -> S
 
 def record(ledger: Ledger, *numbers: int) -> None:
     for number in numbers:
-        ledger.record(row(number), last=True)
+        record_row(ledger, row(number))
 
 
 def uses(database: Database, tier: str) -> dict[str, tuple[int, int]]:
@@ -62,7 +62,7 @@ def uses(database: Database, tier: str) -> dict[str, tuple[int, int]]:
 
 def test_a_row_comes_back_as_it_was_recorded(ledger: Ledger, another: Callable[[], Ledger]) -> None:
     recorded = row(1)._replace(pinned=True, expires_at=1e12, kv_dtype="int8")
-    ledger.record(recorded, last=True)
+    record_row(ledger, recorded)
     other = another()
     assert other.load() == [recorded]
     assert other.find([make_key(1), make_key(2)]) == [recorded]
@@ -72,7 +72,7 @@ def test_recording_again_takes_the_new_size_and_keeps_the_hits(ledger: Ledger) -
     record(ledger, 1)
     ledger.usage.touch([make_key(1)], 1)
     ledger.flush()
-    ledger.record(row(1, nbytes=12, tokens=4), last=True)
+    record_row(ledger, row(1, nbytes=12, tokens=4))
     assert ledger.totals() == {"disk": TierTotals(1, 12, 4, 1)}
 
 
@@ -139,7 +139,7 @@ def test_sessions_that_count_the_same_uses_wait_in_no_circle(
 ) -> None:
     keys = [KVKey(f"{number:064x}") for number in range(60)]
     for key in keys:
-        ledger.record(row(1)._replace(key=key), last=True)
+        record_row(ledger, row(1)._replace(key=key))
     sessions = [ledger, another(), another()]
     ready = threading.Barrier(len(sessions))
 
@@ -249,7 +249,7 @@ def test_reservations_of_all_processes_count_against_one_budget(
     assert ledger.reserve("disk", make_key(2), 50, 100) == 0
     assert other.reserve("disk", make_key(3), 50, 100) == 10
     assert other.reserve("disk", make_key(3), 40, 100) == 0, "in place of the first reservation"
-    ledger.record(row(2, nbytes=20), last=True)
+    record_row(ledger, row(2, nbytes=20))
     assert other.reserve("disk", make_key(3), 70, 100) == 0
 
 
