@@ -6,7 +6,7 @@ grammars nor the libraries that compile them, and a request without a constraint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -17,11 +17,6 @@ from torch.nn.functional import embedding, pad
 from ragcache.errors import ConstraintFailed
 
 T = TypeVar("T")
-# What is added to the logits of eight tokens, for every byte of a mask: [256, 8].
-_OF_BYTE = torch.tensor(
-    [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)],
-    device="cpu",
-)
 _NONE_ALLOWED = torch.zeros(0, dtype=torch.int32, device="cpu")
 
 
@@ -85,29 +80,18 @@ def _taken(constraint: Constraint, token: int) -> bool:
     return constraint.finished
 
 
-def forbid(logits: Tensor, masks: Sequence[Tensor | None]) -> None:
-    """Sets what the masks do not allow to minus infinity. logits: float32 [R, V], overwritten."""
-    alike: dict[tuple[torch.dtype, int], list[int]] = {}
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            alike.setdefault((mask.dtype, len(mask)), []).append(row)
-    for (dtype, _), rows in alike.items():
-        stacked = torch.stack([mask for row in rows if (mask := masks[row]) is not None])
-        stacked = stacked.to(logits.device)  # packed, a thirty-second of what follows
-        added = penalties(stacked if dtype == torch.int32 else pack(stacked))
-        width = min(added.shape[-1], logits.shape[-1])
-        for row, penalty in zip(rows, added, strict=True):
-            logits[row, :width] += penalty[:width]
-            logits[row, width:] = -torch.inf
+def penalty_table(device: torch.device) -> Tensor:
+    """What is added to the logits of eight tokens, for every byte of a mask, [256, 8]: 0 where a
+    token is allowed, else minus infinity."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.where(bits == 1, 0.0, -torch.inf)
 
 
-def penalties(packed: Tensor) -> Tensor:
-    """What is added to the logits of each token: 0 where it is allowed, else minus infinity.
-
-    packed: int32 [R, W]; the result is float32 [R, 32 * W]. One look-up for eight tokens.
-    """
+def penalties(packed: Tensor, table: Tensor) -> Tensor:
+    """What is added to the logits of each token, float32 [R, 32 * W]. packed: int32 [R, W]. One
+    look-up for eight tokens in the table of the device."""
     eights = packed.view(torch.uint8).int()  # [R, 4 * W], the lowest byte first
-    return embedding(eights, _OF_BYTE.to(packed.device)).flatten(1)
+    return embedding(eights, table).flatten(1)
 
 
 def pack(allowed: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class EngineCore:
                 (launched.tokens or self._sampler.launch(launched.logits, [])).wait()
         for sequence in (*self._running, *self._waiting):
             sequence.finished = True
-            self._release(sequence)
+            self.kv_manager.release_sequence(sequence)
             sequence.group.channel.fail(error)
         self._encode_queue.fail_all(error)
         self.kv_manager.forget_retained()  # states of a step that failed may be among them
@@ -308,7 +308,8 @@ class EngineCore:
         )
         if last is not None and (output.preempted or self._lacks_blocks(running, output)):
             return []
-        self._preempt(output)
+        for number in output.preempted:
+            self._preempt(next(each for each in self._running if each.number == number))
         self._admit(output, now)
         shares = []
         for sequence in self._running:
@@ -341,7 +342,7 @@ class EngineCore:
         *others, youngest = shares
         owner = youngest.owner
         if isinstance(owner, Sequence) and others:
-            self._preempt_sequence(owner)
+            self._preempt(owner)
             self._most_running = len(self._running)  # until one of them ends
             return others
         if others:
@@ -355,13 +356,9 @@ class EngineCore:
         self._fail(owner.group, failure)
         return []
 
-    def _preempt(self, output: SchedulerOutput) -> None:
-        for number in output.preempted:
-            self._preempt_sequence(next(each for each in self._running if each.number == number))
-
-    def _preempt_sequence(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._release(sequence)
+        self.kv_manager.release_sequence(sequence)
         self._enqueue(sequence)
         self.stats.preempted += 1
 
@@ -489,7 +486,7 @@ class EngineCore:
             return
         for sequence in self._running:
             if sequence.finished:
-                self._release(sequence)
+                self.kv_manager.release_sequence(sequence)
         self._running = [each for each in self._running if not each.finished]
         self._changed, self._most_running = True, self.config.running
 
@@ -527,13 +524,10 @@ class EngineCore:
         for sequence in (*self._running, *self._waiting):
             if sequence.group is group:
                 sequence.finished = True
-                self._release(sequence)
+                self.kv_manager.release_sequence(sequence)
         self._changed, self._most_running = True, self.config.running
         self._running = [each for each in self._running if each.group is not group]
         self._waiting = [each for each in self._waiting if each.group is not group]
-
-    def _release(self, sequence: Sequence) -> None:
-        self.kv_manager.release_sequence(sequence)
 
     def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
         self._last_number += 1

@@ -88,17 +88,13 @@ class RequestChannel(Generic[EventT, ResultT]):
             if self._outcome is not None:
                 return
             self._events.append(event)
-            waiters = self._take_ready()
-        for waiter in waiters:
-            waiter.wake()
+        self._wake_ready()
 
     def mark_launched(self) -> None:
         """Wakes the caller that waits for the launch of what computes the request."""
         with self._lock:
             self.launched = True
-            waiters = self._take_ready()
-        for waiter in waiters:
-            waiter.wake()
+        self._wake_ready()
 
     def finish(self, result: ResultT) -> None:
         """Ends the request with its result. The first end counts, later ones are dropped."""
@@ -119,17 +115,17 @@ class RequestChannel(Generic[EventT, ResultT]):
             if self._outcome is not None:
                 return False
             self._outcome = outcome
-            waiters = self._take_ready()
-        for waiter in waiters:
-            waiter.wake()
+        self._wake_ready()
         return True
 
-    def _take_ready(self) -> list[Waiter]:
+    def _wake_ready(self) -> None:
         if not self._waiters:
-            return []
-        ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
-        self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
-        return ready
+            return
+        with self._lock:
+            ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
+            self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
+        for waiter in ready:
+            waiter.wake()
 
     def _is_ready(self, seen: float) -> bool:
         progress = len(self._events) if self.launched or self._events else UNLAUNCHED

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ragcache.engine.constraint import forbid, pack
+from ragcache.engine.constraint import pack, penalties, penalty_table
 from ragcache.engine.sampling import (
     Penalties,
     TokenCounts,
@@ -145,7 +145,7 @@ class Sampler:
         on_gpu = device.type == "cuda"
         self._rows: _Rows | None = None
         self._marks = cycle([new_event(timing=True) for _ in range(MARKS if on_gpu else 0)])
-        self._bits = torch.arange(32, dtype=torch.int32, device=device)
+        self._penalty_table = penalty_table(device)
 
     def mark(self) -> Mark | None:
         """A mark behind what was launched. None where the host's clock shows what steps take."""
@@ -275,9 +275,6 @@ class Sampler:
 
     def _mask(self, logits: Tensor, masks: Sequence[Tensor | None]) -> None:
         """Sets what the masks do not allow to minus infinity; see `Constraint.mask`."""
-        if not self._kernels:
-            forbid(logits, masks)
-            return
         width = -(-logits.shape[-1] // 32)
         pins = self.device.type == "cuda"
         words = torch.zeros(len(masks), width, dtype=torch.int32, device="cpu", pin_memory=pins)
@@ -291,9 +288,7 @@ class Sampler:
         words = words.to(self.device, non_blocking=True)
         for begin in range(0, len(masks), GPU_ROWS):
             here = slice(begin, begin + GPU_ROWS)
-            allowed = (words[here, :, None] >> self._bits) & 1  # [R, W, 32]
-            added = torch.where(allowed.flatten(1)[:, : logits.shape[-1]] == 1, 0, -torch.inf)
-            logits[here] += added
+            logits[here] += penalties(words[here], self._penalty_table)[:, : logits.shape[-1]]
 
 
 @dataclass(slots=True, eq=False)

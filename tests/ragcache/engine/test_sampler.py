@@ -184,11 +184,15 @@ def check_sampling(
     rows = [DefinedRow(each, prompt, index) for index, each in enumerate(samplings)]
     sampler = Sampler(DEVICE, kernels=kernels)
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    for step in range(4):
-        if step == 2:
+    likely = torch.randn(V, generator=generator) * 2  # so that tokens come again
+    for step in range(8):
+        if step == 4:
             states, rows = states[::-2], rows[::-2]
-        logits = torch.randn(len(rows), V, generator=generator) * 2
-        bans = [{row, V + 1, -1} if banned and row % 2 else set() for row in range(len(rows))]
+        logits = likely + torch.randn(len(rows), V, generator=generator) / 4
+        logits[::2] -= 8  # all below zero
+        bans = [
+            {row, V - 1, V + 1, -1} if banned and row % 2 else set() for row in range(len(rows))
+        ]
         masks, allowed = masks_of(len(rows), seed if masked else -1)
         given = logits.clone()
         pending = sampler.launch(given, states, bans if banned else None, masks if masked else None)

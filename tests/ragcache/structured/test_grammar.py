@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from ragcache.engine import LLMEngine, Request, RequestOutput, SamplingParams
-from ragcache.engine.constraint import penalties
+from ragcache.engine.constraint import penalties, penalty_table
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Generation
@@ -157,7 +157,7 @@ def test_masks_allow_what_the_text_can_go_on_with(pattern: str, data: st.DataObj
 
 def allowed(mask: Tensor) -> list[int]:
     """The tokens of a packed mask."""
-    return (penalties(mask[None])[0] == 0).nonzero().flatten().tolist()
+    return (penalties(mask[None], penalty_table(mask.device))[0] == 0).nonzero().flatten().tolist()
 
 
 def test_model_has_one_compiler_until_it_is_dropped() -> None:
