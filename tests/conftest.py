@@ -233,13 +233,3 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
     gc.set_threshold(7_000, 10, 20)
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _trials_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trials of families are noted for this run's processes, not in the user's cache."""
-    from ragcache.models import trial
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "NOTES", tmp_path_factory.getbasetemp().parent / "trials")
-        yield

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from ragcache.attention import backend_for
 from ragcache.errors import UnsupportedModel
@@ -90,7 +89,7 @@ def stack_rotary(model: Any) -> nn.Module:
     if not isinstance(found, nn.Module):
         raise UnsupportedModel(
             f"this {model.config.model_type} model has no `rotary_emb` in its stack; its "
-            "family has to say where its frequencies are (`rotary_embedding`)"
+            "family has to make its position scheme (`scheme`)"
         )
     return found
 
@@ -104,7 +103,7 @@ def check_properties(config: Any, served: Collection[str] = ()) -> None:
         value = getattr(config, name, None)
         if value not in _HARMLESS:
             _refuse(config, reason)
-    if isinstance(config, PreTrainedConfig) and config.to_dict().get("per_layer_config"):
+    if config.to_dict().get("per_layer_config"):
         _refuse(config, "has layers with heads of two sizes, which is not served")
     _check_layers(config)
     for layer_type in set(layer_types(config)):
@@ -140,12 +139,6 @@ def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]
     return tuple(window if each == SLIDING else None for each in types)
 
 
-def has_layered_frequencies(config: Any) -> bool:
-    """Whether the rotary frequencies of some layers may be others than those of the rest."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return any(isinstance(each, dict) for each in parameters.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """Models that are served alike.
@@ -155,7 +148,6 @@ class Family:
         interleaved: Whether rotary dimensions 2i and 2i+1 turn as a pair, not i and i + R/2.
         backward: Whether keys turn by minus the angle of their position.
         silent_layers: Says of each layer of a configuration whether it has no positions.
-        rotary_embedding: Finds the module that holds the rotary frequencies of a model.
         scheme: Makes the position scheme of a model that is not plainly rotary. Such a family has
             no windows, caps or frequencies by layer.
         dimensions: Reads the sizes of a model from its configuration.
@@ -178,7 +170,6 @@ class Family:
     interleaved: bool = False
     backward: bool = False
     silent_layers: Callable[[Any], tuple[bool, ...]] | None = None
-    rotary_embedding: Callable[[Any], nn.Module] = stack_rotary
     scheme: Callable[[Any], PositionScheme] | None = None
     dimensions: Callable[[Any], Dimensions] = Dimensions.of
     patch: Callable[[Any], None] = patch_attention
@@ -191,8 +182,9 @@ class Family:
         """How the model knows the positions of its tokens."""
         if self.scheme is not None:
             return self.scheme(model)
-        config, embedding = model.config, self.rotary_embedding(model)
-        layered = has_layered_frequencies(config)
+        config, embedding = model.config, stack_rotary(model)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        layered = any(isinstance(each, dict) for each in parameters.values())
         types = layer_types(config) if layered else (None,) * int(config.num_hidden_layers)
         rotaries = {each: self._rotary(config, embedding, each) for each in set(types)}
         layers = tuple(rotaries[each] for each in types)

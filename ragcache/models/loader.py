@@ -138,18 +138,16 @@ def load_model(
         )
     checkpoint = stored if wanted or quantization else model.dtype
     choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
-    causal = _wrapped(convert(model, choice.compute).to(place), embedded=embedded)
+    model = convert(model, choice.compute).to(place)
+    if embedded:
+        causal: LanguageModel = ReaderLM(model)
+    else:
+        from ragcache.models.trial import wrap
+
+        causal = wrap(model)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
     return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
-
-
-def _wrapped(model: Any, *, embedded: bool) -> LanguageModel:
-    if embedded:
-        return ReaderLM(model)
-    from ragcache.models.trial import wrap
-
-    return wrap(model)
 
 
 def _read_checkpoint(

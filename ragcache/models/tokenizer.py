@@ -35,6 +35,7 @@ class PromptTokenizer:
 
     Attributes:
         control: The control tokens with their ids, the longest first.
+        prefixes: Whether a text has other tokens at the beginning of a prompt than within.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,20 +45,13 @@ class PromptTokenizer:
             token: f"<|{secret}{number:x}|>" for number, token in enumerate(self.control)
         }
         self._written = _any_of(self.control)
-        self._tokenizer, self._backend = tokenizer, None
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            self._backend = _renamed(backend, self._names)
-        ids = zip(self._names.values(), self.control.values(), strict=True)
-        self._ids = dict(ids)
+        self._tokenizer = tokenizer
+        self._backend = None if backend is None else _renamed(backend, self._names)
+        self._ids = dict(zip(self._names.values(), self.control.values(), strict=True))
         self._spelled = _any_of(self._names.values())
         self._lead = self._encode(_ANCHOR)
-        self._prefixes = self._anchored("a") not in (None, self._encode("a"))
-
-    @property
-    def prefixes(self) -> bool:
-        """Whether a text has other tokens at the beginning of a prompt than within."""
-        return self._prefixes
+        self.prefixes = self._anchored("a") not in (None, self._encode("a"))
 
     def spell(self, text: str) -> str:
         """A template's text in which its control tokens have the names that `encode` reads."""
@@ -66,7 +60,7 @@ class PromptTokenizer:
     def encode(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids. Control tokens are those that `spell` has written; whatever else looks like
         one is ordinary text. first: the text begins the prompt."""
-        if first or not self._prefixes:
+        if first or not self.prefixes:
             return self._encode(text)
         ids = self._anchored(text)
         return self._encode(text) if ids is None else ids

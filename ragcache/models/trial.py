@@ -4,24 +4,14 @@ A wrong recipe answers wrong without an error: keys turned by other pairs, a lay
 that is turned, a window of which nobody knew. So the first model of an architecture is shrunk to a
 few layers, heads, experts and words, with every flag as it is; a module is encoded away from its
 place, moved and read; and the log-probabilities must be those of Hugging Face over the whole text.
-What passed is noted under a digest of all code and values that the result follows from.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import inspect
-import json
-import os
-from contextlib import suppress
-from dataclasses import fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from ragcache.attention import (
@@ -45,9 +35,7 @@ TOKENS, MODULE = 47, 29  # of the text, and of the module at its beginning
 ELSEWHERE = 33  # where the module is encoded, if it can move
 SEEDS = (7, 8, 9)  # experts of a near tie may differ by rounding; a wrong recipe fails for all
 TOLERANCE = 1e-3  # of the spread of the log-probabilities; float32 differs by 1e-5 at most
-NOTES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragcache" / "trials"
-"""Where it is noted what passed."""
-_passed: set[str] = set()
+_passed: set[str] = set()  # trials of this process
 
 
 def wrap(model: Any) -> CausalLM:
@@ -59,13 +47,13 @@ def wrap(model: Any) -> CausalLM:
 
 
 def try_family(kind: type[Any], config: Any) -> None:
-    """Tries the family of a configuration, unless the same trial has passed before. kind: the class
-    of the model. Raises `UnsupportedModel` where it answers otherwise than Hugging Face."""
+    """Tries the family of a configuration, unless this process has done so. kind: the class of the
+    model. Raises `UnsupportedModel` where it answers otherwise than Hugging Face."""
     family = family_of(config)
     try:
         tiny = tiny_config(config, family)
-        digest = trial_digest(kind, tiny, family)
-        if digest in _passed or (NOTES / digest).exists():
+        tried = f"{kind} {family} {tiny}"
+        if tried in _passed:
             return
         differences = []
         for seed in SEEDS:
@@ -86,10 +74,7 @@ def try_family(kind: type[Any], config: Any) -> None:
             "pairs that its rotary positions turn (interleaved, backward), at layers without "
             "positions (silent_layers), at windows and at caps"
         )
-    _passed.add(digest)
-    with suppress(OSError):  # it is tried again then
-        NOTES.mkdir(parents=True, exist_ok=True)
-        (NOTES / digest).touch()
+    _passed.add(tried)
 
 
 def tiny_config(config: Any, family: Family) -> Any:
@@ -186,38 +171,6 @@ def _forward(
         softcap=causal.softcap,
     )
     return causal.forward(ForwardBatch(token_ids, positions, rows[-1:], metadata))[0]
-
-
-def trial_digest(kind: type[Any], tiny: Any, family: Family) -> str:
-    """A digest of the tiny configuration, the family, the model's code and ours."""
-    digest = hashlib.sha256(_own_code())
-    digest.update(json.dumps(tiny.to_dict(), sort_keys=True, default=str).encode())
-    for version in (torch.__version__, transformers.__version__):
-        digest.update(version.encode())
-    digest.update(Path(inspect.getfile(kind)).read_bytes())
-    for field in fields(family):
-        value = getattr(family, field.name)
-        digest.update(f"{field.name}={_source(value) if callable(value) else value!r};".encode())
-    return digest.hexdigest()[:32]
-
-
-def _source(function: Any) -> str:
-    function = getattr(function, "__func__", function)
-    try:
-        return inspect.getsource(function)
-    except OSError:  # typed into an interpreter
-        return f"{function.__module__}.{function.__qualname__}:{function.__code__.co_code.hex()}"
-
-
-@cache
-def _own_code() -> bytes:
-    """Of the packages that a served model's answer follows from."""
-    digest = hashlib.sha256()
-    models = Path(__file__).parent
-    for folder in (models, models.parent / "attention"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.digest()
 
 
 def _chosen_layers(config: Any) -> list[int]:

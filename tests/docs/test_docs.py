@@ -88,13 +88,6 @@ def test_readme_commands_exist() -> None:
         assert name in commands.commands
 
 
-def test_readme_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    for link in links:
-        assert (REPOSITORY / link).exists(), link
-
-
 PML = (REPOSITORY / "docs/pml.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```([a-z ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -189,31 +182,34 @@ def test_structured_examples_print_what_the_page_says(
     assert shown == 2
 
 
-@pytest.mark.slow
-def test_extractive_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (REPOSITORY / "docs/extractive.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    try:
-        for kind, text in BLOCK.findall(page):
-            assert kind == "python"
-            exec(compile(text, "extractive.md", "exec"), names)
-    finally:
-        names["rag"].close()
+def page_blocks(page: str, kind: str) -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
 
 
 @pytest.mark.slow
-def test_confidence_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (REPOSITORY / "docs/confidence.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["extractive.md", "confidence.md", "documents.md"])
+def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(REPOSITORY / "examples" / "handbook", tmp_path / "handbook")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
+    blocks = page_blocks(page, "python")
+    assert blocks
     try:
-        for kind, text in BLOCK.findall(page):
-            if kind == "python":
-                exec(compile(text, "confidence.md", "exec"), names)
+        for block in blocks:
+            exec(compile(block, page, "exec"), names)
     finally:
-        names["rag"].close()
+        if "rag" in names:
+            names["rag"].close()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/langchain.md"])
+def test_links_lead_to_files(page: str) -> None:
+    file = REPOSITORY / page
+    links = re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        assert (file.parent / link).exists(), link
 
 
 def test_structured_styles_are_described() -> None:
@@ -222,19 +218,10 @@ def test_structured_styles_are_described() -> None:
     assert all(f"| `{style}` |" in STRUCTURED for style in ToolStyle)
 
 
-@pytest.mark.slow
-def test_documents_examples_run_and_types_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_of_documents_are_listed() -> None:
     from ragcache.documents.formats import TEXT_SUFFIXES, is_supported
 
     page = (REPOSITORY / "docs/documents.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    blocks = [text for kind, text in BLOCK.findall(page) if kind == "python"]
-    for block in blocks:
-        exec(compile(block, "docs/documents.md", "exec"), names)
-    assert len(blocks) == 2
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `.")]
     listed = re.findall(r"\.\w+", " ".join(rows))
     assert all(is_supported(f"a{suffix}") for suffix in listed)
@@ -273,19 +260,7 @@ def test_langchain_example_for_another_model_runs_with_one(
         assert eval(last, names) == names["Berth"](boat=STRING, quay=STRING)
 
 
-def test_langchain_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", LANGCHAIN)
-    assert links
-    for link in links:
-        assert (REPOSITORY / "docs" / link).exists(), link
-
-
 SERVICE_PAGES = ("rest.md", "operating.md")
-
-
-def service_blocks(page: str, kind: str) -> list[str]:
-    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
-    return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
 
 
 @pytest.mark.enable_socket
@@ -298,7 +273,7 @@ def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) ->
     server = start_server(tmp_path / "state")
     try:
         names: dict[str, object] = {}
-        examples = service_blocks(page, "python")
+        examples = page_blocks(page, "python")
         assert len(examples) >= 4
         for example in examples:
             code = example.replace("http://127.0.0.1:8000", server.url)
@@ -309,7 +284,7 @@ def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) ->
 
 @pytest.mark.parametrize("page", SERVICE_PAGES)
 def test_service_commands_exist(page: str) -> None:
-    lines = [line.split() for block in service_blocks(page, "sh") for line in block.splitlines()]
+    lines = [line.split() for block in page_blocks(page, "sh") for line in block.splitlines()]
     assert lines
     for words in lines:
         command = get_command(app)
@@ -322,7 +297,7 @@ def test_service_commands_exist(page: str) -> None:
 
 
 def test_operating_settings_file_is_valid() -> None:
-    [text] = service_blocks("operating.md", "toml")
+    [text] = page_blocks("operating.md", "toml")
     assert ServiceSettings.read(**tomllib.loads(text)).host
 
 

@@ -129,12 +129,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[each for each in FAMILY_PARAMS if each.values[0] not in ("gpt2", "opt")])
-def movable_family(request: pytest.FixtureRequest) -> str:
-    """The families whose states may stand elsewhere than where they were encoded."""
-    return str(request.param)
-
-
 @pytest.fixture
 def causal() -> CausalLM:
     """A patched tiny Llama."""

@@ -1,27 +1,18 @@
-"""Families: which models read segments, which one buffer, which neither; a row of a user's own."""
+"""Families: which models are served, with which windows, and why others are not."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    GPT2Config,
-    GPTJConfig,
-    Qwen2Config,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 
 from ragcache.engine import EncodeJob, Request, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
-from ragcache.models import CausalLM, Dimensions, Family, register, wrap, wrap_causal
+from ragcache.models import Dimensions, Family, wrap, wrap_causal
 from ragcache.models.families import FAMILIES, family_of, layer_windows, sliding_window
 from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Learned
@@ -34,53 +25,6 @@ from tests.ragcache.models.reference import (
     tiny_gemma,
 )
 from tests.tiny_models import LATENT, random_tokens, tiny_config, tiny_model
-
-COHERE = Family(("cohere",), interleaved=True)
-"""What a user writes: interleaved rotary positions, and logits scaled by the model's head."""
-
-
-@pytest.fixture
-def cohere(monkeypatch: pytest.MonkeyPatch) -> CausalLM:
-    monkeypatch.setitem(FAMILIES, "cohere", COHERE)  # taken back after the test
-    register(COHERE)
-    torch.manual_seed(7)
-    config = CohereConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        logit_scale=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return wrap_causal(AutoModelForCausalLM.from_config(config).eval())
-
-
-def test_registered_family_is_served(cohere: CausalLM) -> None:
-    assert cohere.scheme.name == "rotary:default:8:interleaved"
-    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
-    context = prompt(cohere, pieces)
-    [logits] = last_logits(cohere, [context])
-    expected = reference(cohere.model, pieces)
-    torch.testing.assert_close(logits, expected, **CLOSE)
-    [completion] = complete(cohere, [Request(context, 1, frozenset())])
-    assert completion.token_ids[0] == int(expected.argmax())
-
-
-def test_interleaved_keys_do_not_move_as_halves(cohere: CausalLM) -> None:
-    register(replace(COHERE, interleaved=False))
-    halves = wrap_causal(cohere.model)
-    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
-    [logits] = last_logits(halves, [prompt(halves, pieces)])
-    assert not torch.allclose(logits, reference(cohere.model, pieces), **CLOSE)
-
-
-def test_every_type_of_the_list_has_a_family(family: str) -> None:
-    config = tiny_config(family)
-    assert config.model_type in family_of(config).model_types
 
 
 def test_an_unknown_type_is_refused_by_its_name_and_told_of_the_registry() -> None:
@@ -165,93 +109,50 @@ def test_a_model_without_the_attention_interface_needs_replaced_attention(
 
 
 @pytest.mark.parametrize(
-    ("changes", "property_"),
+    ("family", "changes", "window", "windows"),
     [
-        (
-            {"layer_types": ["linear_attention", "full_attention"]},
-            "layers of type linear_attention",
-        ),
-        ({"mamba_d_state": 16}, "state space layers"),
-        ({"kv_lora_rank": 8}, "compressed states"),
-        ({"attention_chunk_size": 64}, "within chunks"),
-        ({"use_bidirectional_attention": True}, "both directions"),
-        ({"global_head_dim": 512}, "heads of two sizes"),
+        *((family, {"sliding_window": 512}, 512, ()) for family in ("mistral", "phi3")),
+        *((family, {"sliding_window": 4096}, 4096, ()) for family in ("mistral", "phi3")),
+        *((family, {"use_sliding_window": False}, None, ()) for family in ("qwen2", "qwen3")),
+        *((family, {"max_window_layers": 1}, 64, (None, 64)) for family in ("qwen2", "qwen3")),
+        ("qwen2", {"max_window_layers": 2}, None, ()),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_served_in_no_way_is_named(changes: dict[str, Any], property_: str) -> None:
-    config = tiny_config("llama")
-    for name, value in changes.items():
-        setattr(config, name, value)
-    with pytest.raises(UnsupportedModel, match=property_):
-        family_of(config).check(config)
-
-
-def test_every_family_of_the_list_is_served(family: str) -> None:
-    config = tiny_config(family)
-    family_of(config).check(config)
-    assert sliding_window(config) is None
-
-
-@pytest.mark.parametrize("family", ["mistral", "phi3"])
-@pytest.mark.parametrize("window", [512, 4096])
-def test_a_sliding_window_as_long_as_the_context_is_served(family: str, window: int) -> None:
-    config = tiny_config(family, sliding_window=window)
-    assert sliding_window(config) == window
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_that_is_switched_off_does_not_count(family: str) -> None:
-    config = tiny_config(family, sliding_window=64, use_sliding_window=False)
-    assert sliding_window(config) is None
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_that_some_layers_use_is_theirs(family: str) -> None:
-    config = tiny_config(family, sliding_window=64, use_sliding_window=True, max_window_layers=1)
-    assert config.layer_types == ["full_attention", "sliding_attention"]
-    assert layer_windows(config, Dimensions.of(config)) == (None, 64)
-
-
-def test_a_window_that_no_layer_uses_does_not_count() -> None:
-    config = tiny_config("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=2)
-    assert isinstance(config, Qwen2Config)
-    assert config.layer_types == ["full_attention", "full_attention"]
-    assert sliding_window(config) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "property_"),
-    [
-        (T5Config(), "this t5 model has an encoder and a decoder"),
-        (GPT2Config(add_cross_attention=True), "this gpt2 model attends to another sequence"),
-        (
-            SimpleNamespace(model_type="mistral4", kv_lora_rank=256),
-            "this mistral4 model keeps compressed states",
-        ),
-        (
-            SimpleNamespace(model_type="llama4_text", attention_chunk_size=8192),
-            "this llama4_text model attends within chunks",
-        ),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_the_property_is_named(config: Any, property_: str) -> None:
-    with pytest.raises(UnsupportedModel, match=property_):
-        family_of(config).check(config)
-
-
-@pytest.mark.parametrize(
-    ("changed", "property_"),
-    [
-        ({"alibi": False}, r"has no ALiBi \(attn_config.alibi is false\)"),
-        ({"prefix_lm": True}, r"both directions within a prefix \(attn_config.prefix_lm\)"),
-    ],
-    ids=["alibi", "prefix"],
-)
-def test_an_mpt_that_hugging_face_computes_otherwise_is_refused(
-    changed: dict[str, Any], property_: str
+def test_windows_are_those_of_layers_and_shorter_than_the_context(
+    family: str, changes: dict[str, Any], window: int | None, windows: tuple[int | None, ...]
 ) -> None:
-    config = tiny_config("mpt", attn_config=changed)
-    with pytest.raises(UnsupportedModel, match=property_):
+    config = tiny_config(family, **{"sliding_window": 64, "use_sliding_window": True} | changes)
+    assert sliding_window(config) == window
+    assert layer_windows(config, Dimensions.of(config)) == windows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("llama", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("llama", {"mamba_d_state": 16}, "state space layers"),
+        ("llama", {"kv_lora_rank": 8}, "compressed states"),
+        ("llama", {"attention_chunk_size": 64}, "within chunks"),
+        ("llama", {"use_bidirectional_attention": True}, "both directions"),
+        ("llama", {"global_head_dim": 512}, "heads of two sizes"),
+        ("t5", {}, "this t5 model has an encoder and a decoder"),
+        ("gpt2", {"add_cross_attention": True}, "this gpt2 model attends to another sequence"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
+        ("gemma4_text", {}, "heads of two sizes"),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}, "heads of two sizes"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends in both directions"),
+        ("mistral4", {}, "this mistral4 model keeps compressed states"),
+        ("llama4_text", {}, "this llama4_text model attends within chunks"),
+        ("granitemoehybrid", {}, "layers of type linear_attention"),
+        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("mamba", {}, "layers of type linear_attention"),
+        ("mpt", {"attn_config": {"alibi": False}}, r"no ALiBi \(attn_config.alibi is false\)"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, r"within a prefix \(attn_config.prefix_lm\)"),
+    ],
+)
+def test_what_is_not_served_is_named(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    sizes = {"num_hidden_layers": 2} if "layer_types" in changes else {}
+    config = AutoConfig.for_model(model_type, **sizes, **changes)
+    with pytest.raises(UnsupportedModel, match=reason):
         family_of(config).check(config)

@@ -48,26 +48,19 @@ def test_the_embedded_reader_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert load_model(READER).causal.fingerprint == embedded.causal.fingerprint
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound) as caught:
-        load_model(tmp_path / "nowhere")
-    message = str(caught.value)
-    assert f"cannot load the model '{tmp_path / 'nowhere'}'" in message
-    assert "config.json, weights and tokenizer" in message
-
-
-def test_a_folder_without_weights_is_not_a_model(tmp_path: Path, reader: LoadedModel) -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path, reader: LoadedModel) -> None:
     folder = save(tmp_path / "model", reader)
-    (folder / "model.safetensors").unlink()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"not weights")
     with pytest.raises(ModelNotFound, match="cannot load the model"):
         load_model(folder)
-
-
-def test_damaged_weights_are_not_a_model(tmp_path: Path, reader: LoadedModel) -> None:
-    folder = save(tmp_path / "model", reader)
-    (folder / "model.safetensors").write_bytes(b"not weights")
+    weights.unlink()
     with pytest.raises(ModelNotFound, match="cannot load the model"):
         load_model(folder)
+    folder = tmp_path / "nowhere"
+    with pytest.raises(ModelNotFound, match=r"config\.json, weights and tokenizer") as caught:
+        load_model(folder)
+    assert f"cannot load the model '{folder}'" in str(caught.value)
 
 
 def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedModel) -> None:
@@ -135,37 +128,24 @@ def test_control_tokens_in_text_from_outside_stay_text(reader: LoadedModel, cont
     assert reader.decode(outside) == text
 
 
-def test_text_without_control_tokens_is_encoded_alike(reader: LoadedModel) -> None:
-    text = "The survey boat Pipit is moored at the north quay."
-    assert reader.encode(text) == reader.encode_untrusted(text)
-    assert reader.decode(reader.encode(text)) == text
-
-
 def test_decoding_passes_over_control_tokens(reader: LoadedModel) -> None:
     ids = [*reader.encode("the red cupboard"), *reader.stop_ids]
     assert reader.decode(ids) == "the red cupboard"
 
 
-def stops(listed: int | list[int] | None, own: int | None) -> frozenset[int]:
-    config = SimpleNamespace(eos_token_id=listed)
-    causal: Any = SimpleNamespace(model=SimpleNamespace(generation_config=config))
-    return LoadedModel("fake", causal, SimpleNamespace(eos_token_id=own)).stop_ids
+def test_the_stop_tokens_are_those_of_model_and_tokenizer(reader: LoadedModel) -> None:
+    def stops(config: Any, own: int | None) -> frozenset[int]:
+        causal: Any = SimpleNamespace(model=SimpleNamespace(generation_config=config))
+        return LoadedModel("fake", causal, SimpleNamespace(eos_token_id=own)).stop_ids
 
+    def listing(ids: int | list[int] | None) -> Any:
+        return SimpleNamespace(eos_token_id=ids)
 
-def test_the_stop_tokens_are_those_of_model_and_tokenizer() -> None:
-    assert stops(5, 5) == {5}
-    assert stops([5, 9], 7) == {5, 7, 9}
-    assert stops(None, 7) == {7}
-    assert stops(0, None) == {0}, "token 0 is a token"
-    assert stops(None, None) == frozenset()
-
-
-def test_a_model_without_a_generation_config_stops_at_the_tokenizers_token() -> None:
-    causal: Any = SimpleNamespace(model=SimpleNamespace(generation_config=None))
-    assert LoadedModel("fake", causal, SimpleNamespace(eos_token_id=3)).stop_ids == {3}
-
-
-def test_the_reader_stops_at_its_end_token(reader: LoadedModel) -> None:
+    assert stops(listing(5), 5) == {5}
+    assert stops(listing([5, 9]), 7) == {5, 7, 9}
+    assert stops(listing(None), 7) == stops(None, 7) == {7}
+    assert stops(listing(0), None) == {0}, "token 0 is a token"
+    assert stops(listing(None), None) == frozenset()
     assert reader.stop_ids == {reader.tokenizer.convert_tokens_to_ids("<|end|>")}
 
 
@@ -209,19 +189,6 @@ def test_the_frame_of_the_embedded_reader(reader: LoadedModel) -> None:
     assert frame.epilogue == "<|assistant|>"
 
 
-def test_the_frame_of_a_chatml_template_keeps_its_system_turn() -> None:
-    frame = prompt_frame(tokenizer(CHATML), "Read.")
-    assert frame.preamble == (
-        "<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\nRead.\n\n"
-    )
-    assert frame.epilogue == "<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_the_frame_of_a_llama_2_template_starts_with_its_first_token() -> None:
-    frame = prompt_frame(tokenizer(LLAMA_2), "Read.")
-    assert (frame.preamble, frame.epilogue) == ("<s>[INST] Read.\n\n", " [/INST]")
-
-
 def test_a_base_model_without_a_template_gets_a_plain_frame() -> None:
     frame = prompt_frame(tokenizer(None), "Read.")
     assert (frame.preamble, frame.epilogue) == ("<s>Read.\n\n", "\nAnswer:")
@@ -263,16 +230,6 @@ def test_threads_tokenize_as_one_does(reader: LoadedModel) -> None:
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(tokenize, range(900)))
-
-
-def test_the_same_model_has_the_same_fingerprint(family: str) -> None:
-    assert model_fingerprint(tiny_model(family)) == model_fingerprint(tiny_model(family))
-
-
-def test_patching_changes_no_fingerprint(family: str) -> None:
-    model = tiny_model(family)
-    before = model_fingerprint(model)
-    assert wrap_causal(model).fingerprint == before
 
 
 @pytest.mark.parametrize("where", [0, 1, 12_345])
@@ -327,6 +284,7 @@ def test_saving_and_loading_changes_no_fingerprint(
 ) -> None:
     model = tiny_model(family, dtype)
     before = model_fingerprint(model)
+    assert model_fingerprint(tiny_model(family, dtype)) == before
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert model_fingerprint(loaded) == before
@@ -335,30 +293,16 @@ def test_saving_and_loading_changes_no_fingerprint(
     assert wrap_causal(again).fingerprint == before
 
 
-def test_a_tokenizer_keeps_its_fingerprint_through_saving(
-    tmp_path: Path, reader: LoadedModel
-) -> None:
+def test_a_tokenizer_keeps_its_fingerprint_in_use(tmp_path: Path, reader: LoadedModel) -> None:
     reader.tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer_fingerprint(loaded) == reader.tokenizer_fingerprint
-
-
-def test_an_added_token_changes_the_fingerprint_of_a_tokenizer(
-    tmp_path: Path, reader: LoadedModel
-) -> None:
-    reader.tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    loaded.add_tokens(["quayside"])
-    assert tokenizer_fingerprint(loaded) != reader.tokenizer_fingerprint
-
-
-def test_using_a_tokenizer_changes_no_fingerprint(tmp_path: Path, reader: LoadedModel) -> None:
-    reader.tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
     loaded.encode("<|end|>", split_special_tokens=True)
     assert tokenizer_fingerprint(loaded) == reader.tokenizer_fingerprint
     loaded(["one", "two and three"], padding=True, truncation=True, max_length=8)
     assert tokenizer_fingerprint(loaded) == reader.tokenizer_fingerprint
+    loaded.add_tokens(["quayside"])
+    assert tokenizer_fingerprint(loaded) != reader.tokenizer_fingerprint
 
 
 def test_without_a_serialized_form_tokens_count_with_their_ids() -> None:

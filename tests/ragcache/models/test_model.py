@@ -79,11 +79,22 @@ def test_states_are_those_of_the_models_own_cache(plain: Any, gemma: CausalLM) -
         torch.testing.assert_close(states.values[index, :, -kept:], layer.values[0], **NEAR)
 
 
-def test_moved_modules_equal_modules_computed_in_place(plain: Any, gemma: CausalLM) -> None:
-    modules = [(random_tokens(11, seed=1), 0), (random_tokens(5, seed=2), 11)]
-    own = random_tokens(6, seed=3), 16
-    found = go_on(gemma, placed(gemma, modules, at=40), own)
-    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
+@pytest.mark.parametrize(
+    ("modules", "own"),
+    [
+        ([(11, 0), (5, 11)], (6, 16)),
+        ([(8, 9), (9, 0)], (4, 17)),  # out of order
+        ([(9, 0)], (4, 100)),  # outside the window of all rows
+        ([(9, 4)], (3, 6)),  # a token within a segment sees all of it
+    ],
+)
+def test_moved_modules_equal_modules_computed_in_place(
+    plain: Any, gemma: CausalLM, modules: list[tuple[int, int]], own: tuple[int, int]
+) -> None:
+    """modules, own: how many tokens, and where they start."""
+    runs = [(random_tokens(count, seed=start + 1), start) for count, start in (*modules, own)]
+    found = go_on(gemma, placed(gemma, runs[:-1], at=40), runs[-1])
+    torch.testing.assert_close(found, reference_logits(plain, runs[:-1], runs[-1]), **NEAR)
 
 
 def test_gaps_count_for_the_sliding_window(plain: Any, gemma: CausalLM) -> None:
@@ -95,20 +106,6 @@ def test_gaps_count_for_the_sliding_window(plain: Any, gemma: CausalLM) -> None:
     assert not torch.allclose(expected, near, **NEAR)
 
 
-def test_a_segment_outside_the_window_of_all_rows(plain: Any, gemma: CausalLM) -> None:
-    modules = [(random_tokens(9, seed=1), 0)]
-    own = random_tokens(4, seed=3), 100
-    found = go_on(gemma, placed(gemma, modules), own)
-    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
-
-
-def test_segments_may_come_out_of_order(plain: Any, gemma: CausalLM) -> None:
-    modules = [(random_tokens(8, seed=2), 9), (random_tokens(9, seed=1), 0)]
-    own = random_tokens(4, seed=3), 17
-    found = go_on(gemma, placed(gemma, modules), own)
-    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
-
-
 def test_text_between_segments_does_not_see_the_later_one(plain: Any, gemma: CausalLM) -> None:
     modules = [(random_tokens(9, seed=1), 0), (random_tokens(8, seed=2), 12)]
     between, after = (random_tokens(3, seed=3), 9), (random_tokens(2, seed=4), 20)
@@ -117,13 +114,6 @@ def test_text_between_segments_does_not_see_the_later_one(plain: Any, gemma: Cau
     torch.testing.assert_close(first, reference_logits(plain, modules[:1], between), **NEAR)
     expected = reference_logits(plain, modules, [between, after])
     torch.testing.assert_close(go_on(gemma, segments, between, after), expected, **NEAR)
-
-
-def test_a_token_within_a_segment_sees_all_of_it(plain: Any, gemma: CausalLM) -> None:
-    modules = [(random_tokens(9, seed=1), 4)]
-    own = random_tokens(3, seed=3), 6
-    found = go_on(gemma, placed(gemma, modules), own)
-    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
 
 
 def test_portions_equal_one_pass(gemma: CausalLM) -> None:
@@ -156,18 +146,6 @@ def test_frequencies_of_one_kind_of_layers_that_depend_on_the_length_are_refused
     model = tiny_gemma("gemma3", rope_parameters=copy.deepcopy(ROPE))
     model.config.rope_parameters[FULL]["rope_type"] = "axial"
     with pytest.raises(UnsupportedModel, match="axial"):
-        wrap_causal(model)
-
-
-def test_attention_in_both_directions_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="both directions"):
-        wrap_causal(tiny_gemma("gemma3", use_bidirectional_attention=True))
-
-
-def test_other_layers_are_refused() -> None:
-    model = tiny_model("qwen3")
-    model.config.layer_types = [FULL, "chunked_attention"]
-    with pytest.raises(UnsupportedModel, match="chunked_attention"):
         wrap_causal(model)
 
 

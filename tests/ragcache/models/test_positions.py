@@ -51,18 +51,11 @@ def test_scalings_that_are_not_known_are_refused(family: str) -> None:
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("scaling", FIXED)
-def test_fixed_scalings_are_served_and_named_in_the_keys(scaling: str) -> None:
-    scheme = wrap_causal(scaled(scaling, FIXED[scaling])).scheme
-    assert scheme.name == f"rotary:{scaling}:8"
-    assert scheme.movable
-    assert scheme.slopes is None
-
-
 @pytest.mark.parametrize("family", ["llama", "falcon-40b"])
 @pytest.mark.parametrize("scaling", FIXED)
 def test_moving_is_exact_under_fixed_scalings(scaling: str, family: str) -> None:
     causal = wrap_causal(scaled(scaling, FIXED[scaling], family))
+    assert causal.scheme.name == f"rotary:{scaling}:8"
     modules = [Module(random_tokens(n, seed=n)) for n in (30, 20)]
     pieces = [*modules, random_tokens(6)]
     [logits] = last_logits(causal, [prompt(causal, pieces)])
@@ -108,6 +101,13 @@ def test_a_relocation_turns_the_query_back(causal: CausalLM) -> None:
     assert back is not None
     moved = rotate(key, back)
     torch.testing.assert_close((rotate(query, rotation) * key).sum(-1), (query * moved).sum(-1))
+
+
+def test_schemes_without_rotation_turn_no_query() -> None:
+    alibi, learned = Alibi(geometric_slopes(4)), Learned()
+    assert (alibi.name, alibi.movable, alibi.relocation(torch.tensor([5]))) == ("alibi", True, None)
+    assert (learned.name, learned.movable, learned.slopes) == ("learned", False, None)
+    assert learned.relocation(torch.tensor([0, 0])) is None
 
 
 def test_interleaved_pairs_are_named_in_the_keys() -> None:
@@ -240,21 +240,6 @@ def test_heads_that_are_no_power_of_two_equal_the_reference(family: str, heads: 
     pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
     [logits] = last_logits(causal, [prompt(causal, pieces)])
     torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
-
-
-def test_moving_turns_no_query() -> None:
-    scheme = Alibi(geometric_slopes(4))
-    assert scheme.movable
-    assert scheme.relocation(torch.tensor([5])) is None
-    assert scheme.name == "alibi"
-
-
-def test_states_that_stand_where_they_were_encoded_need_no_turn() -> None:
-    scheme = Learned()
-    assert not scheme.movable
-    assert scheme.slopes is None
-    assert scheme.name == "learned"
-    assert scheme.relocation(torch.tensor([0, 0])) is None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -30,27 +30,20 @@ def ordinary(model: Any, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens])).logits
 
 
-def test_merging_changes_no_number(family: str) -> None:
+def test_merging_changes_neither_numbers_nor_fingerprint_nor_bytes(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
+    size, groups = weight_bytes(causal.model), 2 * GROUPS.get(family, 0)
     expected = ordinary(causal.model, PIECES[1]), last_logits(causal, [prompt(causal, PIECES)])
-    assert merge_projections(causal) == 2 * GROUPS.get(family, 0)
+    assert merge_projections(causal) == groups
     got = ordinary(causal.model, PIECES[1]), last_logits(causal, [prompt(causal, PIECES)])
     torch.testing.assert_close(got, expected, **EXACT)
-
-
-def test_merging_leaves_the_fingerprint(family: str) -> None:
-    expected = wrap_causal(tiny_model(family)).fingerprint
-    causal = wrap_causal(tiny_model(family))
-    merge_projections(causal)
-    assert causal.fingerprint == expected
-
-
-def test_merged_weights_take_the_place_of_the_others(family: str) -> None:
-    causal = wrap_causal(tiny_model(family))
-    before = weight_bytes(causal.model)
-    merge_projections(causal)
-    assert weight_bytes(causal.model) == before
-    assert causal.dtype == torch.float32
+    assert causal.fingerprint == wrap_causal(tiny_model(family)).fingerprint
+    assert (weight_bytes(causal.model), causal.dtype) == (size, torch.float32)
+    merged = [each for each in causal.model.modules() if isinstance(each, MergedLinear)]
+    assert [each.kept for each in merged] == [None] * groups, "no product is kept"
+    names = [name for name, _ in causal.model.named_parameters()]
+    assert merge_projections(causal) == 0, "the second time"
+    assert [name for name, _ in causal.model.named_parameters()] == names
 
 
 def test_weights_are_freed_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +90,6 @@ def test_another_thread_may_call_a_model_between_any_two_lines() -> None:
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-def test_merging_twice_changes_nothing() -> None:
-    causal = wrap_causal(tiny_model("llama"))
-    merge_projections(causal)
-    names = [name for name, _ in causal.model.named_parameters()]
-    assert merge_projections(causal) == 0
-    assert [name for name, _ in causal.model.named_parameters()] == names
-
-
 def test_biases_are_merged() -> None:
     causal = wrap_causal(tiny_model("qwen2"))
     attention = causal.model.model.layers[0].self_attn
@@ -113,15 +98,6 @@ def test_biases_are_merged() -> None:
     expected = ordinary(causal.model, PIECES[1])
     merge_projections(causal)
     torch.testing.assert_close(ordinary(causal.model, PIECES[1]), expected, **EXACT)
-
-
-def test_no_product_is_kept(family: str) -> None:
-    causal = wrap_causal(tiny_model(family))
-    merge_projections(causal)
-    ordinary(causal.model, PIECES[1])
-    merged = [each for each in causal.model.modules() if isinstance(each, MergedLinear)]
-    assert len(merged) == 2 * GROUPS.get(family, 0)
-    assert all(each.kept is None for each in merged)
 
 
 @pytest.mark.parametrize("order", [("k_proj", "v_proj", "q_proj"), ("v_proj", "q_proj", "k_proj")])

@@ -215,7 +215,7 @@ def test_scales_that_do_not_fit_are_refused_by_name(
     with pytest.raises(UnsupportedModel, match=message):
         read_reader(int8_reader)
     with pytest.raises(UnsupportedModel, match=message):
-        load_checkpoint(str(int8_reader), None)
+        load_model(int8_reader)
 
 
 def test_int8_rows_are_not_quantized_again(int8_reader: Path) -> None:
