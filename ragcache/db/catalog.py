@@ -168,12 +168,14 @@ class Catalog:
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """All modules of a collection, in the order of ids, or those of the names that there are,
         in the order of the names. Raises `UnknownCollection`."""
-        if names is None:
-            return self._modules(collection)
-        self.stamp(collection)
-        found: dict[str, ModuleRow] = {}
-        for chunk in chunks(dict.fromkeys(names)):
-            found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            if names is None:
+                return self._rows(session, collection)
+            found: dict[str, ModuleRow] = {}
+            for chunk in chunks(dict.fromkeys(names)):
+                rows = self._rows(session, collection, ModuleTable.name.in_(chunk))
+                found |= {row.name: row for row in rows}
         return [found[name] for name in names if name in found]
 
     def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
@@ -209,11 +211,6 @@ class Catalog:
             self._read_tokens(session, [row.id for row in new])
         return Contents(stamp, kept + new)
 
-    def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
-        with self._database.reading() as session:
-            collection_id(session, collection, self.namespace)
-            return self._rows(session, collection, *chosen)
-
     def _rows(
         self, session: Session, collection: str, *chosen: ColumnElement[bool]
     ) -> list[ModuleRow]:
@@ -224,8 +221,7 @@ class Catalog:
         ]
 
     def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
-        """The texts of those documents that there are, by source id. Of one that was stored before
-        texts were, its modules' texts. Raises `UnknownCollection`."""
+        """The texts of those documents that there are, by source id. Raises `UnknownCollection`."""
         found: dict[str, str] = {}
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
@@ -235,9 +231,6 @@ class Catalog:
                 statement = self._within(joined, collection)
                 chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
                 found |= {row.source_id: row.text for row in chosen}
-        for chunk in chunks(each for each in source_ids if each not in found):
-            for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
-                found[module.document] = found.get(module.document, "") + module.text
         return found
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from sqlalchemy import Engine, Row, Select, create_engine, event, make_url
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from ragcache.db.migrations import HEAD, check_revision, create_tables, revision_of
@@ -23,6 +23,7 @@ from ragcache.db.processes import LivingSession, living_sessions
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
+    InvalidRequest,
     LedgerUnavailable,
     MissingExtra,
     NoState,
@@ -299,6 +300,8 @@ def _named_errors(where: object) -> Iterator[None]:
         yield
     except DBAPIError as error:
         reason = str(error.orig)
+        if isinstance(error, DataError):  # PostgreSQL's texts hold no NUL
+            raise InvalidRequest(f"the ledger cannot hold a value: {reason.strip()}") from error
         if "full" in reason or "No space left" in reason:
             raise StoreFull(f"no space left for the ledger {where}; free some space") from error
         if any(sign in reason for sign in ("readonly", "read-only", "unable to open")):

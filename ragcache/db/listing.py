@@ -323,7 +323,7 @@ def module_page(
             owner = collection_id(session, wanted.collection, namespace)
             chosen = chosen.where(CollectionTable.id == owner)
         total = count_rows(session, chosen)
-        ordered = chosen.order_by(*_order(sort, descending)).offset(before).limit(limit)
+        ordered = _ordered(chosen, sort, descending).offset(before).limit(limit)
         items = listings(session, list(session.scalars(ordered)))
     behind = before + limit
     return Page(tuple(items), str(behind) if behind < total else None, total)
@@ -337,17 +337,17 @@ def _offset(cursor: str | None) -> int:
     return int(cursor)
 
 
-def _order(sort: str, descending: bool) -> list[Any]:
-    """What modules are ordered by, those without states last."""
+def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
+    """Modules in order, those without states last."""
     if sort in ("id", "name"):
         column = getattr(ModuleTable, sort)
-        return [column.desc() if descending else column, ModuleTable.id]
-    of_module = EncodingTable.module_id == ModuleTable.id
-    rows = select(func.max(getattr(StateTable, sort))).join(
-        EncodingTable, EncodingTable.key == StateTable.key
-    )
-    held = rows.where(of_module).correlate(ModuleTable).scalar_subquery()
-    return [held.is_(None), held.desc() if descending else held, ModuleTable.id]
+    else:
+        column = func.max(getattr(StateTable, sort))
+        held = modules.outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+        modules = held.outerjoin(StateTable, StateTable.key == EncodingTable.key)
+        modules = modules.group_by(ModuleTable.id)
+    direction = column.desc() if descending else column.asc()
+    return modules.order_by(direction.nulls_last(), ModuleTable.id)
 
 
 def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:

@@ -154,6 +154,7 @@ class StateTable(Base):
         Index("states_by_last_use", "last_use", "key"),
         Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
               postgresql_where=text("expires_at IS NOT NULL")),
+        {"sqlite_with_rowid": False},
     )  # fmt: skip
     key: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
@@ -175,6 +176,7 @@ class EncodingTable(Base):
     """The states that belong to a module."""
 
     __tablename__ = "encodings"
+    __table_args__ = ({"sqlite_with_rowid": False},)
     module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
 

@@ -41,7 +41,9 @@ def seed_modules(folder: Path, number: int) -> None:
     fill_ledger(folder, number)
     with sqlite3.connect(folder / "ledger.sqlite") as ledger:
         ledger.execute(
-            "UPDATE states SET nbytes = 4096 + rowid * 7919 % 10007, hits = rowid * 5501 % 9973"
+            "UPDATE states SET nbytes = 4096 + n * 7919 % 10007, hits = n * 5501 % 9973 "
+            "FROM (SELECT key AS k, row_number() OVER (ORDER BY key) AS n FROM states) "
+            "WHERE key = k"
         )
     ledger.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 
 from ragcache.db import (
     Catalog,
@@ -28,7 +28,7 @@ from ragcache.db.catalog import Contents
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.references import owned_among
 from ragcache.db.sql import CHUNK
-from ragcache.db.tables import Base, DocumentTable, DocumentTextTable, StateTable
+from ragcache.db.tables import Base, DocumentTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
     DocumentError,
@@ -351,15 +351,6 @@ def test_the_whole_text_comes_back(catalog: Catalog, database: Database) -> None
     assert rows(database)["document_texts"] == 0
     with pytest.raises(UnknownCollection):
         catalog.texts("plans", ["a"])
-
-
-def test_of_documents_from_before_texts_were_kept_there_are_the_modules(
-    catalog: Catalog, database: Database
-) -> None:
-    catalog.replace_documents("notes", [document("a", 2, 1)])
-    with database.transaction() as session:
-        session.execute(delete(DocumentTextTable))
-    assert catalog.texts("notes", ["a"]) == {"a": "text 2text 1"}
 
 
 @pytest.fixture

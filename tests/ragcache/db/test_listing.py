@@ -12,6 +12,7 @@ from sqlalchemy import insert
 from ragcache.db import (
     Catalog,
     Database,
+    Jobs,
     ModuleFilter,
     ModuleListing,
     NewDocument,
@@ -247,3 +248,22 @@ def test_each_namespace_sees_its_own(filled_evictions: Database) -> None:
 def test_a_wrong_cursor_is_refused(filled_evictions: Database) -> None:
     with pytest.raises(InvalidRequest, match="begin without"):
         eviction_page(filled_evictions, "default", "x")
+
+
+def job_page(database: Database, namespace: str, cursor: str) -> object:
+    return Jobs(database, "session", namespace).page(cursor)
+
+
+def notes_page(database: Database, namespace: str, cursor: str) -> object:
+    return document_page(database, namespace, "notes", cursor)
+
+
+@pytest.mark.parametrize("page", [collection_page, eviction_page, job_page, notes_page])
+def test_a_cursor_that_postgresql_cannot_hold_is_refused(
+    catalog: Catalog, database: Database, page: Callable[[Database, str, str], object]
+) -> None:
+    add(catalog, "notes", "d")
+    if database.engine.dialect.name == "sqlite" and page in (collection_page, notes_page):
+        return  # a name as others
+    with pytest.raises(InvalidRequest):
+        page(database, "default", "a\0")

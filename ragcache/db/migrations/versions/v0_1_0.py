@@ -65,7 +65,7 @@ def _create_parts_of_modules() -> None:
     module = ("module_id", "modules")
     op.create_table("module_tokens", _owner_key(*module), _key("tokenizer"), _bytes("token_ids"))
     op.create_table("vectors", _owner_key(*module), _key("embedder"), _bytes("vector"))
-    op.create_table("encodings", _owner_key(*module), _key("key"))
+    op.create_table("encodings", _owner_key(*module), _key("key"), sqlite_with_rowid=False)
     op.create_index("ix_encodings_key", "encodings", ["key"])
 
 
@@ -74,7 +74,7 @@ def _create_states() -> None:
         "states", _key("key"), _key("tier"), _key("place"), _number("nbytes"), _number("tokens"),
         _number("hits"), _number("last_use"), _real("used_at"),
         _flag("pinned"), _real("expires_at", nullable=True), _text("mode"), _text("kv_dtype"),
-        _text("root"), _text("model"),
+        _text("root"), _text("model"), sqlite_with_rowid=False,
     )  # fmt: skip
     op.create_index("states_by_last_use", "states", ["last_use", "key"])
     op.create_index("states_by_tier", "states", ["tier", "key"])
