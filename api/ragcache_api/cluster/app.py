@@ -227,7 +227,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray replaces a replica for which this fails."""
-        if not self._app.state.service.queries.is_open:
+        if not self._app.state.service.shared.engine.is_open:
             raise RuntimeError("the engine takes no requests any longer")
 
     def __del__(self) -> None:

@@ -380,30 +380,41 @@ class FlushResponse(ResponseModel):
     flushed: bool
 
 
-class AnswerOptions(RequestModel):
-    """How an answer is generated: greedily by default. extractive: as a quotation from the
-    documents; null is the model's own way. confidence: whether to find out how confident it is;
-    null does where that is calibrated. min_confidence: answers below are refused; null is that of
-    the calibration, 0 refuses nothing. refusal: the text of a refused one."""
+class GenerationFields(BaseModel):
+    """How an answer is generated: greedily by default."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
-    extractive: bool | None = None
-    confidence: bool | None = None
-    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
-    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+    extractive: bool | None = Field(
+        None, description="Answer with a quotation from documents; null is the model's own way."
+    )
+    confidence: bool | None = Field(
+        None, description="Find out how confident the answer is; null does where calibrated."
+    )
+    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Refuse answers below; null is that of the calibration, 0 refuses none."
+    )
+    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = Field(
+        None, description="The text of a refused answer."
+    )
+
+    def options(self, deadline: float) -> dict[str, Any]:
+        """Arguments of `Generation.of`."""
+        given = {name: getattr(self, name) for name in GenerationFields.model_fields}
+        return {"max_new_tokens": given.pop("max_tokens"), "timeout": deadline, **given}
+
+
+class AnswerOptions(RequestModel, GenerationFields):
+    """Options of the service's own routes."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool = False
 
     def generation(self, deadline: float) -> Generation:
         """Raises `InvalidRequest`."""
-        return Generation.of(
-            max_new_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
-            seed=self.seed, stop=self.stop, extractive=self.extractive, timeout=deadline,
-            confidence=self.confidence, min_confidence=self.min_confidence, refusal=self.refusal,
-        )  # fmt: skip
+        return Generation.of(**self.options(deadline), top_p=self.top_p)
 
 
 class RetrievalFields(BaseModel):

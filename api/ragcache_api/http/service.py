@@ -13,8 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from ragcache import RagCache
 from ragcache.engine import LogprobFormat
 from ragcache.errors import DeadlineExceeded
+from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
-from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.requests import RequestRegistry
@@ -34,28 +34,31 @@ class Service:
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
-    queries: AdminQueries = field(init=False)
     metrics: Metrics = field(init=False)
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.queries = AdminQueries.of(self.rag)
-        self.metrics = Metrics(self.queries, self.requests)
+        self.metrics = Metrics(self.rag, self.requests)
         self.requests.on_end += [self.recorder.record_request, self.metrics.count_request]
+
+    @property
+    def shared(self) -> SharedServices:
+        """The model, the engine and the store, which all namespaces share."""
+        return self.rag.internals.shared
 
     @property
     def model(self) -> str:
         """The served model's name."""
-        return self.queries.model.name
+        return self.shared.model.name
 
     @property
     def fingerprint(self) -> str:
         """`system_fingerprint` of OpenAI's responses: of the weights and the configuration."""
-        return f"fp_{self.queries.model.causal.fingerprint[:10]}"
+        return f"fp_{self.shared.model.causal.fingerprint[:10]}"
 
     @property
     def tokenizer(self) -> Any:
-        return self.queries.model.tokenizer
+        return self.shared.model.tokenizer
 
     @property
     def logprobs(self) -> LogprobFormat:

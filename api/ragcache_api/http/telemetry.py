@@ -18,16 +18,12 @@ from opentelemetry import trace
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
-from ragcache import Answer, Timings
+from ragcache import Answer, RagCache, Timings
 from ragcache.errors import MissingExtra
-from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.requests import ActiveRequest, RequestRegistry
 from ragcache_api.http.stats_recorder import hit_or_miss, with_tokens
-
-__all__ = ["CONTENT_TYPE", "Metrics", "telemetry_config", "trace_answers"]
 
 _FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _QUEUED = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -37,7 +33,7 @@ _SECOND = 1_000_000_000  # in the nanoseconds of OpenTelemetry
 class Metrics:
     """Counts requests as they end; `StateCollector` reads everything else when it is scraped."""
 
-    def __init__(self, queries: AdminQueries, requests: RequestRegistry) -> None:
+    def __init__(self, rag: RagCache, requests: RequestRegistry) -> None:
         self.registry = CollectorRegistry()
         self._ended = Counter(
             "ragcache_requests", "Requests that have ended.", ["kind", "outcome"],
@@ -55,7 +51,7 @@ class Metrics:
             "ragcache_queue_seconds", "The wait for the engine.", buckets=_QUEUED,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(StateCollector(queries, requests))
+        self.registry.register(StateCollector(rag, requests))
 
     def count_request(self, active: ActiveRequest) -> None:
         """Counts a request that has ended."""
@@ -77,8 +73,8 @@ class StateCollector(Collector):
     """Figures of the store and the engine since they were opened. Evictions come from counters: the
     ledger's list of them is bounded, and gives no totals."""
 
-    def __init__(self, queries: AdminQueries, requests: RequestRegistry) -> None:
-        self._queries, self._requests = queries, requests
+    def __init__(self, rag: RagCache, requests: RequestRegistry) -> None:
+        self._rag, self._shared, self._requests = rag, rag.internals.shared, requests
 
     def describe(self) -> list[Metric]:
         """Empty, so that registering reads nothing."""
@@ -90,7 +86,7 @@ class StateCollector(Collector):
         yield from self._engine()
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._queries.rag.tiers()
+        tiers = self._rag.tiers()
         for name, text in (
             ("used_bytes", "Bytes that a tier holds."),
             ("pinned_bytes", "Bytes of it that are pinned."),
@@ -104,14 +100,14 @@ class StateCollector(Collector):
         yield _counter("hits", "States found in a tier.", ["tier"], hits)
 
     def _store(self) -> Iterator[Metric]:
-        counters = self._queries.store.counters
+        counters = self._shared.store.counters
         misses = "States that no tier held and that were encoded."
         yield CounterMetricFamily("ragcache_misses", misses, value=counters.encoded)
         evictions = counters.evictions.copy()
         yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
 
     def _engine(self) -> Iterator[Metric]:
-        engine, stats = self._queries.engine, self._queries.engine.stats
+        engine, stats = self._shared.engine, self._shared.engine.stats
         yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=stats.steps)
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
         text = "Rows of all steps; by steps, the mean batch."
@@ -121,10 +117,16 @@ class StateCollector(Collector):
         for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
             text = f"Requests that are {state} in the engine."
             yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
-        text, leased = "States that requests are reading.", self._queries.count_leased()
+        text, leased = "States that requests are reading.", count_leased(self._rag)
         yield GaugeMetricFamily("ragcache_leased_states", text, value=leased)
         text = "Requests that the service holds."
         yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._requests.active))
+
+
+def count_leased(rag: RagCache) -> int:
+    """States that requests are reading."""
+    rag.internals.shared.deferred.release()
+    return len(rag.internals.shared.store.memory.leases)
 
 
 def _counter(

@@ -17,6 +17,7 @@ from ragcache.errors import QueueFull
 from ragcache_api.http import ServiceSettings, create_app, streaming
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.service import Service
+from ragcache_api.http.telemetry import count_leased
 from tests.api.http.asgi import Caller, events
 from tests.api.http.conftest import LEAVE, client_of
 
@@ -219,10 +220,10 @@ def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
         call = asyncio.create_task(caller.call(app, "POST", "/v1/answers"))
         while len(caller.told) < 2:
             await asyncio.sleep(0.01)
-        leased = service.queries.count_leased()
+        leased = count_leased(rag)
         while not next(iter(service.requests.active.values())).expired:
             await asyncio.sleep(0.01)
-        after = service.queries.count_leased()
+        after = count_leased(rag)
         await asyncio.wait_for(call, 20)
         return leased, after
 

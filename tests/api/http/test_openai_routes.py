@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from ragcache import Generation, RagCache
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.openai.protocol import ChatRequest
-from ragcache_api.http.openai.tools import OutputFormat, join_deltas
+from ragcache_api.http.openai.routes import OutputFormat, join_deltas
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE
 

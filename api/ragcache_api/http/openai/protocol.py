@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragcache import Answer, AnswerSpan, Generation
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import CollectionName, ResponseModel, RetrievalFields, compact
+from ragcache_api.http.protocol import (
+    CollectionName,
+    GenerationFields,
+    ResponseModel,
+    RetrievalFields,
+    compact,
+)
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 _LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
@@ -105,16 +111,12 @@ class ResponseFormat(OpenAIModel):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(OpenAIModel, RetrievalFields):
+class GenerationRequest(OpenAIModel, GenerationFields, RetrievalFields):
     """Fields that chats and completions share. Without a temperature the answer is greedy."""
 
     model: Annotated[str, Field(max_length=1000)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
@@ -122,23 +124,14 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
-    extractive: bool | None = Field(None, description="Answer with a quotation from documents.")
-    confidence: bool | None = Field(None, description="Find out how confident the answer is.")
-    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Refuse answers below, with the text `refusal`."
-    )
-    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
 
     def options(self, deadline: float) -> dict[str, Any]:
         """Arguments of `Generation.of`."""
-        return {
-            "max_new_tokens": self.max_tokens, "temperature": self.temperature,
+        return super().options(deadline) | {
             "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
-            "n": self.n, "stop": self.stop or None, "seed": self.seed,
+            "n": self.n, "stop": self.stop or None,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
             "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
-            "extractive": self.extractive, "confidence": self.confidence,
-            "min_confidence": self.min_confidence, "refusal": self.refusal, "timeout": deadline,
         }  # fmt: skip
 
     @property

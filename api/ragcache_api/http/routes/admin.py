@@ -8,10 +8,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
+import psutil
 from fastapi import APIRouter, Depends, Path, Query
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
+from ragcache import RagCache, SourceDocument
+from ragcache.engine import EngineStats
+from ragcache.errors import ConfigurationError
+from ragcache.machine import device_memory, host_memory, process_memory
+from ragcache.models import dtype_name
+from ragcache.planning import (
+    Budgets,
+    Corpus,
+    advise,
+    corpus_of_collection,
+    corpus_of_sources,
+    make_plan,
+)
 from ragcache.store.admin import StateChange, TierStatus
+from ragcache.store.verify import verify
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     ChangesResponse,
@@ -36,8 +52,9 @@ from ragcache_api.http.protocol import (
     problems,
 )
 from ragcache_api.http.requests import ActiveRequest, stopping
+from ragcache_api.http.routes.answers import schema_of
 from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep, off_loop
-from ragcache_api.http.telemetry import CONTENT_TYPE
+from ragcache_schemas import write_schema
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 health_router = APIRouter(tags=["health"])
@@ -198,7 +215,7 @@ def _evict(context: RequestContext, body: EvictRequest, dry_run: bool) -> Change
 def _changes(
     context: RequestContext, changes: Sequence[StateChange], dry_run: bool
 ) -> ChangesResponse:
-    context.service.queries.flush()  # so that the next listing shows the changes
+    context.service.shared.store.ledger.flush()  # so that the next listing shows the changes
     return ChangesResponse.of(changes, dry_run=dry_run)
 
 
@@ -218,9 +235,19 @@ async def get_stats(context: ContextDep) -> StatsResponse:
             name: record.outcomes[name] for name in ("finished", "failed", "cancelled")
         },
         tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
-        engine=service.queries.engine_figures() if operator else {},
+        engine=_engine_figures(service.shared.engine.stats) if operator else {},
         evictions=evictions,
     )  # fmt: skip
+
+
+def _engine_figures(stats: EngineStats) -> dict[str, float]:
+    """Steps, batches and waits of the engine since it began."""
+    rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
+    mean = rows / stats.steps if stats.steps else 0.0
+    return {
+        "steps": stats.steps, "batch_mean": mean, "queued_s": stats.queued,
+        "preempted": stats.preempted,
+    }  # fmt: skip
 
 
 @router.get("/tiers")
@@ -236,14 +263,32 @@ async def get_memory(context: ContextDep) -> MemoryResponse:
     """The memory of the process, of its machine or control group, of the model's GPU and of the
     tiers."""
     context.require_operator()
-    return MemoryResponse.model_validate(await off_loop(context.service.queries.memory))
+    return await off_loop(_memory, context.rag)
+
+
+def _memory(rag: RagCache) -> MemoryResponse:
+    device = rag.internals.shared.model.causal.device
+    return MemoryResponse.model_validate({
+        "process": process_memory(), "host": host_memory(), "tiers": rag.tiers(),
+        "device": device_memory(device) if device.type == "cuda" else None,
+    })  # fmt: skip
 
 
 @router.get("/state")
 async def get_state(context: ContextDep) -> StateResponse:
     """The model, and how far its modes are from `exact` as far as they were measured: with the
     first question of each."""
-    return StateResponse.model_validate(await off_loop(context.service.queries.state))
+    return await off_loop(_state, context.rag)
+
+
+def _state(rag: RagCache) -> StateResponse:
+    model = rag.internals.shared.model
+    causal = model.causal
+    return StateResponse.model_validate({
+        "model": model.name, "device": str(causal.device), "window": causal.window,
+        "dtype": dtype_name(causal.dtype), "states_dtype": dtype_name(causal.states_dtype),
+        "force_modes": rag.gate.forced, "modes": rag.gate.results(),
+    })  # fmt: skip
 
 
 @router.get("/evictions")
@@ -273,11 +318,10 @@ async def get_schema(
 ) -> SchemaDetail:
     """A schema as PML: as it was written, or generated for a collection with one slot."""
     kind, _, name = id.partition(":")
-    queries, namespace = context.service.queries, context.caller.namespace
     if kind == "schema":
-        text = (await off_loop(queries.schema, namespace, name)).text or ""
+        text = (await off_loop(schema_of, context, name)).text or ""
     elif kind == "collection":
-        text = await off_loop(queries.generated_schema, namespace, name)
+        text = write_schema(await off_loop(context.rag.schema, name, k=1))
     else:
         raise HTTPProblem(404, "unknown-schema", "ids are schema:NAME or collection:NAME")
     return SchemaDetail(id=id, name=name, kind=kind, text=text)
@@ -307,7 +351,7 @@ async def flush_ledger(context: ContextDep) -> FlushResponse:
     """Writes uses, evictions and the contents of memory to the ledger. States themselves are on
     disk already."""
     context.require_operator()
-    await off_loop(context.service.queries.flush)
+    await off_loop(context.service.shared.store.ledger.flush)
     return FlushResponse(flushed=True)
 
 
@@ -315,7 +359,7 @@ async def flush_ledger(context: ContextDep) -> FlushResponse:
 async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResponse:
     """Checks each row of the ledger against its blob; `repair` mends the rows that it can."""
     context.require_operator()
-    report = await off_loop(context.service.queries.verify, repair=repair)
+    report = await off_loop(verify, context.service.shared.store, repair=repair)
     return VerifyResponse(
         states=report.states, modules=report.modules, clean=report.clean,
         found=[asdict(each) for each in report.found], interrupted=report.interrupted,
@@ -326,8 +370,25 @@ async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResp
 async def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
     """Costs and gains of caching a corpus; a sample is measured while requests run."""
     context.require_operator()
-    tokens = context.service.settings.module_tokens
-    return await off_loop(context.service.queries.plan, context.caller.namespace, body, tokens)
+    return await off_loop(_plan, context, body)
+
+
+def _plan(context: RequestContext, wanted: PlanRequest) -> dict[str, Any]:
+    shared, corpus = context.service.shared, _corpus(context, wanted)
+    budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
+    folder = shared.store.disk.folder
+    made = make_plan(shared.model, corpus, budgets, folder, sample=wanted.sample)
+    return made.to_dict() | {"advice": advise(made, psutil.virtual_memory().total)}
+
+
+def _corpus(context: RequestContext, wanted: PlanRequest) -> Corpus:
+    model = context.service.shared.model
+    if wanted.texts is not None and wanted.collection is None:
+        texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
+        return corpus_of_sources(model, texts, context.service.settings.module_tokens)
+    if wanted.collection is not None and wanted.texts is None:
+        return corpus_of_collection(model, context.rag.internals.catalog, wanted.collection)
+    raise ConfigurationError("give either a collection or texts")
 
 
 class HealthResponse(ResponseModel):
@@ -346,7 +407,7 @@ async def check_ready(service: ServiceDep) -> HealthResponse:
     them for a while."""
     if service.requests.leaving or service.requests.draining:
         raise stopping()
-    if not service.queries.is_open:
+    if not service.shared.engine.is_open:
         raise HTTPProblem(503, "engine-closed", "the engine takes no requests any longer")
     return HealthResponse(status="ready")
 
@@ -355,4 +416,4 @@ async def check_ready(service: ServiceDep) -> HealthResponse:
 async def read_metrics(context: ContextDep) -> Response:
     """Metrics in Prometheus's text format."""
     context.require_operator()
-    return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE)
+    return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE_LATEST)

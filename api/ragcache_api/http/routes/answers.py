@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
+from ragcache.errors import UnknownSchema
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.protocol import (
     AnswerRequest,
@@ -104,8 +105,13 @@ def _error_event(info: ErrorInfo) -> bytes:
 @schemas_router.get("")
 async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
     """The schemas, by name."""
-    listed = await off_loop(context.service.queries.schemas, context.caller.namespace)
-    return page.cut(listed, lambda s: s.name)
+    return page.cut(await off_loop(_schemas, context), lambda s: s.name)
+
+
+def _schemas(context: RequestContext) -> list[SchemaResponse]:
+    texts = context.rag.internals.pml.texts
+    found = [(name, texts.get_schema(name)) for name in texts.names()]
+    return [SchemaResponse(name=name, placement=s.placement) for name, s in found if s]
 
 
 @schemas_router.post("", status_code=201)
@@ -131,7 +137,15 @@ def _add_schema(context: RequestContext, text: str, placement: Placement) -> str
 @schemas_router.get("/{name}")
 async def get_schema(name: Name, context: ContextDep) -> SchemaResponse:
     """A schema with its text."""
-    return await off_loop(context.service.queries.schema, context.caller.namespace, name)
+    return await off_loop(schema_of, context, name)
+
+
+def schema_of(context: RequestContext, name: str) -> SchemaResponse:
+    """A hand-written schema of the caller's. Raises `UnknownSchema`."""
+    found = context.rag.internals.pml.texts.get_schema(name)
+    if found is None:
+        raise UnknownSchema(f"there is no schema {name!r}")
+    return SchemaResponse(name=name, placement=found.placement, text=found.text)
 
 
 @schemas_router.delete("/{name}")
