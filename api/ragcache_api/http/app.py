@@ -17,6 +17,7 @@ from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.browser import install_pages, open_paths
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
+from ragcache_api.http.protocol import error_schemas
 from ragcache_api.http.request_ids import RequestIds
 from ragcache_api.http.routes import admin, answers, documents, keys
 from ragcache_api.http.service import Service
@@ -104,6 +105,7 @@ class ServiceApp(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             key = {"type": "http", "scheme": "bearer", "description": "An API key."}
+            document["components"]["schemas"] |= error_schemas()
             document["components"]["securitySchemes"] = {"key": key}
             document["security"] = [{"key": []}, {}]  # none is needed until the first is made
             for path, operations in document["paths"].items():

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
 from ragcache.errors import MissingExtra, RagCacheError
-from ragcache_api.http.errors import HTTPProblem, error_info, error_response
+from ragcache_api.http.errors import HTTPProblem, error_response, logged_error
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +114,7 @@ class AccessMiddleware:
             most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
             check_length(headers.get("content-length"), most)
         except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
-            error = error_info(problem)
-            assert error is not None
-            if error.status >= 500:
-                logger.error("%s %s: %s", scope["method"], path, problem)
+            error = logged_error(problem, f"{scope['method']} {path}")
             await error_response(error, path)(scope, receive, send)
             return
         await self.app(scope, bounded_receive(receive, most, end), send)

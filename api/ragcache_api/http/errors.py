@@ -148,40 +148,33 @@ def error_response(info: ErrorInfo, path: str) -> Response:
     return JSONResponse(info.problem(path), info.status, info.headers, media_type)
 
 
-def stream_error(error: Exception) -> ErrorInfo:
-    """The error of a response that has begun, so that no status can be sent any longer."""
+def logged_error(error: BaseException, call: str) -> ErrorInfo:
+    """An error as its client is told of it. Those of the service are logged, with the call; details
+    of one without a name stay in the log."""
     info = error_info(error)
     if info is None:
-        logger.error("request %s: a stream failed", request_id(), exc_info=error)
+        logger.error("%s failed", call, exc_info=error)
     elif info.status >= 500:
-        logger.error("request %s: a stream failed: %s", request_id(), error)
+        logger.error("%s: %s", call, error)
     return info or INTERNAL_ERROR
+
+
+def stream_error(error: Exception) -> ErrorInfo:
+    """The error of a response that has begun, so that no status can be sent any longer."""
+    return logged_error(error, f"request {request_id()}: a stream")
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Gives each error that leaves a route the shape of its path."""
-    for kind in (HTTPProblem, RequestValidationError, HTTPException, RagCacheError, PMLError):
-        app.add_exception_handler(kind, _named)
-    app.add_exception_handler(Exception, _unnamed)
+    kinds = (HTTPProblem, RequestValidationError, HTTPException, RagCacheError, PMLError, Exception)
+    for kind in kinds:
+        app.add_exception_handler(kind, _respond)
 
 
-async def _named(request: Request, error: Exception) -> Response:
-    info = error_info(error)
-    if info is None:
-        return await _unnamed(request, error)
-    if info.status >= 500:
-        logger.error("%s: %s", _named_call(request), error)
-    return error_response(info, request.url.path)
-
-
-async def _unnamed(request: Request, error: Exception) -> Response:
-    logger.error("%s failed", _named_call(request), exc_info=error)
-    response = error_response(INTERNAL_ERROR, request.url.path)
-    if name := request_id():  # no middleware of the service sees this response
+async def _respond(request: Request, error: Exception) -> Response:
+    path, name = request.url.path, request_id()
+    info = logged_error(error, f"request {name}: {request.method} {path}")
+    response = error_response(info, path)
+    if name:  # no middleware of the service sees the response to an error without a name
         response.headers[REQUEST_ID_HEADER] = name
     return response
-
-
-def _named_call(request: Request) -> str:
-    """A call as the log names it, with the id that its client has in `X-Request-ID`."""
-    return f"request {request_id()}: {request.method} {request.url.path}"

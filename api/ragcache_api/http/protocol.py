@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Depends, Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
@@ -25,6 +26,7 @@ from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERAN
 from ragcache.db import Deletion
 from ragcache.db.sql import page_of
 from ragcache.store.admin import StateChange, TierStatus
+from ragcache.store.verify import Disagreement
 
 T = TypeVar("T")
 
@@ -157,24 +159,19 @@ def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
 def _error_responses(
     more: tuple[int, ...], media_type: str, model: type[BaseModel]
 ) -> dict[int | str, dict[str, Any]]:
-    content = {media_type: {"schema": _inline_definitions(model.model_json_schema())}}
+    content = {media_type: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     statuses = {**_STATUSES, **dict.fromkeys(more, "The service failed")}
     return {status: {"description": text, "content": content} for status, text in statuses.items()}
 
 
-def _inline_definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema without `$defs`, which OpenAPI keeps elsewhere."""
-    definitions = schema.pop("$defs", {})
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            if "$ref" in node:
-                return walk(definitions[node["$ref"].rsplit("/", 1)[1]])
-            return {key: walk(value) for key, value in node.items()}
-        return [walk(each) for each in node] if isinstance(node, list) else node
-
-    inlined: dict[str, Any] = walk(schema)
-    return inlined
+def error_schemas() -> dict[str, Any]:
+    """Schemas of both shapes of an error, which the responses of routes refer to by name."""
+    models: list[tuple[type[BaseModel], Literal["serialization"]]] = [
+        (Problem, "serialization"), (OpenAIError, "serialization"),
+    ]  # fmt: skip
+    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas: dict[str, Any] = made["$defs"]
+    return schemas
 
 
 class DeletedResponse(ResponseModel):
@@ -371,7 +368,7 @@ class StateResponse(ResponseModel):
 class VerifyResponse(ResponseModel):
     states: int
     modules: int
-    found: list[dict[str, Any]]
+    found: tuple[Disagreement, ...]
     interrupted: dict[str, int]
     clean: bool
 

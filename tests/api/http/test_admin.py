@@ -20,6 +20,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http.stats_recorder import SOURCES
 from ragcache_api.http.telemetry import Metrics
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE, client_of
@@ -114,15 +115,20 @@ def test_a_flag_without_a_value_is_true(client: TestClient) -> None:
 
 def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
     before = client.get("/admin/stats").json()
-    client.post("/v1/answers", json=ASK)
-    client.post("/v1/answers", json={**ASK, "mode": "exact"})
+    prompts = 0
+    for mode in ("rooted", "exact", "linked:4"):
+        told = client.post("/v1/answers", json={**ASK, "mode": mode}).json()
+        prompts += told["reuse"]["prompt_tokens"]
     after = client.get("/admin/stats").json()
-    assert after["requests"]["finished"] == before["requests"]["finished"] + 2
-    assert after["ttft"]["hit"]["count"] == before["ttft"]["hit"]["count"] + 1
+    tokens = sum(after["tokens"].values())
+    assert tokens - sum(before["tokens"].values()) == prompts
+    assert tokens == sum(sum(point["tokens"].values()) for point in after["series"])
+    assert set(after["tokens"]) <= set(SOURCES)
+    assert after["requests"]["finished"] == before["requests"]["finished"] + 3
+    assert after["ttft"]["hit"]["count"] == before["ttft"]["hit"]["count"] + 2
     assert after["ttft"]["miss"]["count"] == before["ttft"]["miss"]["count"] + 1
     assert after["tokens"]["computed"] > before["tokens"].get("computed", 0)
     assert after["engine"]["steps"] > before["engine"]["steps"]
-    assert after["series"][-1]["tokens"]["computed"] > 0
     assert after["collections"]["notes"] == 3
 
 

@@ -234,9 +234,14 @@ def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
     assert len(caller.told) == 2
 
 
-def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("STALL", 0.1), ("PING", 0.05), ("WATCH", 0.02)):
+        monkeypatch.setattr(streaming, f"{name}_SECONDS", seconds)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_client_that_takes_nothing_is_left() -> None:
     ended = []
 
     async def many() -> AsyncGenerator[bytes, None]:
@@ -272,9 +277,8 @@ def test_a_stream_whose_request_cannot_be_read_ends() -> None:
     assert caller.told
 
 
-def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
+@pytest.mark.usefixtures("impatient")
+def test_a_ping_that_cannot_be_sent_ends_the_stream() -> None:
     ended = []
 
     async def silent() -> AsyncGenerator[bytes, None]:
@@ -290,10 +294,8 @@ def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPa
     assert ended == ["response"]
 
 
-def test_a_pause_is_filled_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(streaming, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
+@pytest.mark.usefixtures("impatient")
+def test_a_pause_is_filled_and_is_no_stall() -> None:
 
     async def few() -> AsyncGenerator[bytes, None]:
         yield b"data: 1\n\n"

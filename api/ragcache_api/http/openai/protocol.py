@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from time import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache import Answer, AnswerSpan, Generation
+from ragcache import Answer, Generation
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
@@ -19,7 +17,6 @@ from ragcache_api.http.protocol import (
     GenerationFields,
     ResponseModel,
     RetrievalFields,
-    compact,
 )
 
 Text = Annotated[str, Field(max_length=4_000_000)]
@@ -271,57 +268,6 @@ class ModelCard(ResponseModel):
 class ModelList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionHead:
-    """Fields that the completion, or each of its chunks, begins with. sources: of the answer's
-    modules, which a completion with `collection` has."""
-
-    id: str
-    model: str
-    fingerprint: str
-    chat: bool
-    sources: bool
-    created: int = field(default_factory=lambda: int(time()))
-
-    def completion(
-        self, choices: list[dict[str, Any]], answers: Sequence[Answer]
-    ) -> dict[str, Any]:  # fmt: skip
-        """The whole completion."""
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {
-            **self._fields(kind), "choices": choices, "usage": usage(answers),
-            **self.reuse_fields(answers),
-        }  # fmt: skip
-
-    def prefix(self) -> bytes:
-        """The beginning of every chunk, up to the comma before its choices."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return compact(self._fields(kind))[:-1] + b","
-
-    def reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Fields that OpenAI lacks: sources and spans of all prompts; reuse, times, confidence of
-        the first."""
-        first, spans, choices = answers[0], list[AnswerSpan](), 0
-        for answer in answers:
-            spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
-            choices += len(answer.choices)
-        fields: dict[str, Any] = {
-            "ragcache": {
-                "mode": first.mode, "reuse": first.reuse, "timings": first.timings, "spans": spans,
-                "confidence": first.confidence, "finish_reason": first.finish_reason,
-            }
-        }  # fmt: skip
-        if self.sources:
-            fields["sources"] = [source for answer in answers for source in answer.sources]
-        return fields
-
-    def _fields(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }  # fmt: skip
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:

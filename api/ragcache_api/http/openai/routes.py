@@ -8,21 +8,20 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from time import time
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ragcache import Answer, AsyncAnswerStream, Generation, structured
+from ragcache import Answer, AnswerSpan, AsyncAnswerStream, Generation, structured
 from ragcache.engine import Choice, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar, TextDelta, ToolCallStream, ToolStyle
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.openai.protocol import (
     ChatRequest,
-    CompletionHead,
     CompletionRequest,
     GenerationRequest,
     ModelCard,
@@ -58,12 +57,7 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     check_model(context.service, body.model)
     output = OutputFormat.of(body, context.service.tokenizer)
     generation = output.apply(body.generation(context.deadline))
-
-    def prompt() -> Any:
-        if body.collection is not None:
-            return body.question
-        return [message.plain() for message in body.messages]
-
+    prompt = body.question if body.collection else [each.plain() for each in body.messages]
     opening = _opening(context, body, generation, prompt, tools=output.tools)
     writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
     return await _respond(context, "chat", body, [opening], writer)
@@ -77,7 +71,7 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
-    openings = [_opening(context, body, generation, partial(str, text)) for text in prompts]
+    openings = [_opening(context, body, generation, text) for text in prompts]
     writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
     return await _respond(context, "completion", body, openings, writer)
 
@@ -110,18 +104,17 @@ def _model_card(service: Service) -> ModelCard:
 
 def _opening(
     context: RequestContext, body: GenerationRequest, generation: Generation,
-    prompt: Callable[[], Any], **chat: Any,
+    prompt: Any, **chat: Any,
 ) -> Opening:  # fmt: skip
     rag = context.rag
 
     async def opening() -> AsyncAnswerStream:
         if body.collection is None:
             options = chat | body.chat_options()
-            return await rag.astream_chat(prompt(), generation=generation, **options)
-        question = prompt()
+            return await rag.astream_chat(prompt, generation=generation, **options)
         options = body.retrieval() | context.selection
         return await rag.astream(
-            question, collection=body.collection, generation=generation, **options
+            prompt, collection=body.collection, generation=generation, **options
         )
 
     return opening
@@ -139,7 +132,7 @@ async def _respond(
     with requests.track_request(kind, *tags) as active:
         answers = await complete_answers(context, active, *openings)
         writer = writer_of(active)
-        completion = writer.head.completion(writer.choices(answers), answers)
+        completion = writer.completion(answers)
     return CompactResponse(completion)
 
 
@@ -148,18 +141,46 @@ def _error_event(info: ErrorInfo) -> bytes:
 
 
 class _CompletionWriter(ABC):
-    """Writes one completion, whole or in chunks."""
+    """Writes one completion, whole or in chunks. kind, chunk_kind: what their `object` says."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     def __init__(
-        self, context: RequestContext, body: GenerationRequest, active: ActiveRequest, *, chat: bool
+        self, context: RequestContext, body: GenerationRequest, active: ActiveRequest
     ) -> None:
         service = context.service
-        self.head = CompletionHead(
-            active.id, service.model, service.fingerprint, chat, body.collection is not None
-        )
+        self._fields = {
+            "id": active.id, "object": self.kind, "created": int(time()), "model": service.model,
+            "system_fingerprint": service.fingerprint,
+        }  # fmt: skip
         self._logprobs = service.logprobs
-        self._with_usage = body.with_usage
-        self._prefix = b"data: " + self.head.prefix()
+        self._with_usage, self._with_sources = body.with_usage, body.collection is not None
+        self._prefix = b"data: " + compact(self._fields | {"object": self.chunk_kind})[:-1] + b","
+
+    def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The whole completion."""
+        return {
+            **self._fields, "choices": self.choices(answers), "usage": usage(answers),
+            **self._reuse_fields(answers),
+        }  # fmt: skip
+
+    def _reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Fields that OpenAI lacks: spans, and with `collection` sources, of all prompts; reuse,
+        times, confidence of the first."""
+        first, spans, choices = answers[0], list[AnswerSpan](), 0
+        for answer in answers:
+            spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
+            choices += len(answer.choices)
+        fields: dict[str, Any] = {
+            "ragcache": {
+                "mode": first.mode, "reuse": first.reuse, "timings": first.timings, "spans": spans,
+                "confidence": first.confidence, "finish_reason": first.finish_reason,
+            }
+        }  # fmt: skip
+        if self._with_sources:
+            fields["sources"] = [source for answer in answers for source in answer.sources]
+        return fields
 
     @abstractmethod
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -179,7 +200,7 @@ class _CompletionWriter(ABC):
         if held := self._held_back(len(choices)):
             yield self._chunk(*held)
         endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
-        yield self._chunk(*endings, **self.head.reuse_fields(active.answers))
+        yield self._chunk(*endings, **self._reuse_fields(active.answers))
         if self._with_usage:
             yield self._chunk(usage=usage(active.answers)) + DONE
         else:
@@ -208,11 +229,13 @@ class _CompletionWriter(ABC):
 
 
 class _ChatWriter(_CompletionWriter):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
     def __init__(
         self, context: RequestContext, body: ChatRequest, active: ActiveRequest,
         output: OutputFormat,
     ) -> None:  # fmt: skip
-        super().__init__(context, body, active, chat=True)
+        super().__init__(context, body, active)
         self._with_logprobs = bool(body.logprobs)
         self._readers = [output.reader() for _ in range(body.n or 1)]
 
@@ -251,10 +274,12 @@ class _ChatWriter(_CompletionWriter):
 
 
 class _TextWriter(_CompletionWriter):
+    kind = chunk_kind = "text_completion"
+
     def __init__(
         self, context: RequestContext, body: CompletionRequest, active: ActiveRequest
     ) -> None:  # fmt: skip
-        super().__init__(context, body, active, chat=False)
+        super().__init__(context, body, active)
         self._with_logprobs = body.logprobs is not None
         self._echoed = body.prompts if body.echo else [""] * len(body.prompts)
         self._number = body.n or 1

@@ -360,10 +360,7 @@ async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResp
     """Checks each row of the ledger against its blob; `repair` mends the rows that it can."""
     context.require_operator()
     report = await off_loop(verify, context.service.shared.store, repair=repair)
-    return VerifyResponse(
-        states=report.states, modules=report.modules, clean=report.clean,
-        found=[asdict(each) for each in report.found], interrupted=report.interrupted,
-    )  # fmt: skip
+    return VerifyResponse.model_validate(report)
 
 
 @router.post("/plan", responses=problems(507))

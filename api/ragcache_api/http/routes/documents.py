@@ -151,10 +151,15 @@ async def delete_documents(
 ) -> DeletionResponse | DeletedResponse:
     """Deletes those documents of these ids that there are, as one change; `dry_run` tells what
     would go."""
+    return await _delete(context, collection, id, dry_run)
+
+
+async def _delete(
+    context: RequestContext, collection: str, ids: list[str], dry_run: bool
+) -> DeletionResponse | DeletedResponse:
     if dry_run:
-        deletion = await off_loop(context.rag.preview_deletion, collection, id)
-        return DeletionResponse.of(deletion)
-    return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, id))
+        return DeletionResponse.of(await off_loop(context.rag.preview_deletion, collection, ids))
+    return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, ids))
 
 
 @router.get("/{collection}/documents")
@@ -184,15 +189,10 @@ async def delete_document(
 ) -> DeletionResponse | DeletedResponse:
     """Deletes a document with its modules, and the states that nothing else needs; `dry_run` tells
     what would go."""
-    if dry_run:
-        deletion = await off_loop(context.rag.preview_deletion, collection, [document])
-        if not deletion.documents:
-            raise _unknown(collection, document)
-        return DeletionResponse.of(deletion)
-    number = await off_loop(context.rag.delete, collection, [document])
-    if not number:
+    gone = await _delete(context, collection, [document], dry_run)
+    if not gone.deleted:
         raise _unknown(collection, document)
-    return DeletedResponse(deleted=number)
+    return gone
 
 
 def _unknown(collection: str, document: str) -> HTTPProblem:
