@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -211,18 +211,13 @@ class ModelGrammarCompiler:
 
         self.tokenizer: LLTokenizer = _Vocabulary(model).ll_tokenizer()
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def compile_grammar(self, grammar: Grammar) -> LLMatcher:
+        self.compile_grammar = lru_cache(self.KEPT)(self._compile)
         """Compiles a grammar, or takes it from the cache. The result is to be copied, not advanced.
         Raises `InvalidRequest`."""
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
-        with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-                return self._kept[grammar]
         made = LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()  # finds what allows nothing, and leaves less for the engine
@@ -231,24 +226,28 @@ class ModelGrammarCompiler:
             if reason.startswith("NoExtension"):
                 reason = "no text satisfies it"
             raise _refused(grammar, reason)
-        with self._lock:
-            self._kept[grammar] = made
-            if len(self._kept) > self.KEPT:
-                self._kept.popitem(last=False)
         return made
 
 
-_compilers: WeakKeyDictionary[LoadedModel, ModelGrammarCompiler] = WeakKeyDictionary()
-_lock = threading.Lock()
+T = TypeVar("T")
 
 
-def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
-    """The model's compiler, made at first use and dropped with it."""
-    with _lock:
-        compiler = _compilers.get(model)
-        if compiler is None:
-            compiler = _compilers[model] = ModelGrammarCompiler(model)
-        return compiler
+def once_per_model(make: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Keeps what is made for a model at its first use until the model is dropped; thread-safe."""
+    kept: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
+    lock = threading.Lock()
+
+    def made_for(model: LoadedModel) -> T:
+        with lock:
+            if model not in kept:
+                kept[model] = make(model)
+            return kept[model]
+
+    return made_for
+
+
+grammar_compiler = once_per_model(ModelGrammarCompiler)
+"""The compiler of a model."""
 
 
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:

@@ -11,12 +11,10 @@ Word boundaries are those of Unicode (UAX #29, 4.1), where each Chinese characte
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from ragcache.engine.detokenizer import StopChecker, token_to_bytes
 from ragcache.models import LoadedModel
+from ragcache.structured.grammar import once_per_model
 
 Ints = npt.NDArray[np.int32]
 
@@ -70,18 +69,8 @@ class TokenSpellings:
         return self._ids.get(b" ")
 
 
-_spellings: WeakKeyDictionary[LoadedModel, TokenSpellings] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def token_spellings(model: LoadedModel) -> TokenSpellings:
-    """Those of the model, made at first use and dropped with it."""
-    with _lock:
-        found = _spellings.get(model)
-        if found is None:
-            found = _spellings[model] = TokenSpellings(model)
-        return found
-
+token_spellings = once_per_model(TokenSpellings)
+"""The spellings of a model's tokens."""
 
 Edge = tuple[int, int]
 """A token, and the byte after it."""

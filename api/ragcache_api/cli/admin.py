@@ -1,4 +1,4 @@
-"""The operator's commands: `ragcache serve`, `keys`, `modules`, `stats`, `verify` and `doctor`."""
+"""The operator's commands: `serve`, `keys`, `modules`, `ledger`, `stats`, `verify`, `doctor`."""
 
 from __future__ import annotations
 
@@ -165,6 +165,35 @@ def expire_modules(
     would = "would be" if dry_run else "are"
     until = "without a limit" if after is None else f"for {after:,g} s, unless they are pinned"
     ui.console.print(f"{len(done):,} states {would} kept {until}")
+
+
+ledger_app = typer.Typer(help="Show the ledger's tables and who has it open.", no_args_is_help=True)
+
+
+@ledger_app.command("status")
+def ledger_status(
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Show the revision of the ledger and who has it open; nothing is changed."""
+    from ragcache.db import Database
+
+    ui.check_state(state, ledger)
+    found = Database.status(ledger or state / "ledger.sqlite")
+    if as_json:
+        ui.print_json(asdict(found))
+        return
+    ui.console.print(
+        f"revision {found.revision or 'none'}, this ragcache reads and writes {found.head}"
+    )
+    if not found.sessions:
+        ui.console.print("no process has it open")
+        return
+    table = ui.plain_table("machine", "process", "silent", left=1)
+    for each in found.sessions:
+        table.add_row(escape(each.machine.split()[0]), str(each.pid), f"{each.silent:.0f} s")
+    ui.console.print(table)
 
 
 _EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt")

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 import ragcache_api
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache_api.cli import console as ui
 
@@ -110,7 +110,7 @@ def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
     mode: Annotated[
-        str, typer.Option("--mode", callback=ui.checked_mode, help="isolated or exact.")
+        str, typer.Option("--mode", callback=check_mode, help="isolated or exact.")
     ] = "isolated",
     max_new_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,

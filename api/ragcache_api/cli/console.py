@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -67,37 +67,18 @@ def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: A
     return value if given else getattr(ServiceSettings.read(), name)
 
 
-def _instruction_or_setting(
-    context: typer.Context, parameter: typer.CallbackParam, value: str | None
-) -> str | None:
-    """`check_instruction` as a callback: before torch is imported."""
-    instruction = _or_setting(context, parameter, value)
-    check_instruction(instruction)
-    return cast("str | None", instruction)
+def _setting(name: str, text: str, check: Callable[[Any], object] | None = None) -> Any:
+    """An option whose default is the service setting of its name. check: raises for a value that
+    cannot be used, before torch is imported."""
 
+    def checked(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+        value = _or_setting(context, parameter, value)
+        if check is not None:
+            check(value)
+        return value
 
-def _embedding_or_setting(
-    context: typer.Context, parameter: typer.CallbackParam, value: str | None
-) -> str | None:
-    """`check_embedding` as a callback: before torch is imported."""
-    embedding = _or_setting(context, parameter, value)
-    check_embedding(embedding)
-    return cast("str | None", embedding)
-
-
-def _reranker_or_setting(
-    context: typer.Context, parameter: typer.CallbackParam, value: str | None
-) -> str | None:
-    """`check_reranker` as a callback: before torch is imported."""
-    reranker = _or_setting(context, parameter, value)
-    check_reranker(reranker)
-    return cast("str | None", reranker)
-
-
-def _setting(name: str, text: str) -> Any:
-    """An option whose default is the service setting of its name."""
-    variable = f"RAGCACHE_{name.upper()}"
-    return typer.Option(f"--{name}", envvar=variable, callback=_or_setting, help=text)
+    option = f"--{name.replace('_', '-')}"
+    return typer.Option(option, envvar=f"RAGCACHE_{name.upper()}", callback=checked, help=text)
 
 
 _LEDGER = "The URL of a database, where the ledger is not in the state folder."
@@ -105,45 +86,26 @@ _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
 _DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
 _EMBEDDING = "auto, minilm, none (words only), or a folder or hub name of sentence-transformers."
+_RERANKER = "A cross-encoder that orders what was found: a folder or hub name."
+_INSTRUCTION = "What the model is to do with the documents; the one of their ingestion."
+_FORCE_MODES = "Answer in every mode, also in one that is far from exact on the model."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 DTypeOption = Annotated[str, _setting("dtype", _DTYPE)]
-EmbeddingOption = Annotated[
-    str | None,
-    typer.Option("--embedding", envvar="RAGCACHE_EMBEDDING", callback=_embedding_or_setting,
-                 help=_EMBEDDING),
-]  # fmt: skip
-RerankerOption = Annotated[
-    str | None,
-    typer.Option("--reranker", envvar="RAGCACHE_RERANKER", callback=_reranker_or_setting,
-                 help="A cross-encoder that orders what was found: a folder or hub name."),
-]  # fmt: skip
-InstructionOption = Annotated[
-    str | None,
-    typer.Option("--instruction", envvar="RAGCACHE_INSTRUCTION", callback=_instruction_or_setting,
-                 help="What the model is to do with the documents; the one of their ingestion."),
-]  # fmt: skip
-ForceModesOption = Annotated[
-    bool,
-    typer.Option("--force-modes", envvar="RAGCACHE_FORCE_MODES", callback=_or_setting,
-                 help="Answer in every mode, also in one that is far from exact on the model."),
-]  # fmt: skip
+EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING, check_embedding)]
+RerankerOption = Annotated[str | None, _setting("reranker", _RERANKER, check_reranker)]
+InstructionOption = Annotated[str | None, _setting("instruction", _INSTRUCTION, check_instruction)]
+ForceModesOption = Annotated[bool, _setting("force_modes", _FORCE_MODES)]
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def _checked_k(k: int) -> int:
-    """`check_k` as a callback: before torch is imported."""
-    return check_k(k)
-
-
 KOption = Annotated[
-    int, typer.Option("-k", "--k", callback=_checked_k, help="How many modules to retrieve.")
+    int,
+    typer.Option("-k", "--k", callback=check_k, help="How many modules to retrieve."),
 ]
-
-
 RelativeThresholdOption = Annotated[
     float,
     typer.Option("--relative-threshold", min=0, max=1,
@@ -151,13 +113,8 @@ RelativeThresholdOption = Annotated[
 ]  # fmt: skip
 
 
-def checked_mode(mode: str) -> str:
-    """`check_mode` as a callback: before torch is imported."""
-    return check_mode(mode)
-
-
 ModeOption = Annotated[
-    str, typer.Option("--mode", callback=checked_mode,
+    str, typer.Option("--mode", callback=check_mode,
                       help="rooted, linked:N, blend:R, isolated or exact.")
 ]  # fmt: skip
 

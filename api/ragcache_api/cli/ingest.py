@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
-    from ragcache import Ingestion, RagCache
+    from ragcache import Ingestion
     from ragcache.documents import SkippedFile
 
 INCOMPLETE = 3  # the exit status where some files could not be read
@@ -59,9 +60,11 @@ def ingest(
     rag = ui.open_rag(
         state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
     )
-    _store(rag, lambda rag, **how: rag.ingest(
-        collection, paths, include=include or (), exclude=exclude or (), strict=strict, **how
-    ), as_json=as_json)  # fmt: skip
+    with rag, _bars() as bars:
+        done = rag.ingest(
+            collection, paths, include=include or (), exclude=exclude or (), strict=strict, **bars
+        )
+    _report(done, as_json=as_json)
 
 
 def sync(
@@ -91,9 +94,11 @@ def sync(
     rag = ui.open_rag(
         state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
     )
-    _store(rag, lambda rag, **how: rag.sync(
-        collection, folder, include=include or (), exclude=exclude or (), strict=strict, **how
-    ), as_json=as_json)  # fmt: skip
+    with rag, _bars() as bars:
+        done = rag.sync(
+            collection, folder, include=include or (), exclude=exclude or (), strict=strict, **bars
+        )
+    _report(done, as_json=as_json)
 
 
 def _check(collection: str, paths: Sequence[Path]) -> None:
@@ -108,8 +113,9 @@ def _check(collection: str, paths: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each stage on standard error, if that is a terminal."""
+def _bars() -> Iterator[dict[str, Callable[..., None]]]:
+    """A bar for each stage on standard error, if that is a terminal; yields the arguments of
+    `RagCache.ingest` that report to them."""
     columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(
@@ -121,16 +127,11 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
-        yield report
+        yield {"progress": partial(report, "encoding"), "preparing": report}
 
 
-def _store(
-    opening: AbstractContextManager[RagCache], run: Callable[..., Ingestion], *, as_json: bool
-) -> None:
-    """Runs an ingestion with bars and prints its summary; exits with `INCOMPLETE` where files
-    failed. run: called with the opened folder and what reports progress."""
-    with opening as rag, _bars() as report:
-        done = run(rag, progress=lambda *at: report("encoding", *at), preparing=report)
+def _report(done: Ingestion, *, as_json: bool) -> None:
+    """Prints the summary of an ingestion; exits with `INCOMPLETE` where files failed."""
     if as_json:
         ui.print_json(done)
     else:

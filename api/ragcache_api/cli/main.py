@@ -11,17 +11,7 @@ import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import (
-    admin,
-    ask,
-    chat,
-    documents,
-    evaluate,
-    ingest,
-    ledger,
-    measure,
-    schema,
-)
+from ragcache_api.cli import admin, ask, chat, documents, evaluate, ingest, measure, schema
 from ragcache_api.cli.console import errors
 
 _AFTER_CTRL_C = {
@@ -83,7 +73,7 @@ app.command("plan")(measure.plan)
 app.command("verify")(admin.verify)
 app.add_typer(admin.modules_app, name="modules")
 app.add_typer(admin.keys_app, name="keys")
-app.add_typer(ledger.app, name="ledger")
+app.add_typer(admin.ledger_app, name="ledger")
 app.add_typer(schema.app, name="schema")
 app.add_typer(measure.bench_app, name="bench")
 

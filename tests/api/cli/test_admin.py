@@ -1,244 +1,201 @@
-"""`ragcache keys`, `modules`, `stats`, `verify` and `doctor`, and their settings."""
+"""`ragcache keys`, `modules`, `ledger`, `stats`, `verify` and `doctor`, and their settings."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from sqlalchemy import text
 
-from ragcache import RagCache, SourceDocument
+from ragcache import RagCache
 from ragcache.db import ApiKeys, Database, Ledger
-from ragcache.errors import ConfigurationError, NoState, UnknownKey
+from ragcache.db.ledger import StateMetadata, StateRow
+from ragcache.db.migrations import HEAD
+from ragcache.db.sessions import Sessions
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache.store import KVStore, RemoteTier, admin
-from ragcache_api.cli.main import app
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
-from tests.ragcache.conftest import make_key, make_states
-
-runner = CliRunner()
+from tests.ragcache.conftest import make_key, make_states, postgres_schema, record_row
 
 
-def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
-    where = ["--state", str(tmp_path / "state")]
-    made = runner.invoke(app, ["keys", "create", "page", "--role", "admin", "--json", *where])
-    secret = json.loads(made.stdout)["secret"]
-    plain = runner.invoke(app, ["keys", "create", "lab", "--namespace", "lab-1", *where])
-    assert plain.stdout.splitlines()[0].startswith("rc-")
-    database = Database.open(tmp_path / "state" / "ledger.sqlite")
-    assert ApiKeys(database).check(secret).key is not None
-    listed = runner.invoke(app, ["keys", "ls", *where]).output
-    assert secret not in listed
-    assert ["1", "page", "admin", "default"] in [line.split()[:4] for line in listed.splitlines()]
-    assert runner.invoke(app, ["keys", "revoke", "1", *where]).exit_code == 0
-    assert ApiKeys(database).check(secret).key is None
-    rows = json.loads(runner.invoke(app, ["keys", "ls", "--json", *where]).stdout)
-    assert [bool(row["revoked_at"]) for row in rows] == [True, False]
-    assert rows[1]["namespace"] == "lab-1"
-    database.close()
+def test_a_key_is_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:
+    secret = json_of(run("keys", "create", "page", "--role", "admin", "--json"))["secret"]
+    assert run("keys", "create", "lab", "--namespace", "lab-1")[1].startswith("rc-")
+    with closing(Database.open(tmp_path / "state" / "ledger.sqlite")) as database:
+        assert ApiKeys(database).check(secret).key is not None
+        listed = run("keys", "ls")[1]
+        assert secret not in listed
+        rows = [line.split()[:4] for line in listed.splitlines()]
+        assert ["1", "page", "admin", "default"] in rows
+        assert run("keys", "revoke", "1")[0] == 0
+        assert ApiKeys(database).check(secret).key is None
+    found = json_of(run("keys", "ls", "--json"))
+    assert [(bool(row["revoked_at"]), row["namespace"]) for row in found] == [
+        (True, "default"), (False, "lab-1"),
+    ]  # fmt: skip
 
 
-def test_key_errors_are_named(tmp_path: Path) -> None:
-    where = ["--state", str(tmp_path / "state")]
-    assert isinstance(runner.invoke(app, ["keys", "ls", *where]).exception, NoState)
-    wrong = runner.invoke(app, ["keys", "create", "page", "--role", "root", *where])
-    assert isinstance(wrong.exception, ConfigurationError)
-    assert "no keys yet" in runner.invoke(app, ["keys", "ls", *where]).output
-    assert isinstance(runner.invoke(app, ["keys", "revoke", "7", *where]).exception, UnknownKey)
+def test_key_errors_are_named(run: Run) -> None:
+    error_of(run("keys", "ls"), "NoState")
+    error_of(run("keys", "create", "page", "--role", "root"), "ConfigurationError")
+    assert "no keys yet" in run("keys", "ls")[1]
+    error_of(run("keys", "revoke", "7"), "UnknownKey")
 
 
-@pytest.fixture
-def state(tmp_path: Path, reader: LoadedModel) -> Path:
-    with RagCache.open(tmp_path / "state", reader) as rag:
-        rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
-    return tmp_path / "state"
+def test_modules_expire_sets_and_lifts_a_limit(run: Run, ingested: Path) -> None:
+    def limit() -> float | None:
+        return json_of(run("modules", "ls", "--json"))[0]["expires_at"]
 
-
-def list_module(state: Path) -> dict[str, Any]:
-    [row] = json.loads(
-        runner.invoke(app, ["modules", "ls", "--state", str(state), "--json"]).stdout
-    )
-    return dict(row)
-
-
-def expire(state: Path, *words: str) -> Any:
-    return runner.invoke(app, ["modules", "expire", *words, "--state", str(state)])
-
-
-def test_modules_expire_sets_and_lifts_a_limit(state: Path) -> None:
-    number = str(list_module(state)["id"])
-    dry = expire(state, number, "--after", "60", "--dry-run")
-    assert "1 states would be kept for 60 s, unless they are pinned" in dry.output
-    assert list_module(state)["expires_at"] is None
-    assert "1 states are kept for 60 s" in expire(state, number, "--after", "60").output
-    assert list_module(state)["expires_at"] == pytest.approx(time.time() + 60, abs=30)
-    done = json.loads(expire(state, number, "--never", "--json").stdout)
+    command = ("modules", "expire", json_of(run("modules", "ls", "--json"))[0]["id"])
+    dry = run(*command, "--after", "60", "--dry-run")[1]
+    assert "1 states would be kept for 60 s, unless they are pinned" in dry
+    assert limit() is None
+    assert "1 states are kept for 60 s" in run(*command, "--after", "60")[1]
+    assert limit() == pytest.approx(time.time() + 60, abs=30)
+    done = json_of(run(*command, "--never", "--json"))
     assert [(each["action"], each["tier"]) for each in done] == [("keep", "disk")]
-    assert list_module(state)["expires_at"] is None
+    assert limit() is None
+    for words in (("1",), ("1", "--after", "1", "--never"), ("--never",)):
+        assert run("modules", "expire", *words)[0] == 2, "it takes modules and one limit"
+    assert "there is no module 999" in run("modules", "expire", "999", "--never")[2]
 
 
-@pytest.mark.parametrize("words", [["1"], ["1", "--after", "1", "--never"], ["--never"]])
-def test_modules_expire_needs_modules_and_one_limit(state: Path, words: list[str]) -> None:
-    assert expire(state, *words).exit_code == 2
-
-
-def test_modules_expire_names_an_unknown_module(state: Path) -> None:
-    failed = expire(state, "999", "--never")
-    assert failed.exit_code != 0
-    assert "there is no module 999" in str(failed.exception)
-
-
-@pytest.fixture
-def pinned_and_evicted(reader: LoadedModel, notes: Path, tmp_path: Path) -> Path:
-    """Three documents of which one is pinned, and another was evicted."""
-    with RagCache.open(tmp_path / "state", reader) as rag:
-        rag.ingest("notes", notes)
+def test_pins_and_evictions_are_shown(run: Run, ingested: Path, reader: LoadedModel) -> None:
+    """Of three documents one is pinned, and another was evicted."""
+    with RagCache.open(ingested, reader) as rag:
         rag.modules.pin("notes", ["boats.md"])
         rag.modules.evict("notes", ["keys.md"])
-    return tmp_path / "state"
-
-
-def test_stats_sum_up_collections_tiers_and_evictions(pinned_and_evicted: Path) -> None:
-    shown = runner.invoke(app, ["stats", "--state", str(pinned_and_evicted)]).output.splitlines()
-    assert ["notes", "3"] in [line.split() for line in shown]
-    tiers = [line.split() for line in shown if line.startswith("disk")]
+    shown = [line.split() for line in run("stats")[1].splitlines()]
+    assert ["notes", "3"] in shown
+    tiers = [line for line in shown if line[:1] == ["disk"]]
     assert tiers[0][:2] == ["disk", "3"], "two modules and the preamble"
-    assert tiers[1] == ["disk", "1", "0"], "evicted by hand, not fetched again"
-    plain = json.loads(
-        runner.invoke(app, ["stats", "--state", str(pinned_and_evicted), "--json"]).stdout
-    )
+    assert tiers[1] == ["disk", "1"], "evicted by hand"
+    plain = json_of(run("stats", "--json"))
     assert plain["collections"] == {"notes": 3}
     assert plain["tiers"]["disk"]["states"] == 3
     assert plain["evictions"]["disk"]["manual"] == 1
-
-
-def test_modules_are_listed_with_their_pins(pinned_and_evicted: Path) -> None:
-    lines = runner.invoke(
-        app, ["modules", "ls", "--state", str(pinned_and_evicted)]
-    ).output.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines}
-    assert rows["boats.md#1"][-1] == "pinned"
-    assert rows["boats.md#1"][2] == "disk"
+    rows = {line.split()[0]: line.split() for line in run("modules", "ls")[1].splitlines()}
+    assert rows["boats.md#1"][2:3] + rows["boats.md#1"][-1:] == ["disk", "pinned"]
     assert rows["keys.md#1"][2:4] == ["none", "0"]
     assert "pinned" not in rows["leave.md#1"]
 
 
-def test_an_empty_state_says_how_to_ingest(tmp_path: Path) -> None:
-    Database.open(tmp_path / "ledger.sqlite").close()
-    for command in (["stats"], ["modules", "ls"]):
-        assert "ragcache ingest" in runner.invoke(app, [*command, "--state", str(tmp_path)]).output
-
-
 @pytest.fixture
-def unowned(tmp_path: Path) -> Path:
-    """A store with one state that nothing needs."""
-    database = Database.open(tmp_path / "ledger.sqlite")
-    store = KVStore.open(tmp_path, database, 1 << 20)
-    store.put_states(make_key(1), make_states(1))
-    store.close()
-    database.close()
-    return tmp_path
+def unowned(tmp_path: Path) -> str:
+    """The ledger, elsewhere, of a state folder with one state that nothing needs."""
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}"
+    with (
+        closing(Database.open(url)) as database,
+        closing(KVStore.open(tmp_path / "state", database, 1 << 20)) as store,
+    ):
+        store.put_states(make_key(1), make_states(1))
+    return url
 
 
-def test_verify_prints_disagreements_and_repairs_on_request(unowned: Path) -> None:
-    found = runner.invoke(app, ["verify", "--state", str(unowned)])
-    assert found.exit_code == 1
-    assert "unowned" in found.output
-    assert "1 states, 0 modules: 1 disagreement, 0 mended" in found.output
-    assert f"{str(make_key(1))[:12]}…" in found.output
-    assert "--repair" in found.output
-    mended = runner.invoke(app, ["verify", "--state", str(unowned), "--repair"])
-    assert (mended.exit_code, "1 disagreement, 1 mended" in mended.output) == (0, True)
-    clean = runner.invoke(app, ["verify", "--state", str(unowned)])
-    assert (clean.exit_code, "0 states, 0 modules: nothing disagrees" in clean.output) == (0, True)
-
-
-def test_verify_prints_json(unowned: Path) -> None:
-    result = runner.invoke(app, ["verify", "--state", str(unowned), "--json"])
-    report = json.loads(result.stdout)
+def test_verify_prints_disagreements_and_repairs_on_request(run: Run, unowned: str) -> None:
+    command = ("verify", "--ledger", unowned)
+    status, out, _ = run(*command)
+    assert status == 1
+    assert "1 states, 0 modules: 1 disagreement, 0 mended" in out
+    for word in ("unowned", f"{str(make_key(1))[:12]}…", "--repair"):
+        assert word in out
+    status, out, _ = run(*command, "--json")
+    report = json.loads(out)
     assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")
+    status, out, _ = run(*command, "--repair")
+    assert (status, "1 disagreement, 1 mended" in out) == (0, True)
+    status, out, _ = run(*command)
+    assert (status, "0 states, 0 modules: nothing disagrees" in out) == (0, True)
 
 
-def test_verify_reads_a_remote_and_a_ledger_elsewhere(tmp_path: Path) -> None:
+def test_verify_reads_a_remote(run: Run, tmp_path: Path) -> None:
     url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
-    database = Database.open(url)
-    store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
-    store.put_states(make_key(1), make_states(1))
-    admin.move(store, [make_key(1)], "remote")
-    store.close()
-    database.close()
-    command = ["verify", "--state", str(tmp_path), "--ledger", url, "--json"]
-    without = json.loads(runner.invoke(app, command).stdout)
-    with_remote = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
-    assert (without["states"], with_remote["states"]) == (0, 1)
-    assert {each["kind"] for each in with_remote["found"]} == {"unowned"}
+    with (
+        closing(Database.open(url)) as database,
+        closing(KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))) as store,
+    ):
+        store.put_states(make_key(1), make_states(1))
+        admin.move(store, [make_key(1)], "remote")
+
+    def verified(*options: str) -> tuple[int, set[str]]:
+        report = json.loads(run("verify", "--ledger", url, "--json", *options)[1])
+        return report["states"], {each["kind"] for each in report["found"]}
+
+    assert verified()[0] == 0
+    assert verified("--remote", far) == (1, {"unowned"})
     [blob] = (tmp_path / "far").rglob("*.safetensors")
     blob.write_bytes(blob.read_bytes()[:-1])
-    broken = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
-    assert "corrupt" in {each["kind"] for each in broken["found"]}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, with one state in `here` under a ledger elsewhere."""
-    database = Database.open(f"sqlite:///{tmp_path / 'elsewhere.sqlite'}")
-    store = KVStore.open(tmp_path / "here", database, 1 << 20)
-    store.put_states(make_key(1), make_states(1))
-    store.close()
-    database.close()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def count_verified_states(*arguments: str) -> int:
-    result = runner.invoke(app, ["verify", "--json", *arguments])
-    return int(json.loads(result.stdout)["states"])
-
-
-def test_the_settings_file_names_state_and_ledger(folder: Path) -> None:
-    url = f"sqlite:///{folder / 'elsewhere.sqlite'}"
-    (folder / "ragcache.toml").write_text(f'state = "here"\nledger = "{url}"\n', encoding="utf-8")
-    assert count_verified_states() == 1
+    assert "corrupt" in verified("--remote", far)[1]
 
 
 def test_an_option_comes_before_the_environment_and_that_before_the_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, unowned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "ragcache.toml").write_text('ledger = "sqlite:///nowhere/a"\n', encoding="utf-8")
-    monkeypatch.setenv("RAGCACHE_STATE", "here")
-    monkeypatch.setenv("RAGCACHE_LEDGER", f"sqlite:///{folder / 'elsewhere.sqlite'}")
-    assert count_verified_states() == 1
-    empty = f"sqlite:///{folder / 'empty.sqlite'}"
-    assert count_verified_states("--ledger", empty) == 0
+    def verified(*options: str) -> int:
+        return int(json.loads(run("verify", "--json", *options)[1])["states"])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAGCACHE_STATE")
+    settings = tmp_path / "ragcache.toml"
+    settings.write_text(f'state = "state"\nledger = "{unowned}"\n', encoding="utf-8")
+    assert verified() == 1
+    settings.write_text('state = "state"\nledger = "sqlite:///nowhere/a"\n', encoding="utf-8")
+    monkeypatch.setenv("RAGCACHE_LEDGER", unowned)
+    assert verified() == 1
+    assert verified("--ledger", f"sqlite:///{tmp_path / 'empty.sqlite'}") == 0
+    settings.write_text("stat = 1\n", encoding="utf-8")
+    assert "stat" in error_of(run("verify"), "ConfigurationError")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("state", "model"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("host", "port", "dtype", "embedding", "instruction")
-        ),
-    ],
+    "name", ["state", "host", "port", "model", "dtype", "embedding", "instruction"]
 )
-def test_a_setting_with_an_option_of_its_own_is_refused(folder: Path, name: str) -> None:
-    result = runner.invoke(app, ["serve", "--set", f"{name}=x"])
-    assert isinstance(result.exception, ConfigurationError)
-    assert f"write --{name} x" in str(result.exception)
+def test_a_setting_with_an_option_of_its_own_is_refused(run: Run, name: str) -> None:
+    refused = error_of(run("serve", "--set", f"{name}=x"), "ConfigurationError")
+    assert f"write --{name} x" in refused
 
 
-def test_an_unknown_setting_is_named(folder: Path) -> None:
-    (folder / "ragcache.toml").write_text("stat = 1\n", encoding="utf-8")
-    result = runner.invoke(app, ["verify"])
-    assert result.exit_code != 0
-    assert "stat" in str(result.exception)
+@pytest.mark.enable_socket
+def test_stats_of_a_shared_ledger_count_the_folders_disk(run: Run, tmp_path: Path) -> None:
+    with postgres_schema() as url, closing(Database.open(url)) as database:
+        for folder, tokens in (("here", 3), ("there", 4)):
+            ledger = Ledger.of_folder(database, tmp_path / folder)
+            ledger.begin()
+            row = (make_key(tokens), "disk", 10, 0, 0, False, math.inf, "model")
+            record_row(ledger, StateRow(*row, StateMetadata(tokens)))
+            ledger.end()
+        shown, elsewhere = (
+            json_of(run("stats", "--json", "--state", tmp_path / folder, "--ledger", url))["tiers"]
+            for folder in ("here", "nowhere")
+        )
+    assert (shown["disk"]["states"], shown["disk"]["tokens"], elsewhere) == (1, 3, {})
+    assert not (tmp_path / "nowhere").exists(), "looking writes nothing"
+
+
+def test_a_ledger_is_shown(run: Run, tmp_path: Path) -> None:
+    command = ("ledger", "status")
+    error_of(run(*command), "NoState")
+    (tmp_path / "state").mkdir()
+    with closing(Database.open(tmp_path / "state" / "ledger.sqlite")) as database:
+        unused = run(*command)[1]
+        assert f"revision {HEAD}" in unused
+        assert "no process has it open" in unused
+        for name in ("stats", "modules ls"):
+            assert "ragcache ingest" in run(*name.split())[1], "of an empty one, how to fill it"
+        Sessions(database).begin()
+        assert str(os.getpid()) in run(*command)[1]
+        told = json_of(run(*command, "--json"))
+        assert (told["revision"], told["head"], len(told["sessions"])) == (HEAD, HEAD, 1)
+        with database.transaction() as session:
+            session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
+    error_of(run("stats"), "LedgerOfOtherVersion")
 
 
 def test_modules_ls_lists_sizes_and_tiers(run: Run, ingested: Path) -> None:

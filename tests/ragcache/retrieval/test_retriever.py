@@ -51,16 +51,8 @@ from ragcache.states import KVKey
 def test_unusable_search_params_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         SearchParams(3, **wrong)
-
-
-def test_k_must_be_positive() -> None:
     with pytest.raises(ConfigurationError, match="k is 0"):
         SearchParams(0)
-
-
-def test_depth_is_the_larger_of_k_and_candidates() -> None:
-    assert SearchParams(80).depth == 80
-    assert SearchParams(3, candidates=20).depth == 20
 
 
 @pytest.mark.parametrize(("search", "least"), [("hybrid", 2 / 61), ("sparse", 2.0)])
@@ -68,6 +60,7 @@ def test_a_threshold_that_can_be_met_is_taken(search: SearchKind, least: float) 
     assert SearchParams(3, search, threshold=least).threshold == least
 
 
+SEARCHES: tuple[SearchKind, ...] = ("sparse", "dense", "hybrid")
 TOPICS = ("boat", "ship", "vessel"), ("key", "lock"), ("leave", "holiday")
 TEXTS = {
     "boats.md": "The survey boat is moored at the quay.",
@@ -97,90 +90,107 @@ def database(tmp_path: Path) -> Iterator[Database]:
     opened.close()
 
 
-def document(name: str, text: str, vector: np.ndarray | None = None) -> NewDocument:
+def document(
+    name: str, text: str, vector: np.ndarray | None = None, **attributes: object
+) -> NewDocument:
     key = KVKey(f"{abs(hash(name)):064x}"[:64])
-    return NewDocument(name, "", text, [NewModule(f"{name}#1", text, [1, 2], key, vector)])
+    modules = [NewModule(f"{name}#1", text, [1, 2], key, vector)]
+    return NewDocument(name, "", text, modules, attributes)
+
+
+def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalog, Retriever]:
+    name = None if embedder is None else "topics"
+    catalog = Catalog(database, "tokenizer", name)
+    vectors = None if embedder is None else Vectors(database, "topics")
+    return catalog, Retriever(catalog, embedder, vectors)
 
 
 def fill(catalog: Catalog, embedder: Embeddings | None = None) -> None:
-    documents = [
-        document(
-            name,
-            text,
-            None if embedder is None else np.array(embedder.embed_query(text), dtype=np.float32),
-        )
-        for name, text in TEXTS.items()
-    ]
+    """Stores the texts, with their vectors if there is an embedder."""
+
+    def vector(text: str) -> np.ndarray | None:
+        return embedder and np.array(embedder.embed_query(text), dtype=np.float32)
+
+    documents = [document(name, text, vector(text)) for name, text in TEXTS.items()]
     catalog.replace_documents("notes", documents)
 
 
-def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
-    selection = retriever.retrieve(query, "notes", SearchParams(k))
+@pytest.fixture
+def topics(database: Database) -> tuple[Retriever, Topics]:
+    """A retriever over the texts and their vectors, and its embedder."""
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog, embedder)
+    return retriever, embedder
+
+
+def names(selection: Selection) -> list[str]:
     return [hit.module.document for hit in selection.hits]
 
 
+def found(
+    retriever: Retriever, query: str, k: int = 3, search: SearchKind = "hybrid", **options: Any
+) -> list[str]:
+    return names(retriever.retrieve(query, "notes", SearchParams(k, search, **options)))
+
+
 def test_sparse_search_finds_modules_best_first(database: Database) -> None:
-    catalog = Catalog(database, "tokenizer", None)
+    catalog, retriever = opened(database)
     fill(catalog)
-    retriever = Retriever(catalog)
     params = SearchParams(3, relative_threshold=0.0)
     selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", params)
     assert selection.query == "Does the spare key of the boat hang?"
-    assert [hit.module.document for hit in selection.hits] == ["keys.md", "boats.md"]
+    assert names(selection) == ["keys.md", "boats.md"]
     assert selection.hits[0].module.text == TEXTS["keys.md"]
     assert selection.hits[0].score > selection.hits[1].score
     assert found(retriever, "spare key boat", k=1) == ["keys.md"]
     assert found(retriever, "Which vessel?") == [], "no word is shared, and there is no embedder"
     assert retriever.embed_texts(["anything"]) is None
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        found(retriever, "boat", search="dense")
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        retriever.retrieve_by_vector([1.0], "notes", SearchParams(1, "dense"))
 
 
-def test_dense_search_finds_texts_without_common_words(database: Database) -> None:
-    embedder = Topics()
-    catalog = Catalog(database, "tokenizer", "topics")
-    fill(catalog, embedder)
-    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
-    assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
+def test_searches_rank_by_words_by_meaning_or_both(topics: tuple[Retriever, Topics]) -> None:
+    retriever, embedder = topics
     assert found(retriever, "Which holiday?", k=1) == ["leave.md"]
+    assert found(retriever, "cupboard vessel", search="sparse") == ["keys.md"]
+    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
+    assert names(meaning) == ["boats.md"]
+    assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
+    near = retriever.retrieve_by_vector(
+        embedder.embed_query("vessel"), "notes", SearchParams(1, "dense")
+    )
+    assert near.hits[0].module == meaning.hits[0].module
+    # keys.md is second by meaning and first by words; boats.md first by meaning only
+    assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
     assert embedder.embedded == [], "stored vectors are used as they are"
 
 
-def test_hybrid_search_fuses_both_rankings(database: Database) -> None:
-    """keys.md is second by meaning and first by words; boats.md first by meaning only."""
-    embedder = Topics()
-    catalog = Catalog(database, "tokenizer", "topics")
-    fill(catalog, embedder)
-    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
-    assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
-
-
-def test_hits_have_the_scores_of_each_ranking(database: Database) -> None:
-    catalog, retriever = opened(database, embedder := Topics())
-    fill(catalog, embedder)
-    found = {
-        search: retriever.retrieve("Where is the ship key?", "notes", SearchParams(3, search))
-        for search in ("sparse", "dense", "hybrid")
-    }
-    sparse = {hit.module.id: hit for hit in found["sparse"].hits}
-    dense = {hit.module.id: hit for hit in found["dense"].hits}
+def test_hits_have_the_scores_of_each_ranking(topics: tuple[Retriever, Topics]) -> None:
+    sparse, dense, hybrid = (
+        {
+            hit.module.id: hit
+            for hit in topics[0].retrieve("The ship key?", "notes", SearchParams(3, search)).hits
+        }
+        for search in SEARCHES
+    )
     assert all(hit.bm25 == hit.score and hit.cosine is None for hit in sparse.values())
     assert all(hit.cosine == hit.score and hit.bm25 is None for hit in dense.values())
-    for hit in found["hybrid"].hits:
-        assert hit.bm25 == (sparse[hit.module.id].score if hit.module.id in sparse else None)
-        assert hit.cosine == dense[hit.module.id].score
+    for number, hit in hybrid.items():
+        assert hit.bm25 == (sparse[number].score if number in sparse else None)
+        assert hit.cosine == dense[number].score
 
 
-def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Database) -> None:
-    fill(Catalog(database, "tokenizer", None))
-    embedder = Topics()
-    catalog = Catalog(database, "tokenizer", "topics")
-    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
-    assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
-    assert sorted(embedder.embedded) == sorted(TEXTS.values())
-    again = Topics()
-    assert found(Retriever(catalog, again, Vectors(database, "topics")), "holiday?", 1) == [
-        "leave.md"
-    ]
-    assert again.embedded == []
+@pytest.mark.parametrize("search", SEARCHES)
+def test_threshold_drops_lower_scores(topics: tuple[Retriever, Topics], search: SearchKind) -> None:
+    query = "spare key boat"
+    every = topics[0].retrieve(query, "notes", SearchParams(3, search)).hits
+    least = every[0].score
+    kept = topics[0].retrieve(query, "notes", SearchParams(3, search, threshold=least))
+    assert kept.hits == tuple(hit for hit in every if hit.score >= least)
+    if search != "hybrid":  # whose best score is the highest that there is
+        assert found(topics[0], query, search=search, threshold=least + 1e-3) == []
 
 
 class StuckTopics(Topics):
@@ -208,8 +218,7 @@ def test_a_collection_is_searched_by_words_until_its_vectors_are_computed(
     assert embedder.entered.wait(10)
     assert found(retriever, "Which vessel?") == []
     embedder.go.set()
-    dense = retriever.retrieve("Which vessel?", "notes", SearchParams(1, "dense"))
-    assert names(dense) == ["boats.md"], "a dense search waits"
+    assert found(retriever, "Which vessel?", 1, "dense") == ["boats.md"], "a dense search waits"
     wait_until_built(retriever)
     assert found(retriever, "Which vessel?", 1) == ["boats.md"]
     assert sorted(embedder.embedded) == sorted(TEXTS.values())
@@ -217,22 +226,10 @@ def test_a_collection_is_searched_by_words_until_its_vectors_are_computed(
     embedder.go.clear()
     assert found(retriever, "leave holiday", 1) == ["leave.md"]
     assert set(found(retriever, "ship")) >= {"d0", "boats.md"}, "the others have their vectors"
-    params = SearchParams(3, mmr=0.5)
-    assert len(retriever.retrieve("ship", "notes", params).hits) == 3
+    assert len(found(retriever, "ship", mmr=0.5)) == 3
     embedder.go.set()
     wait_until_built(retriever)
     assert len(embedder.embedded) == len(TEXTS) + 3
-
-
-def test_a_first_index_is_prepared_with_its_vectors(database: Database) -> None:
-    fill(Catalog(database, "tokenizer", None))
-    _, retriever = opened(database, embedder := Topics())
-    retriever.prepare_index("notes")
-    wait_until_built(retriever)
-    assert sorted(embedder.embedded) == sorted(TEXTS.values())
-    assert retriever._indexes._indexes["notes"].missing == 0
-    assert found(retriever, "Which vessel?", 1) == ["boats.md"]
-    assert len(embedder.embedded) == len(TEXTS)
 
 
 _EXIT = """
@@ -272,16 +269,6 @@ def test_a_process_ends_well_while_vectors_are_computed(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_only_missing_vectors_are_computed(database: Database) -> None:
-    embedder = Topics()
-    catalog = Catalog(database, "tokenizer", "topics")
-    fill(catalog, embedder)
-    catalog.replace_documents("notes", [document("rooms.md", "A locked room.")])
-    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
-    assert set(found(retriever, "lock", k=2)) == {"rooms.md", "keys.md"}
-    assert embedder.embedded == ["A locked room."]
-
-
 def test_only_vectors_of_new_modules_are_read_after_a_change(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,8 +290,7 @@ def test_only_vectors_of_new_modules_are_read_after_a_change(
     catalog.delete_documents("notes", ["boats.md"])
     rooms = document("rooms.md", "A locked room.", np.array([0, 3, 0], dtype=np.float32))
     catalog.replace_documents("notes", [rooms, document("ships.md", "A ship.")])
-    dense = SearchParams(1, "dense")
-    assert names(retriever.retrieve("vessel", "notes", dense)) == ["ships.md"]
+    assert found(retriever, "vessel", 1, "dense") == ["ships.md"]
     assert read == [1], "the other one has none yet"
     assert found(retriever, "lock", 1) == ["rooms.md"]
     assert embedder.embedded == ["A ship."]
@@ -337,7 +323,7 @@ def test_changes_by_other_processes_are_seen(
     sparse = SearchParams(5, "sparse")
 
     def searched(query: str) -> list[str]:
-        return sorted(names(retriever.retrieve(query, "notes", sparse)))
+        return sorted(found(retriever, query, 5, "sparse"))
 
     assert searched("boat") == ["boats.md"]
     elsewhere = Database.open(tmp_path / "ledger.sqlite")
@@ -365,32 +351,28 @@ def test_changes_by_other_processes_are_seen(
 
 
 def test_a_change_is_seen_and_read_in_one_transaction(database: Database) -> None:
-    catalog = Catalog(database, "tokenizer", None)
+    catalog, retriever = opened(database)
     catalog.replace_documents("notes", [document("a", "The lamp is green.")])
-    retriever = Retriever(Catalog(database, "tokenizer", None))
-    retriever.retrieve("lamp", "notes", SearchParams(2))
+    assert found(retriever, "lamp") == ["a"]
     catalog.replace_documents("notes", [document("b", "The boat is green.")])
     begun: list[object] = []
     begins = begun.append
     event.listen(database.engine, "begin", begins)
-    found = retriever.retrieve("boat", "notes", SearchParams(2))
+    assert found(retriever, "boat") == ["b"]
     event.remove(database.engine, "begin", begins)
-    assert [hit.module.document for hit in found.hits] == ["b"]
     assert len(begun) == 1
 
 
 def test_collections_do_not_see_each_other(database: Database) -> None:
-    catalog = Catalog(database, "tokenizer", None)
+    catalog, retriever = opened(database)
     fill(catalog)
     catalog.replace_documents("other", [document("boats.md", "Another boat.")])
-    retriever = Retriever(catalog)
     hits = retriever.retrieve("boat", "other", SearchParams(5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
 def test_unknown_collection_error_lists_the_known_ones(database: Database) -> None:
-    catalog = Catalog(database, "tokenizer", None)
-    retriever = Retriever(catalog)
+    catalog, retriever = opened(database)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
         retriever.retrieve("boat", "notes", SearchParams(3))
     fill(catalog)
@@ -398,104 +380,42 @@ def test_unknown_collection_error_lists_the_known_ones(database: Database) -> No
         retriever.retrieve("boat", "recipes", SearchParams(3))
 
 
-def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalog, Retriever]:
-    name = None if embedder is None else "topics"
-    catalog = Catalog(database, "tokenizer", name)
-    vectors = None if embedder is None else Vectors(database, "topics")
-    return catalog, Retriever(catalog, embedder, vectors)
-
-
-def attributed(name: str, text: str, **attributes: object) -> NewDocument:
-    plain = document(name, text)
-    return NewDocument(name, "", text, plain.modules, attributes)
-
-
-def names(selection: Selection) -> list[str]:
-    return [hit.module.document for hit in selection.hits]
-
-
-def test_sparse_and_dense_search_rank_differently(database: Database) -> None:
-    catalog, retriever = opened(database, embedder := Topics())
-    fill(catalog, embedder)
-    words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "sparse"))
-    assert names(words) == ["keys.md"]
-    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
-    assert names(meaning) == ["boats.md"]
-    assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
-    near = retriever.retrieve_by_vector(
-        embedder.embed_query("vessel"), "notes", SearchParams(1, "dense")
-    )
-    assert near.hits[0].module == meaning.hits[0].module
-
-
-def test_sparse_search_embeds_nothing(database: Database) -> None:
-    fill(Catalog(database, "tokenizer", None))
-    _, retriever = opened(database, embedder := Topics())
-    assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "sparse"))) == ["keys.md"]
-    assert embedder.embedded == []
-
-
-def test_dense_search_without_an_embedder_is_refused(database: Database) -> None:
-    catalog, retriever = opened(database)
-    fill(catalog)
-    with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.retrieve("boat", "notes", SearchParams(1, "dense"))
-    with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.retrieve_by_vector([1.0], "notes", SearchParams(1, "dense"))
-
-
-@pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
+@pytest.mark.parametrize("search", SEARCHES)
 def test_filters_apply_before_the_cut(database: Database, search: SearchKind) -> None:
     """The two that are wanted rank below sixty that are not, more than there are candidates."""
     catalog, retriever = opened(database, Topics())
-    better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
-    wanted = [attributed(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
+    better = [document(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
+    wanted = [document(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
     catalog.replace_documents("notes", [*better, *wanted])
     params = SearchParams(2, search, {"team": "ops"})
     selection = retriever.retrieve("boat", "notes", params)
     assert sorted(names(selection)) == ["w0", "w1"]
     assert selection.hits[0].module.attributes == {"team": "ops"}
-    none = SearchParams(2, search, {"team": "none"})
-    assert retriever.retrieve("boat", "notes", none).hits == ()
+    assert found(retriever, "boat", search=search, filters={"team": "none"}) == []
 
 
 def test_k_may_exceed_the_candidates(database: Database) -> None:
     catalog, retriever = opened(database)
     catalog.replace_documents("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
-    assert len(retriever.retrieve("boat", "notes", SearchParams(65)).hits) == 65
+    assert len(found(retriever, "boat", 65)) == 65
 
 
-def test_threshold_drops_lower_scores(database: Database) -> None:
-    catalog, retriever = opened(database, embedder := Topics())
-    fill(catalog, embedder)
-    for search in ("sparse", "dense", "hybrid"):
-        every = retriever.retrieve("spare key boat", "notes", SearchParams(3, search)).hits
-        least = every[0].score
-        kept = retriever.retrieve(
-            "spare key boat", "notes", SearchParams(3, search, threshold=least)
-        )
-        assert kept.hits == tuple(hit for hit in every if hit.score >= least)
-        if search != "hybrid":  # whose best score is the highest that there is
-            above = SearchParams(3, search, threshold=least + 1e-3)
-            assert retriever.retrieve("spare key boat", "notes", above).hits == ()
-
-
-@pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
-def test_hits_far_below_the_best_are_left_out(database: Database, search: SearchKind) -> None:
+@pytest.mark.parametrize("search", SEARCHES)
+def test_hits_far_below_the_best_are_left_out(
+    topics: tuple[Retriever, Topics], search: SearchKind
+) -> None:
     """A module that shares but a common word stood in every prompt. Fused scores, which count
     ranks, do not tell."""
-    catalog, retriever = opened(database, embedder := Topics())
-    fill(catalog, embedder)
+    retriever, _ = topics
     query = "Where does the spare key to the lock of the key cupboard hang, not of the boat?"
     every = SearchParams(3, search, relative_threshold=0.0)
     hits = retriever.retrieve(query, "notes", every).hits
     assert [hit.module.document for hit in hits][:2] == ["keys.md", "boats.md"]
-    assert names(retriever.retrieve(query, "notes", SearchParams(3, search))) == ["keys.md"]
+    assert found(retriever, query, 3, search) == ["keys.md"]
     if search != "hybrid":  # where a hit may pass by its words or by its vector
         share = hits[1].score / hits[0].score
         for least, expected in ((share * 0.999, 2), (share * 1.001, 1)):
-            params = SearchParams(3, search, relative_threshold=least)
-            assert len(retriever.retrieve(query, "notes", params).hits) == expected
+            assert len(found(retriever, query, 3, search, relative_threshold=least)) == expected
 
 
 @pytest.mark.parametrize("embedder", [Topics(), None])
@@ -503,12 +423,10 @@ def test_mmr_passes_over_duplicates(database: Database, embedder: Topics | None)
     catalog, retriever = opened(database, embedder)
     texts = {"a": "boat boat ship", "b": "boat boat ship", "c": "boat key lock holiday"}
     catalog.replace_documents("notes", [document(name, text) for name, text in texts.items()])
-    plain = retriever.retrieve("boat ship", "notes", SearchParams(2))
-    assert sorted(names(plain)) == ["a", "b"]
-    params = SearchParams(2, mmr=0.8, relative_threshold=0.0)
-    diverse = retriever.retrieve("boat ship", "notes", params)
-    assert names(diverse)[1] == "c"
-    assert names(retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.0))) == names(plain)
+    plain = found(retriever, "boat ship", 2)
+    assert sorted(plain) == ["a", "b"]
+    assert found(retriever, "boat ship", 2, mmr=0.8, relative_threshold=0.0)[1] == "c"
+    assert found(retriever, "boat ship", 2, mmr=0.0) == plain
 
 
 class Wide(Topics):
@@ -674,41 +592,34 @@ def test_a_ledger_that_is_away_is_named_without_a_traceback(
     assert "Traceback" not in caplog.text
 
 
-def test_a_first_index_is_built_in_the_background(
+def test_a_first_index_is_built_in_the_background_with_its_vectors(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    catalog, retriever = opened(database)
-    fill(catalog)
+    fill(Catalog(database, "tokenizer", None))
+    _, retriever = opened(database, embedder := Topics())
     built = counted_builds(monkeypatch)
     for name in ("notes", "notes", "gone"):
         retriever.prepare_index(name)
     wait_until_built(retriever)
-    assert len(built) == 1
-    assert found(retriever, "boat") == ["boats.md"]
-    assert len(built) == 1
+    assert sorted(embedder.embedded) == sorted(TEXTS.values())
+    assert found(retriever, "Which vessel?", 1) == ["boats.md"]
+    assert (len(built), len(embedder.embedded)) == (1, len(TEXTS))
     database.close()
     retriever.prepare_index("another")
     wait_until_built(retriever)
     assert "not completed" not in caplog.text
 
 
-def test_recreated_collection_gets_a_new_index(database: Database) -> None:
-    catalog, retriever = opened(database)
-    catalog.replace_documents("notes", [document("old", "boat")])
-    assert found(retriever, "boat") == ["old"]
-    catalog.delete_collection("notes")
-    catalog.replace_documents("notes", [document("new", "boat")])
-    assert found(retriever, "boat") == ["new"]
-
-
-def test_a_deleted_collection_is_not_answered_where_the_clock_was_set_back(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("set_back", [False, True])
+def test_a_deleted_collection_is_not_answered_from_the_next_of_its_name(
+    database: Database, monkeypatch: pytest.MonkeyPatch, set_back: bool
 ) -> None:
-    """SQLite gives its id to the next collection."""
+    """Nor where the clock was set back. SQLite gives its id to the next collection."""
     catalog, retriever = opened(database)
     catalog.replace_documents("notes", [document("old", "boat")])
     assert found(retriever, "boat") == ["old"]
-    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    if set_back:
+        monkeypatch.setattr(time, "time_ns", lambda: 0)
     catalog.delete_collection("notes")
     catalog.replace_documents("notes", [document("new", "boat")])
     assert found(retriever, "boat") == ["new"]
