@@ -267,8 +267,6 @@ class Ledger:
         """Notes that a tier that outlives processes holds states now; the claims on the `last`
         keys end. Returns the keys whose rows were written: not those whose claim others have ended,
         which they do where this process was silent for too long."""
-        if not rows:
-            return set()
         with self.database.transaction() as session:
             held = self.locks.held_among(session, {row.key for row in rows})
             kept = sorted((row for row in rows if row.key in held), key=lambda row: row.key)

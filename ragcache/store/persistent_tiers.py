@@ -222,7 +222,7 @@ class PersistentTiers:
                 for key, states in found.items():
                     rows.append(self._memory.row(index, key, self._put(index, key, states), tick))
             finally:
-                recorded = self._ledger.record(rows, last)
+                recorded = self._ledger.record(rows, last) if rows else set()
                 self.learn(row for row in rows if row.key in recorded)
             found = {key: states for key, states in found.items() if key not in recorded}
             if not found:

@@ -333,8 +333,7 @@ class KVStore:
 
     def _discard_unowned(self, keys: Sequence[KVKey]) -> None:
         if keys:
-            with self.ledger.database.reading() as session:
-                owned = owned_among(session, keys)
+            owned = self._owned(keys)
             for key in owned:
                 self._retired.pop(key, None)
             self.persistent.discard(key for key in keys if key not in owned)
@@ -352,31 +351,27 @@ class KVStore:
             follow()
 
     def _keep_reused(self) -> None:
-        """Writes states that questions used again to the disk, if something still owns them;
-        preambles, which belong to the store, have no row before."""
+        """Writes states that questions used again to the disk, if something still owns them, and
+        takes back what lost its owner meanwhile. Preambles belong to the store, and have no row
+        before."""
         with self._keeping:
             keys = self._leases.take_reused()
-            if keys:
-                self._keep(keys)
+            if not keys:
+                return
+            with self.memory.lock:
+                known = {key: self.memory.metadata.get(key) for key in keys}
+            roots = {key for key, each in known.items() if each and each.mode == ROOT_MODE}
+            kept = [key for key in keys if key in roots | self._owned(keys)]
+            with self.borrow(kept) as lease:
+                self.persistent.add(lease.found, self.ledger.advance_clock())
+            if lost := [key for key in kept if key not in self._owned(kept)]:
+                with self.ledger.database.transaction() as session:
+                    gone = retire(session, lost)
+                self.persistent.discard(gone)
 
-    def _keep(self, keys: Sequence[KVKey]) -> None:
-        with self.memory.lock:
-            known = {key: self.memory.metadata.get(key) for key in keys}
-        owned = {key for key, each in known.items() if each and each.mode == ROOT_MODE}
+    def _owned(self, keys: Sequence[KVKey]) -> set[KVKey]:
         with self.ledger.database.reading() as session:
-            owned |= owned_among(session, keys)
-        with self.borrow([key for key in keys if key in owned]) as lease:
-            self.persistent.add(lease.found, self.ledger.advance_clock())
-        self._retire_unowned([key for key in keys if key in owned])
-
-    def _retire_unowned(self, keys: Sequence[KVKey]) -> None:
-        """Takes back what lost its owner while it was written."""
-        with self.ledger.database.reading() as session:
-            owned = owned_among(session, keys)
-        if len(owned) < len(set(keys)):
-            with self.ledger.database.transaction() as session:
-                gone = retire(session, [key for key in keys if key not in owned])
-            self.persistent.discard(gone)
+            return owned_among(session, keys)
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
@@ -408,10 +403,10 @@ def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
         work(store)
     except StoreError as error:
         store.counters.unreadable += 1
-        logger.warning("%s; the store's upkeep is tried again in a moment", error)
+        logger.warning("%s; the store goes on", error)
     except Exception:
         store.counters.unreadable += 1
-        logger.exception("the store's upkeep failed; it is tried again in a moment")
+        logger.exception("the upkeep of the store failed; it goes on")
 
 
 @contextmanager

@@ -50,13 +50,8 @@ CHANGES: list[dict[str, Any]] = [
 ids = st.lists(st.integers(0, 200_000), max_size=6)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_every_dependency_changes_the_key(change: dict[str, Any]) -> None:
-    assert state_key(**{**INPUTS, **change}) != state_key(**INPUTS)
-
-
-def test_all_changes_lead_to_different_keys() -> None:
-    assert len({state_key(**{**INPUTS, **change}) for change in CHANGES}) == len(CHANGES)
+def test_every_dependency_changes_the_key() -> None:
+    assert len({state_key(**{**INPUTS, **change}) for change in [{}, *CHANGES]}) == len(CHANGES) + 1
 
 
 def test_the_format_version_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +60,9 @@ def test_the_format_version_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> 
     assert state_key(**INPUTS) != before
 
 
-def test_equal_inputs_have_equal_keys_whatever_holds_the_tokens() -> None:
-    assert state_key(**{**INPUTS, "token_ids": [5, 6, 7]}) == state_key(**INPUTS)
-
-
-def test_offsets_one_after_another_are_the_same_as_none() -> None:
-    assert state_key(**INPUTS, offsets=[0, 1, 2]) == state_key(**INPUTS, offsets=None)
+@pytest.mark.parametrize("same", [{"token_ids": [5, 6, 7]}, {"offsets": [0, 1, 2]}], ids=str)
+def test_equal_inputs_have_equal_keys(same: dict[str, Any]) -> None:
+    assert state_key(**{**INPUTS, **same}) == state_key(**INPUTS)
 
 
 def test_text_that_moves_from_one_name_to_the_next_changes_the_key() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates, serialization
@@ -89,8 +90,6 @@ def test_a_run_without_tokens_is_a_blob_too(tmp_path: Path) -> None:
 
 
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
-    from safetensors.torch import load
-
     states = quantize(draw(torch.bfloat16), "int8")
     read = load(to_blob(KEY, states))
     for name, tensor in tensors_of(states).items():
@@ -194,30 +193,25 @@ def test_a_flipped_bit_in_any_byte_of_the_header_is_noticed(folder: Path) -> Non
             read_bytes(bytes(changed), folder)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, 300, -200, -8, -1])
-def test_a_truncated_file_is_noticed(kept: int, tmp_path: Path) -> None:
-    content = to_blob(KEY, draw())
-    with pytest.raises(StateCorrupt, match=r"blob\.safetensors is not a readable blob"):
-        read_bytes(content[:kept], tmp_path)
+BLOB, HALF = to_blob(KEY, draw()), draw().keys.nbytes
+UNREADABLE = r"blob\.safetensors is not a readable blob"
 
 
-def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
-    with pytest.raises(StateCorrupt):
-        read_bytes(to_blob(KEY, draw()) + b"\0", tmp_path)
-
-
-def test_a_blob_of_another_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateCorrupt, match="another key or format"):
-        read_bytes(to_blob(KVKey("cd" * 32), draw()), tmp_path)
-
-
-def test_keys_and_values_that_changed_places_are_noticed(tmp_path: Path) -> None:
-    states = draw()
-    content = to_blob(KEY, states)
-    half = states.keys.nbytes
-    swapped = content[: -2 * half] + content[-half:] + content[-2 * half : -half]
-    with pytest.raises(StateCorrupt, match="fails its checksum"):
-        read_bytes(swapped, tmp_path)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((BLOB[:kept], UNREADABLE) for kept in (0, 1, 7, 8, 9, 100, 300, -200, -8, -1)),
+        (BLOB + b"\0", UNREADABLE),
+        (save({"weight": torch.zeros(2)}), UNREADABLE),
+        (to_blob(KVKey("cd" * 32), draw()), "another key or format"),
+        (BLOB[: -2 * HALF] + BLOB[-HALF:] + BLOB[-2 * HALF : -HALF], "fails its checksum"),
+    ],
+    ids=lambda value: str(len(value)),
+)
+def test_what_is_not_the_blob_is_noticed(content: bytes, said: str, tmp_path: Path) -> None:
+    """Truncated, too long, of something else, of another key, keys in place of values."""
+    with pytest.raises(StateCorrupt, match=said):
+        read_bytes(content, tmp_path)
 
 
 def test_a_blob_of_another_format_is_not_read(
@@ -227,13 +221,6 @@ def test_a_blob_of_another_format_is_not_read(
     monkeypatch.setattr(serialization, "FORMAT_VERSION", 999)
     with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(content, tmp_path)
-
-
-def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
-    from safetensors.torch import save
-
-    with pytest.raises(StateCorrupt, match="not a readable blob"):
-        read_bytes(save({"weight": torch.zeros(2)}), tmp_path)
 
 
 @pytest.mark.parametrize(

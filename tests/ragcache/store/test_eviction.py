@@ -54,38 +54,6 @@ def test_states_used_again_go_in_the_order_of_their_last_use() -> None:
     assert index.get(key(1)) == KVEntry(10, 10)
 
 
-def test_a_second_use_while_states_are_here_counts() -> None:
-    index = index_of([1, 2, 3], [])
-    assert index.touch(key(1), 10)
-    assert index.is_reused(key(1))
-    assert index.choose_victims(30) == keys(2, 3, 1)
-
-
-def test_a_second_use_soon_after_states_went_counts() -> None:
-    index = index_of(list(range(10)), [])
-    assert evict(index, 20) == keys(0, 1)
-    assert index.add(key(1), 10, 20)
-    assert index.is_reused(key(1))
-    assert not index.add(key(77), 10, 21)
-
-
-def test_keys_of_states_that_went_are_forgotten_beyond_their_share_of_the_bytes() -> None:
-    index = index_of(list(range(10)), [])
-    assert evict(index, 50) == keys(0, 1, 2, 3, 4)
-    remembered = int(GONE_SHARE * index.used_bytes) // 10
-    assert [number for number in range(5) if index.add(key(number), 10, 30)] == [3, 4]
-    assert remembered == 2
-
-
-def test_only_what_goes_for_pressure_is_remembered() -> None:
-    index = index_of([1, 2, 3], [4])
-    for number in (1, 4):
-        assert index.remove(key(number)) == 10
-    assert index.remove(key(4)) == 0
-    assert not index.add(key(1), 10, 9)
-    assert not index.add(key(4), 10, 9)
-
-
 def test_a_scan_pushes_out_no_states_that_were_used_again() -> None:
     index = index_of([], [1, 2, 3])
     for number in range(100, 200):

@@ -186,36 +186,25 @@ def check(folder: Path, where: Path | str, possible: dict[str, set[int]]) -> dic
         library.close()
 
 
-def kill_often(folder: Path, where: Path | str, kills: int, seed: int) -> int:
-    """Returns how many changes were acknowledged."""
-    rng = random.Random(seed)
-    expected: dict[str, int] = {}
-    acknowledged = 0
-    for turn in range(kills):
-        work = lambda tell, turn=turn: live(folder, where, seed + turn, tell)  # noqa: E731
-        lines = run_and_kill(work, rng.uniform(0.0, LONGEST), rng.choice((0, 1, 2, 3, 5, 9)))
-        acknowledged += lines.count("done")
-        expected = check(folder, where, settle(expected, lines))
-    return acknowledged
-
-
-@pytest.mark.slow
-def test_a_few_kills(tmp_path: Path, where: Path | str) -> None:
-    assert kill_often(tmp_path, where, 5, 1) > 0
-
-
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path, where: Path | str) -> None:
     """Two hundred under the profile `full`."""
-    kills = scaled(200)
-    assert kill_often(tmp_path, where, kills, 1000) > kills / 2
-
-
-def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
-    """Returns whether migrations were found done, or not, after the kills. Their moments close in
-    on the time that a migration takes, however busy the machine is."""
-    rng, seen, longest = random.Random(7), set(), 0.1
+    rng, kills, acknowledged = random.Random(1000), scaled(200), 0
+    expected: dict[str, int] = {}
     for turn in range(kills):
+        work = lambda tell, turn=turn: live(tmp_path, where, 1000 + turn, tell)  # noqa: E731
+        lines = run_and_kill(work, rng.uniform(0.0, LONGEST), rng.choice((0, 1, 2, 3, 5, 9)))
+        acknowledged += lines.count("done")
+        expected = check(tmp_path, where, settle(expected, lines))
+    assert acknowledged > kills / 2
+
+
+@pytest.mark.slow
+def test_many_kills_of_a_migration(tmp_path: Path) -> None:
+    """The moments of the kills close in on the time that a migration takes, however busy the
+    machine is."""
+    rng, seen, longest = random.Random(7), set(), 0.1
+    for turn in range(50):
         path = tmp_path / f"new{turn}.sqlite3"
         opening = lambda tell, path=path: (Database.open(path), tell("done"))  # noqa: E731
         done = "done" in run_and_kill(opening, rng.uniform(0.0, longest))
@@ -225,14 +214,4 @@ def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
         with database.engine.connect() as connection:
             assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
         database.close()
-    return seen
-
-
-@pytest.mark.slow
-def test_a_few_kills_of_a_migration(tmp_path: Path) -> None:
-    assert kill_migrations(tmp_path, 5)
-
-
-@pytest.mark.slow
-def test_many_kills_of_a_migration(tmp_path: Path) -> None:
-    assert kill_migrations(tmp_path, 50) == {False, True}
+    assert seen == {False, True}

@@ -91,6 +91,18 @@ class Producer:
             yield make_states(int(key.digest[:2], 16))
 
 
+def failing(error: Exception) -> Callable[..., Any]:
+    """A method that fails."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+AWAY = failing(RemoteUnavailable("away"))
+
+
 def nothing(keys: Sequence[KVKey]) -> list[KVStates]:
     raise AssertionError(f"asked to produce {keys}")
 
@@ -609,11 +621,8 @@ class TestRemote:
     def test_a_remote_that_fails_while_it_is_first_opened_is_used_when_it_answers(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch, failing: str
     ) -> None:
-        def away(*_: object) -> None:
-            raise RemoteUnavailable("away")
-
         with monkeypatch.context() as patched:
-            patched.setattr(remote, failing, away)
+            patched.setattr(remote, failing, AWAY)
             store = reopen(10, remote=remote)
             store.check_remote_again()
         fill(store, 1)
@@ -630,11 +639,8 @@ class TestRemote:
         wrong = RemoteTier.open(f"file://{tmp_path / 'another'}")
         wrong.write_place("its own")
 
-        def away() -> None:
-            raise RemoteUnavailable("away")
-
         with monkeypatch.context() as patched:
-            patched.setattr(wrong, "read_place", away)
+            patched.setattr(wrong, "read_place", AWAY)
             store = reopen(10, remote=wrong)
         store.check_remote_again()
         fill(store, 1)
@@ -678,12 +684,9 @@ class TestRemote:
             answers.wait(20)
             raise RemoteUnavailable("away")
 
-        def away() -> None:
-            raise RemoteUnavailable("away")
-
         swept = threading.Event()
         monkeypatch.setattr("ragcache.store.store.SWEEP_SECONDS", 0.001)
-        monkeypatch.setattr(remote, "read_place", away)
+        monkeypatch.setattr(remote, "read_place", AWAY)
         store = reopen(10, remote=remote)
         monkeypatch.setattr(remote, "read_place", hang)
         try:
@@ -710,9 +713,7 @@ class TestRemote:
     def test_a_remote_that_cannot_be_written_is_read_as_it_is(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(_: str) -> None:
-            raise StoreUnwritable("the remote is mounted for reading")
-
+        refuse = failing(StoreUnwritable("the remote is mounted for reading"))
         monkeypatch.setattr(remote, "write_place", refuse)
         store = reopen(10, remote=remote)
         fill(store, 1)
@@ -738,18 +739,13 @@ class TestRemote:
     def test_an_unreachable_remote_costs_an_encoding(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from ragcache.errors import RemoteUnavailable
-
-        def away(*_: object) -> None:
-            raise RemoteUnavailable("timed out")
-
         store = reopen(10, remote=remote)
         fill(store, 1)
         store.evict(keys(1), "host")
         store.evict(keys(1), "disk")
         with monkeypatch.context() as patched:
-            patched.setattr(remote, "get", away)
-            patched.setattr(remote, "put", away)
+            patched.setattr(remote, "get", AWAY)
+            patched.setattr(remote, "put", AWAY)
             assert sources(store, 1) == ["encoded"]
             fill(store, 2)
         assert store.counters.unreadable == 2
@@ -815,13 +811,10 @@ def test_what_cannot_be_added_leaves_no_claim(
 def test_a_full_disk_does_not_stop_a_question(
     store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise StoreFull("full")
-
     fill(store, 1)
     with monkeypatch.context() as patched:
         for name in ("claim", "record", "expel"):
-            patched.setattr(store.ledger, name, full)
+            patched.setattr(store.ledger, name, failing(StoreFull("full")))
         assert sources(store, 1, 2) == ["host", "encoded"]
         path = store.disk.path(make_key(1))
         store.memory.drop(make_key(1), "manual")

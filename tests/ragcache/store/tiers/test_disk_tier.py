@@ -212,13 +212,6 @@ def test_a_damaged_blob_is_never_served(
         tier.load(make_key(1), lambda n: torch.empty(n, dtype=torch.uint8))
 
 
-def test_a_damaged_blob_can_be_put_again(tier: DiskTier) -> None:
-    tier.put(make_key(1), make_states(1))
-    flip(tier.path(make_key(1)))
-    tier.put(make_key(1), make_states(1))
-    assert same(tier.get(make_key(1)), make_states(1))  # type: ignore[arg-type]
-
-
 def test_only_old_leftovers_of_writers_are_removed(tier: DiskTier) -> None:
     tier.put(make_key(1), make_states(1))
     folder = tier.path(make_key(1)).parent
