@@ -34,19 +34,27 @@ class Seen:
     values: Tensor
     positions: Tensor
 
+    def until(self, end: int) -> Seen:
+        return Seen(self.keys[:, :end], self.values[:, :end], self.positions[:end])
+
 
 def definition(
-    query: Tensor, seen: Sequence[Seen], scale: float, slopes: Tensor | None, position: float
-) -> Tensor:
+    query: Tensor, seen: Sequence[Seen], scale: float, slopes: Tensor | None, position: float,
+    *, window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention of one row [Hq, D] at `position` over all that it sees."""
-    group = len(query) // len(seen[0].keys)
-    keys = torch.cat([each.keys for each in seen], 1).repeat_interleave(group, 0)
-    values = torch.cat([each.values for each in seen], 1).repeat_interleave(group, 0)
-    scores = (keys @ query.double()[..., None])[..., 0] * scale  # [Hq, S]
+    keys = torch.cat([each.keys for each in seen], 1)
+    values = torch.cat([each.values for each in seen], 1)
+    distance = torch.cat([each.positions for each in seen]) - position
+    grouped = query.double().unflatten(0, (len(keys), -1))  # [Hkv, G, D]
+    scores = (grouped @ keys.mT).flatten(0, 1) * scale  # [Hq, S]
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if slopes is not None:
-        distance = torch.cat([each.positions for each in seen]) - position
-        scores = scores + slopes[:, None].double() * distance
-    return (scores.softmax(-1)[:, None] @ values)[:, 0]
+        scores = scores + slopes[:, None].to(scores) * distance
+    if window is not None:
+        scores = scores.masked_fill(distance <= -window, -torch.inf)
+    return (scores.softmax(-1).unflatten(0, (len(keys), -1)) @ values).flatten(0, 1)
 
 
 def frequencies(rotated: int) -> Tensor:
@@ -54,12 +62,17 @@ def frequencies(rotated: int) -> Tensor:
     return 1000.0 ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
 
 
-def moved(keys: Tensor, delta: float, rotated: int) -> Tensor:
+def moved(keys: Tensor, delta: float, rotated: int, *, interleaved: bool = False) -> Tensor:
     """Rotary keys [..., D] moved by `delta` positions: products of complex numbers."""
     half = rotated // 2
-    pairs = torch.complex(keys[..., :half], keys[..., half:rotated])
-    turned = pairs * torch.exp(1j * delta * frequencies(rotated))
-    return torch.cat([turned.real, turned.imag, keys[..., rotated:]], -1)
+    left, right = slice(0, half), slice(half, rotated)
+    if interleaved:
+        left, right = slice(0, rotated, 2), slice(1, rotated, 2)
+    pairs = torch.complex(keys[..., left], keys[..., right])
+    pairs = pairs * torch.exp(1j * delta * frequencies(rotated).to(keys.device))
+    turned = keys.double().clone()
+    turned[..., left], turned[..., right] = pairs.real, pairs.imag
+    return turned
 
 
 @dataclass(frozen=True, slots=True)

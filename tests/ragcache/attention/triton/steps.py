@@ -14,6 +14,7 @@ from ragcache.attention.triton.plan import HeadLayout
 from ragcache.attention.triton.tables import TableViews
 from ragcache.states import KVStates
 from ragcache.states.quantization import QuantizedStates, quantize
+from tests.ragcache.attention.scenes import Seen, definition, frequencies, moved
 
 LAYERS, LAYER, BLOCK = 2, 1, 64
 ALL = 2**30
@@ -42,26 +43,9 @@ class Scheme:
     def num_heads(self) -> int:
         return self.kv_heads * self.group
 
-    def angles(self, positions: Tensor) -> Tensor:
-        """[P, R/2], float64."""
-        steps = torch.arange(0, self.rotated, 2, dtype=torch.float64, device=positions.device)
-        return positions.double()[:, None] * 1000.0 ** -(steps / self.rotated)
-
-    def moved(self, keys: Tensor, delta: int) -> Tensor:
-        """Keys [..., D] moved by delta positions, in float64."""
-        if not self.rotated:
-            return keys.double()
-        angle = self.angles(torch.tensor([delta], device=keys.device))[0]
-        turned, half = keys.double().clone(), self.rotated // 2
-        left, right = slice(0, half), slice(half, self.rotated)
-        if self.interleaved:
-            left, right = slice(0, self.rotated, 2), slice(1, self.rotated, 2)
-        x, y = keys[..., left].double(), keys[..., right].double()
-        turned[..., left] = x * angle.cos() - y * angle.sin()
-        turned[..., right] = y * angle.cos() + x * angle.sin()
-        return turned
-
-    def slopes(self) -> Tensor:
+    def slopes(self) -> Tensor | None:
+        if not self.alibi:
+            return None
         return 0.5 ** torch.arange(1, self.num_heads + 1, dtype=torch.float32)
 
 
@@ -74,18 +58,6 @@ class Asking:
     new: int
     reads: tuple[tuple[int, int], ...] = ()
     early: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Keys (moved) and values [Hkv, S, D] in float64, with their positions."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-
-    def until(self, end: int) -> Seen:
-        return Seen(self.keys[:, :end], self.values[:, :end], self.positions[:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +220,8 @@ class _Making:
             origins = [11 * n + delta for n, delta in request.reads]  # of the bases' token 0
             cached = [
                 Seen(
-                    scheme.moved(wide[n][0], delta), wide[n][1],
+                    moved(wide[n][0], delta, scheme.rotated, interleaved=scheme.interleaved),
+                    wide[n][1],
                     torch.arange(origin + 3, origin + 3 + documents[n], device=self.device),
                 )
                 for (n, delta), origin in zip(request.reads, origins, strict=True)
@@ -283,13 +256,16 @@ class _Making:
         queries = query.double().to(self.device)
         expected = torch.zeros(total, scheme.num_heads, scheme.dim, dtype=torch.float64)
         for at, found in enumerate(seen):
-            expected[at] = self.attention(queries[:, at], found, positions[at])
-        moved = merged.to(self.device)
+            expected[at] = definition(
+                queries[:, at], found, scheme.dim**-0.5, scheme.slopes(), positions[at],
+                window=scheme.window, softcap=scheme.softcap,
+            )  # fmt: skip
+        projected = merged.to(self.device)
         return Step(
             scheme, self.kind, self.dtype, self.device,
-            moved[:, : scheme.num_heads].transpose(0, 1),
-            moved[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1),
-            moved[:, -scheme.kv_heads :].transpose(0, 1),
+            projected[:, : scheme.num_heads].transpose(0, 1),
+            projected[:, scheme.num_heads : -scheme.kv_heads].transpose(0, 1),
+            projected[:, -scheme.kv_heads :].transpose(0, 1),
             (pool[0].to(self.device), pool[1].to(self.device)),
             [self.on_device(each) for each in states],
             [read for read in reads if read.entries],
@@ -330,36 +306,19 @@ class _Making:
         moved = {n: t.to(self.device) if isinstance(t, Tensor) else t for n, t in tensors.items()}
         return type(states)(**moved)
 
-    def attention(self, query: Tensor, seen: Sequence[Seen], position: int) -> Tensor:
-        """By definition, of one row [Hq, D]."""
-        scheme = self.scheme
-        keys = torch.cat([each.keys for each in seen], 1)
-        values = torch.cat([each.values for each in seen], 1)
-        distance = torch.cat([each.positions for each in seen]) - position
-        grouped = query.view(scheme.kv_heads, scheme.group, scheme.dim)
-        scores = (grouped @ keys.mT).flatten(0, 1) * scheme.dim**-0.5
-        if scheme.softcap:
-            scores = scheme.softcap * (scores / scheme.softcap).tanh()
-        if scheme.alibi:
-            scores = scores + scheme.slopes()[:, None].to(scores) * distance
-        if scheme.window is not None:
-            scores = scores.masked_fill(distance <= -scheme.window, -torch.inf)
-        weights = scores.softmax(-1).view(scheme.kv_heads, scheme.group, -1)
-        return (weights @ values).flatten(0, 1)
-
 
 def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
     """The kernels of the step's scheme, their partial results poisoned."""
     from ragcache.attention.triton.launch import RotationTables, TritonKernels
 
-    scheme, rotation = step.scheme, None
+    scheme, rotation, slopes = step.scheme, None, step.scheme.slopes()
     if scheme.rotated:
-        angles = scheme.angles(torch.arange(1024))
+        angles = torch.arange(1024).double()[:, None] * frequencies(scheme.rotated)
         cos, sin = (t.float().to(step.device) for t in (angles.cos(), angles.sin()))
         rotation = RotationTables(cos, sin, scheme.interleaved)
     kernels = TritonKernels(
         scheme.heads, step.dtype, step.device, rotation,
-        scheme.slopes().to(step.device) if scheme.alibi else None,
+        None if slopes is None else slopes.to(step.device),
         max_entries=max_entries, windows=(None, scheme.window) if scheme.window else (),
         softcap=scheme.softcap, quantized=scheme.int8, **options,
     )  # fmt: skip
