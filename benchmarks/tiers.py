@@ -39,7 +39,7 @@ from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.planning import (
     break_even_tokens,
     drop_pages,
@@ -242,7 +242,7 @@ def bench_by_tier(
 class _FilledTiers:
     """A store with the same states in every tier. tokens: all first tokens so far."""
 
-    def __init__(self, model: LanguageModel, store: KVStore, runs: int) -> None:
+    def __init__(self, model: CausalLM, store: KVStore, runs: int) -> None:
         self.model, self.store, self.runs = model, store, runs
         self.tiers = [index.name for index in store.memory.every]
         self.tokens: set[int] = set()
@@ -291,7 +291,7 @@ def _store(folder: Path, states: dict[KVKey, KVStates]) -> KVStore:
     return store
 
 
-def _first_token(model: LanguageModel, states: Sequence[StoredStates], own: Sequence[int]) -> int:
+def _first_token(model: CausalLM, states: Sequence[StoredStates], own: Sequence[int]) -> int:
     context = assemble_context(states, own, window=model.window, max_new_tokens=1)
     [completion] = complete(model, [Request(context, 1)])
     return completion.token_ids[0]

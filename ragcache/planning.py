@@ -29,7 +29,7 @@ from ragcache.documents import load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
-from ragcache.models import LanguageModel, LoadedModel, prompt_frame
+from ragcache.models import CausalLM, LoadedModel, prompt_frame
 from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
@@ -107,13 +107,13 @@ class TierSize:
         return self.budget_bytes / self.nbytes
 
 
-def shape_of(model: LanguageModel, tokens: int) -> KVStates:
+def shape_of(model: CausalLM, tokens: int) -> KVStates:
     """States of `tokens` tokens on the meta device: a shape without memory."""
     keys, values = model.new_states(tokens, torch.device("meta"))
     return KVStates(keys.to(model.states_dtype), values.to(model.states_dtype), 0)
 
 
-def bytes_per_token(model: LanguageModel) -> dict[str, int]:
+def bytes_per_token(model: CausalLM) -> dict[str, int]:
     """Bytes of a token by `kv_dtype`, scales included."""
     heads = model.num_layers * model.num_kv_heads
     eight = heads * (model.head_dim + model.value_dim + torch.float32.itemsize)
@@ -121,7 +121,7 @@ def bytes_per_token(model: LanguageModel) -> dict[str, int]:
 
 
 def tier_sizes(
-    model: LanguageModel, lengths: Sequence[int], budgets: dict[str, int | None]
+    model: CausalLM, lengths: Sequence[int], budgets: dict[str, int | None]
 ) -> tuple[TierSize, ...]:
     """Sizes of modules of these lengths, by `kv_dtype`, in every tier that has a budget."""
     kinds = [check_kv_dtype(kind) for kind in KV_DTYPES]
@@ -306,7 +306,7 @@ def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
 
 
 def measure_sample(
-    model: LanguageModel, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
+    model: CausalLM, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
     progress: Callable[[str], None],
 ) -> SampleTimes:  # fmt: skip
     """Times encoding and loading of a sample, in a temporary folder on the disk of `folder`. Raises
@@ -336,7 +336,7 @@ def measure_sample(
 
 
 def _measure_cut(
-    model: LanguageModel, root: KVStates, tokens: Sequence[int],
+    model: CausalLM, root: KVStates, tokens: Sequence[int],
     disks: dict[str, DiskTier], host: HostTier,
 ) -> tuple[Cut, bool]:  # fmt: skip
     """Times of a module, and whether it was loaded from the disk and not from the page cache."""
@@ -361,14 +361,14 @@ def _measure_cut(
 
 
 def encode_modules(
-    model: LanguageModel, root: KVStates, modules: Sequence[Sequence[int]]
+    model: CausalLM, root: KVStates, modules: Sequence[Sequence[int]]
 ) -> list[KVStates]:
     """States of modules, each encoded after the preamble's states."""
     jobs = [EncodeJob(list(ids), root.length, Segment(root, 0)) for ids in modules]
     return list(encode(model, jobs))
 
 
-def median_seconds(model: LanguageModel, run: Callable[[], object]) -> float:
+def median_seconds(model: CausalLM, run: Callable[[], object]) -> float:
     """Median seconds of three runs, or of fewer if they take long."""
     times: list[float] = []
     while len(times) < _RUNS and sum(times) < _MAX_SECONDS:

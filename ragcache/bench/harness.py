@@ -16,7 +16,7 @@ from ragcache.machine import keep_freed_memory
 from ragcache.states import KVStates
 
 if TYPE_CHECKING:
-    from ragcache.models import CausalLM, LanguageModel
+    from ragcache.models import CausalLM
 
 Progress = Callable[[str], None]
 
@@ -126,7 +126,7 @@ def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
     return causal
 
 
-def dtypes_of(causal: LanguageModel) -> dict[str, str]:
+def dtypes_of(causal: CausalLM) -> dict[str, str]:
     """What a model computes in and keeps states in, for the JSON of every figure."""
     from ragcache.models import dtype_name
 

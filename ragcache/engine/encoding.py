@@ -16,7 +16,7 @@ from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment, check_tokens
 from ragcache.errors import EncodingOutOfMemory, InvalidRequest
 from ragcache.machine import new_event
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.states import Arrival, KVStates
 
 
@@ -42,14 +42,14 @@ class EncodeJob:
             return self.position_ids
         return range(self.start, self.start + len(self.token_ids))
 
-    def computed_bytes(self, model: LanguageModel) -> int:
+    def computed_bytes(self, model: CausalLM) -> int:
         """What its states take while they are computed."""
         layers = model.num_layers
         nbytes = len(self.token_ids) * model.computed_bytes_per_token
         return nbytes * (self.layers or layers) // layers
 
 
-def check_job(job: EncodeJob, model: LanguageModel) -> None:
+def check_job(job: EncodeJob, model: CausalLM) -> None:
     """Raises `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute, or not
     without harm to what it computes beside it."""
     if job.layers is not None and not 1 <= job.layers <= model.num_layers:
@@ -62,7 +62,7 @@ def check_job(job: EncodeJob, model: LanguageModel) -> None:
 class Encoding:
     """An encode job under way, computed in portions of any size."""
 
-    def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
+    def __init__(self, model: CausalLM, job: EncodeJob) -> None:
         self.job = job
         self.kv = ContiguousKV.allocate(model, len(job.token_ids), job.layers)
         self._steps = 0  # under way
@@ -157,7 +157,7 @@ class EncodeQueue:
     who does not take, one job of a caller who waits begins in any case.
     """
 
-    def __init__(self, model: LanguageModel, budget_bytes: int) -> None:
+    def __init__(self, model: CausalLM, budget_bytes: int) -> None:
         self.model, self.budget_bytes = model, budget_bytes
         self._tasks: deque[_EncodeTask] = deque()
         self._channels: WeakSet[StatesChannel] = WeakSet()

@@ -22,7 +22,7 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.openmp import give_workers_back
 from ragcache.states import KVStates
 
@@ -49,7 +49,7 @@ class LLMEngine:
         ...     output = engine.submit_request(Request(context, 64)).result()
     """
 
-    def __init__(self, model: LanguageModel, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: CausalLM, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.for_device(model.device)
         runner = runner_for(model, prefill_tokens=self.config.prefill_tokens)
         self._core = EngineCore(runner, self.config)
@@ -210,7 +210,7 @@ MAX_TOKENS_PER_PASS = 2048
 
 
 def complete(
-    model: LanguageModel, requests: Sequence[Request], config: EngineConfig | None = None
+    model: CausalLM, requests: Sequence[Request], config: EngineConfig | None = None
 ) -> list[RequestOutput]:
     """Runs requests in one batch, in the calling thread. Returns their outputs, in order. Raises
     what `LLMEngine.submit_request` raises."""
@@ -227,7 +227,7 @@ def complete(
     return [handle.result() for handle in handles]
 
 
-def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
+def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
     """Encodes modules in the calling thread. Yields the states of each job, in order. Raises
     `InvalidRequest` or `PromptTooLong` for one that the model cannot compute."""
     for job in jobs:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ragcache.attention import ContiguousWrite
 from ragcache.errors import ConfigurationError
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.states import KVStates
 
 BLOCK_SIZE = 64
@@ -31,7 +31,7 @@ BLOCK_SIZE = 64
 class BlockPool:
     """Blocks of tokens, allocated once and handed out by number. Not thread-safe.
 
-    keys, values: [L, Hkv, N * block_size, D], from `LanguageModel.new_states`. Block n is tokens
+    keys, values: [L, Hkv, N * block_size, D], from `CausalLM.new_states`. Block n is tokens
     n * block_size to (n + 1) * block_size of every layer, so blocks of consecutive numbers are
     contiguous.
     clears: whether blocks are cleared when they are allocated, for readers that multiply slots
@@ -54,7 +54,7 @@ class BlockPool:
 
     @classmethod
     def create(
-        cls, model: LanguageModel, nbytes: int, block_size: int = BLOCK_SIZE, *,
+        cls, model: CausalLM, nbytes: int, block_size: int = BLOCK_SIZE, *,
         clears: bool = True,
     ) -> BlockPool:  # fmt: skip
         """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype. Raises
@@ -410,9 +410,7 @@ class ContiguousKV:
         self.positions: list[int] = []
 
     @classmethod
-    def allocate(
-        cls, model: LanguageModel, capacity: int, layers: int | None = None
-    ) -> ContiguousKV:
+    def allocate(cls, model: CausalLM, capacity: int, layers: int | None = None) -> ContiguousKV:
         """layers: the first ones alone; None is all."""
         return cls(*model.new_states(capacity, layers=layers), model.states_dtype)
 

@@ -14,7 +14,7 @@ from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.states.quantization import StoredStates, model_dtype
 
 MAX_CHOICES = 128
@@ -296,7 +296,7 @@ def check_tokens(
         )
 
 
-def check_states(states: StoredStates, model: LanguageModel, *, by_address: bool) -> None:
+def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> None:
     """Raises `InvalidRequest` for states that are not the model's. by_address: a GPU reads them by
     their address, as numbers of the model's dtype or int8."""
     keys = states.keys

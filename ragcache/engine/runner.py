@@ -13,7 +13,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.sampler import Sampler
 from ragcache.machine import keep_freed_memory
-from ragcache.models import CausalLM, LanguageModel
+from ragcache.models import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class ModelRunner(Protocol):
     """Where all steps run; None on a CPU."""
 
     @property
-    def model(self) -> LanguageModel: ...
+    def model(self) -> CausalLM: ...
 
     def create_pool(self, nbytes: int) -> BlockPool:
         """The pool of private states, of at most `nbytes`."""
@@ -111,10 +111,9 @@ def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> No
                 segment.states.arrival.wait(stream)
 
 
-def runner_for(model: LanguageModel, *, prefill_tokens: int = 8192) -> ModelRunner:
+def runner_for(model: CausalLM, *, prefill_tokens: int = 8192) -> ModelRunner:
     """The runner that suits a model and its device. prefill_tokens: the most rows of a step that
     a GPU's tables have room for at first."""
-    assert isinstance(model, CausalLM)
     if model.device.type == "cuda" and model.kernels:
         try:
             from ragcache.engine.device_runner import DeviceModelRunner
@@ -125,5 +124,5 @@ def runner_for(model: LanguageModel, *, prefill_tokens: int = 8192) -> ModelRunn
     return RaggedModelRunner(model)
 
 
-def _stream_of(model: LanguageModel) -> torch.cuda.Stream | None:
+def _stream_of(model: CausalLM) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None

@@ -17,7 +17,6 @@ from ragcache.models.model import (
     CausalLM,
     Dimensions,
     ForwardBatch,
-    LanguageModel,
 )
 from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionScheme, Rotary
 from ragcache.models.tokenizer import PromptTokenizer
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTRUCTION", "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch",
-    "LanguageModel", "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
+    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
     "PromptTokenizer", "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
     "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip

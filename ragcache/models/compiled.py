@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.machine import prefer_cublaslt
 from ragcache.models.hf_patch import SegmentCache, number_layers
-from ragcache.models.model import CausalLM, ForwardBatch, LanguageModel
+from ragcache.models.model import CausalLM, ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class ProjectionSlice(nn.Module):
         return product[..., self.begin : self.end]
 
 
-def merge_projections(language: LanguageModel) -> int:
+def merge_projections(language: CausalLM) -> int:
     """Merges the projections of a model, in place. Memory for one merged weight is needed beyond
     the model. A second call changes nothing.
 

@@ -23,7 +23,7 @@ from ragcache.models.dtype import (
     convert,
     parse_dtype,
 )
-from ragcache.models.model import LanguageModel
+from ragcache.models.model import CausalLM
 from ragcache.models.reader import READER, ReaderLM, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 
@@ -47,7 +47,7 @@ class LoadedModel:
     quotations unless a request says otherwise, as those of the embedded reader."""
 
     name: str
-    causal: LanguageModel
+    causal: CausalLM
     tokenizer: Any
     dtypes: DTypeChoice | None = field(default=None, kw_only=True)
     extractive: bool = field(default=False, kw_only=True)
@@ -140,7 +140,7 @@ def load_model(
     choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
     model = convert(model, choice.compute).to(place)
     if embedded:
-        causal: LanguageModel = ReaderLM(model)
+        causal: CausalLM = ReaderLM(model)
     else:
         from ragcache.models.trial import wrap
 

@@ -57,18 +57,45 @@ class Dimensions:
         return cls(layers, heads, int(kv_heads), int(head_dim), int(limit))
 
 
-class LanguageModel:
-    """A causal language model of Hugging Face, however its attention reads cached states.
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """One ragged forward pass: the new tokens of all requests, flattened. token_ids, position_ids:
+    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted. metadata: `OperatorMetadata`
+    of a registered step on a device whose model `prepare_for_device` has prepared."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    logit_rows: Tensor
+    metadata: AttentionMetadata | OperatorMetadata
+
+
+class CausalLM:
+    """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`).
+
+    Key i of a segment is taken to be at position start + i, which `KVStates` promises: tokens that
+    were encoded with gaps are read as one segment for each run without gaps (`KVStates.part`), as
+    by prompts of PML. A request's own tokens, and those of an encoding under way, may have gaps
+    anywhere.
 
     Attributes:
         states_dtype: Of kept states; the dtype that the model computes in, unless that is wider
             than its checkpoint's. Set before anything is encoded.
         value_dim: The width of kept values: `head_dim`, or 0 where the keys serve as values.
+        windows: Of each layer, how many positions up to its own a row sees, or None for all; empty
+            where no layer has a window within the model's.
+        softcap: The bound of scores, cap * tanh(score / cap), or None. Windows and caps are exact
+            over segments, because scores are capped and masked one by one, before anything is
+            summed.
+        kernels: Whether the kernels of a GPU compute its attention.
     """
 
-    def __init__(self, model: Any, scheme: PositionScheme, dimensions: Dimensions) -> None:
-        self.model = model
-        self.scheme = scheme
+    def __init__(
+        self, model: Any, scheme: PositionScheme, backend: AttentionBackend,
+        dimensions: Dimensions, windows: tuple[int | None, ...] = (), softcap: float | None = None,
+        *, kernels: bool = True,
+    ) -> None:  # fmt: skip
+        self.model, self.scheme, self.backend = model, scheme, backend
+        self.windows, self.softcap, self.kernels = windows, softcap, kernels
         self.states_dtype: torch.dtype = model.dtype
         self.num_layers = dimensions.num_layers
         self.num_heads = dimensions.num_heads
@@ -139,43 +166,6 @@ class LanguageModel:
             rows, tokens, heads=self.num_heads, kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardBatch:
-    """One ragged forward pass: the new tokens of all requests, flattened. token_ids, position_ids:
-    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted. metadata: `OperatorMetadata`
-    of a registered step on a device whose model `prepare_for_device` has prepared."""
-
-    token_ids: Tensor
-    position_ids: Tensor
-    logit_rows: Tensor
-    metadata: AttentionMetadata | OperatorMetadata
-
-
-class CausalLM(LanguageModel):
-    """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`).
-
-    windows: of each layer, how many positions up to its own a row sees, or None for all; empty
-    where no layer has a window within the model's. softcap: the bound of scores,
-    cap * tanh(score / cap), or None. Both are exact over segments, because scores are capped and
-    masked one by one, before anything is summed. kernels:
-    whether the kernels of a GPU compute its attention.
-
-    Key i of a segment is taken to be at position start + i, which `KVStates` promises: tokens that
-    were encoded with gaps are read as one segment for each run without gaps (`KVStates.part`), as
-    by prompts of PML. A request's own tokens, and those of an encoding under way, may have gaps
-    anywhere.
-    """
-
-    def __init__(
-        self, model: Any, scheme: PositionScheme, backend: AttentionBackend,
-        dimensions: Dimensions, windows: tuple[int | None, ...] = (), softcap: float | None = None,
-        *, kernels: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(model, scheme, dimensions)
-        self.backend = backend
-        self.windows, self.softcap, self.kernels = windows, softcap, kernels
 
     @property
     def by_position(self) -> bool:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ragcache.attention import rotate
 from ragcache.engine import EncodeJob, Segment
-from ragcache.models import LanguageModel
+from ragcache.models import CausalLM
 from ragcache.pipeline.prompt import BuiltPrompt, CachedSpan
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, restored, wait_for_arrival
@@ -47,7 +47,7 @@ def most_blended(prompt: BuiltPrompt, percent: int) -> int:
 
 def blend_prompt(
     prompt: BuiltPrompt, percent: int, states: Sequence[StoredStates],
-    token_ids: Sequence[Sequence[int]], model: LanguageModel, encoder: Encoder,
+    token_ids: Sequence[Sequence[int]], model: CausalLM, encoder: Encoder,
 ) -> BuiltPrompt:  # fmt: skip
     """The prompt with the module tokens computed that deviate most.
 
@@ -134,7 +134,7 @@ def _in_context(
 
 
 def _deviations(
-    model: LanguageModel, computed: KVStates, kept: StoredStates, span: CachedSpan, layer: int
+    model: CausalLM, computed: KVStates, kept: StoredStates, span: CachedSpan, layer: int
 ) -> Tensor:
     """How far the values [S] of a span's tokens in a layer are from the kept ones, squared; where
     keys serve as values, the keys, turned to where the kept ones are. computed: in context, with
@@ -152,7 +152,7 @@ def _deviations(
     return (one.float() - other.float()).square().sum((0, 2))
 
 
-def _turned(model: LanguageModel, keys: Tensor, delta: int, layer: int) -> Tensor:
+def _turned(model: CausalLM, keys: Tensor, delta: int, layer: int) -> Tensor:
     """Keys [Hkv, S, D] of a layer as they are `delta` positions further on: a query turns towards
     what was moved as far the other way."""
     turning = model.scheme.relocation(torch.tensor([-delta], device=keys.device))

@@ -23,7 +23,7 @@ from ragcache.engine import (
     encode,
 )
 from ragcache.engine.constraint import pack
-from ragcache.models import CausalLM, LanguageModel, wrap
+from ragcache.models import CausalLM, wrap
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.models.reference import tiny_gemma
@@ -45,7 +45,7 @@ def config(**changes: Any) -> EngineConfig:
     return EngineConfig(**{"pool_bytes": 2**24, "running": 64, **changes})
 
 
-def encoded(causal: LanguageModel) -> list[KVStates]:
+def encoded(causal: CausalLM) -> list[KVStates]:
     """A preamble, and modules after it."""
     [root] = encode(causal, [EncodeJob(random_tokens(9, seed=1))])
     segment = Segment(root, 0)
@@ -94,7 +94,7 @@ def model_of(family: str) -> Any:
     return tiny_model(name, sliding_window=64) if window == "64" else tiny_model(family)
 
 
-def on_cpu(family: str) -> LanguageModel:
+def on_cpu(family: str) -> CausalLM:
     return wrap(model_of(family).to("cpu", torch.float32))
 
 

@@ -14,7 +14,7 @@ from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache import BlockTable
 from ragcache.engine.runner import ModelRunner, RaggedModelRunner
-from ragcache.models import CausalLM, LanguageModel, wrap_causal
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
@@ -44,7 +44,7 @@ def device_runner(causal: CausalLM) -> ModelRunner:
 
 
 def states_by(
-    runner: ModelRunner, causal: LanguageModel, lengths: Sequence[int] = LENGTHS
+    runner: ModelRunner, causal: CausalLM, lengths: Sequence[int] = LENGTHS
 ) -> list[KVStates]:
     """A preamble, and modules behind it."""
     jobs = [EncodeJob(random_tokens(4, seed=1))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ragcache import RagCache
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import PromptTooLong
-from ragcache.models import CausalLM, LanguageModel, LoadedModel, prompt_frame, wrap_causal
+from ragcache.models import CausalLM, LoadedModel, prompt_frame, wrap_causal
 from ragcache.pipeline import BuiltPrompt, blend
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import RUN, blend_prompt, choose_runs, most_blended
@@ -33,7 +33,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 class Here:
     """Encodes in the calling thread, and keeps the jobs that it was given."""
 
-    def __init__(self, causal: LanguageModel) -> None:
+    def __init__(self, causal: CausalLM) -> None:
         self.causal, self.jobs = causal, list[EncodeJob]()
 
     def encode(self, jobs: Sequence[EncodeJob], /) -> Iterator[KVStates]:
