@@ -219,11 +219,6 @@ def test_modules_ls_counts_hits(run: Run, ingested: Path) -> None:
     assert sorted(hits.values()) == [0, 0, 1]
 
 
-def test_modules_ls_makes_no_folder(run: Run, tmp_path: Path) -> None:
-    error_of(run("modules", "ls", "--json"), "NoState")
-    assert not (tmp_path / "state").exists()
-
-
 def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     checks = json_of(run("doctor", "--json"))
     names = {"machine", "attention backend", "embedded reader", "dtype", "retrieval"}

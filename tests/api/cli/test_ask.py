@@ -162,7 +162,7 @@ def test_request_errors_are_named(run: Run, ingested: Path) -> None:
 
 def test_commands_that_read_make_no_folder(run: Run, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    for command in (["ask", "?", "-c", "notes"], ["schema", "show", "notes"]):
+    for command in (["ask", "?", "-c", "notes"], ["schema", "show", "notes"], ["modules", "ls"]):
         error_of(run(*command, "--state", nowhere), "NoState")
     assert not nowhere.exists()
 

@@ -10,7 +10,7 @@ import pytest
 from ragcache import Generation, RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.cli.chat import Talk
-from tests.api.cli.conftest import QUESTION, Run, error_of
+from tests.api.cli.conftest import QUESTION, Run
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -59,10 +59,6 @@ def test_an_error_leaves_the_conversation(
     assert status == 0
     assert err.startswith("PromptTooLong: ")
     assert "keys.md#1" in out
-
-
-def test_an_unknown_collection_is_named(run: Run, ingested: Path) -> None:
-    error_of(run("chat", "-c", "absent"), "UnknownCollection")
 
 
 def test_the_oldest_question_is_forgotten_where_the_window_is_full(

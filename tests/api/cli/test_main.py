@@ -21,11 +21,13 @@ def test_named_errors_are_one_line_on_standard_error(
     nowhere = tmp_path / "nowhere"
     message = error_of(run("ask", QUESTION, "-c", "absent", "--json"), "UnknownCollection")
     assert "absent" in message
-    assert str(nowhere) in error_of(run("ingest", "notes", nowhere, "--json"), "UnreadableDocument")
+    message = error_of(run("ingest", "notes", nowhere, "--json"), "UnreadableDocument")
+    assert f"there is no file or folder {nowhere}" in message
     error_of(run("demo", "--handbook", nowhere, "--json"), "NoDocuments")
     error_of(run("ask", "?", "-c", "notes", "--model", nowhere), "ModelNotFound")
     error_of(run("eval", "notes", nowhere), "ConfigurationError")
     error_of(run("schema", "show", "absent"), "UnknownCollection")
+    error_of(run("chat", "-c", "absent"), "UnknownCollection")
 
 
 def test_a_full_disk_is_named(run: Run, ingested: Path) -> None:
@@ -90,6 +92,7 @@ def test_wrong_arguments_fail_before_anything_is_imported(tmp_path: Path) -> Non
         ["ask", "?", "-c", "notes", "--mode", "fast"],
         ["ask", "?", "-c", "notes", "--state", nowhere],
         ["ask", "?", "-c", "notes", "--model", nowhere],
+        ["ingest", "notes", nowhere],
         ["prompt", nowhere],
         ["schema", "add", nowhere],
         ["eval", "notes", nowhere],
