@@ -18,7 +18,6 @@ from transformers.utils import chat_template_utils
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models import (
-    CausalLM,
     LoadedModel,
     PromptFrame,
     load_model,
@@ -67,24 +66,6 @@ def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedMod
     folder = save(tmp_path / "model", reader, "mistral", attention_chunk_size=8)
     with pytest.raises(UnsupportedModel, match="attends within chunks"):
         load_model(folder)
-
-
-@pytest.mark.slow
-def test_a_model_with_a_short_window_is_served(
-    tmp_path: Path, notes: Path, reader: LoadedModel
-) -> None:
-    folder = save(tmp_path / "model", reader, "mistral", sliding_window=16)
-    model = load_model(folder)
-    assert isinstance(model.causal, CausalLM)
-    assert set(model.causal.windows) == {16}
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
-        rag.ingest("notes", notes)
-        question = "Where is the spare key?"
-        cached, exact = (
-            rag.ask(question, collection="notes", k=1, mode=mode) for mode in ("rooted", "exact")
-        )
-    assert cached.choices[0].token_ids == exact.choices[0].token_ids
-    assert (cached.reuse.cached_tokens > 0, exact.reuse.cached_tokens) == (True, 0)
 
 
 @pytest.mark.slow

@@ -133,15 +133,6 @@ def test_the_layers_turn_by_their_own_frequencies() -> None:
     assert scheme.name == "rotary:default:8+rotary:linear:8"
 
 
-def test_a_short_window_in_every_layer_is_served() -> None:
-    plain = tiny_model("mistral", sliding_window=WINDOW)
-    tokens = random_tokens(3 * WINDOW)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([tokens])).logits[0, -1]
-    found = go_on(wrap_causal(plain), (), (tokens, 0))
-    torch.testing.assert_close(found, expected, **NEAR)
-
-
 def test_frequencies_of_one_kind_of_layers_that_depend_on_the_length_are_refused() -> None:
     model = tiny_gemma("gemma3", rope_parameters=copy.deepcopy(ROPE))
     model.config.rope_parameters[FULL]["rope_type"] = "axial"

@@ -20,6 +20,14 @@ from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, 
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 from tests.tiny_models import random_tokens, tiny_model
 
+SWITCH = 128
+PARAMETERS = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": SWITCH,
+}
 FIXED: dict[str, dict[str, Any]] = {
     "default": {},
     "dynamic": {"factor": 2.0},
@@ -30,6 +38,7 @@ FIXED: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "longrope": PARAMETERS,
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
 
@@ -124,16 +133,6 @@ def test_the_frequencies_are_kept_in_single_precision() -> None:
     assert not scheme.inverse_frequency.requires_grad
 
 
-SWITCH = 128
-PARAMETERS = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [4.0] * 8,
-    "original_max_position_embeddings": SWITCH,
-}
-
-
 def longrope(family: str) -> Any:
     changes = {"original_max_position_embeddings": SWITCH} if family == "phi3" else {}
     return tiny_model(family, rope_parameters=dict(PARAMETERS), **changes)
@@ -155,25 +154,6 @@ def test_the_window_ends_at_the_switch(model: Any) -> None:
 def test_a_window_before_the_switch_stays() -> None:
     model = tiny_model("llama", rope_parameters=dict(PARAMETERS), max_position_embeddings=100)
     assert wrap_causal(model).window == 100
-
-
-def test_moved_modules_answer_as_modules_encoded_in_place(model: Any) -> None:
-    causal = wrap_causal(model)
-    modules, question = [random_tokens(n, seed=n) for n in (24, 17)], random_tokens(6)
-    moved = list(encode(causal, [EncodeJob(tokens, 60) for tokens in modules]))
-    in_place = list(encode(causal, [EncodeJob(modules[0]), EncodeJob(modules[1], 24)]))
-    answers = [
-        complete(
-            causal,
-            [
-                Request(
-                    assemble_context(s, question, window=SWITCH, max_new_tokens=4), 4, frozenset()
-                )
-            ],
-        )[0].token_ids
-        for s in (moved, in_place)
-    ]
-    assert answers[0] == answers[1]
 
 
 def test_an_ordinary_call_past_the_switch_changes_nothing(model: Any) -> None:
