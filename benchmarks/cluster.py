@@ -1,4 +1,4 @@
-"""What several replicas bring and cost, measured on one machine over a PostgreSQL: encodings, a
+"""The gains and costs of several replicas, measured on one machine over a PostgreSQL: encodings, a
 lost replica, a rolling upgrade, and the front.
 
     python benchmarks/cluster.py --ledger URL --documents FOLDER --questions FILE --json FILE
@@ -54,7 +54,7 @@ _COLLECTION = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a client got. seconds: until its end; cut: a stream that ended before its answer."""
+    """The stream that a client got. seconds: until its end; cut: it ended before its answer."""
 
     status: int
     seconds: float
@@ -231,7 +231,7 @@ class ClusterSetting:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one part runs: an empty schema of the database, and a folder."""
+    """The surroundings of one part: an empty schema of the database, and a folder."""
 
     ledger: str
     folder: Path
@@ -276,7 +276,7 @@ def _place(ledger: str) -> Iterator[_Place]:
 def measure_encodings(
     place: _Place, setting: ClusterSetting, progress: Progress
 ) -> dict[str, Any]:  # fmt: skip
-    """What is encoded when documents are ingested through the front and asked everywhere."""
+    """Encodings when documents are ingested through the front and asked everywhere."""
     texts, questions = setting.documents, setting.questions
     with place.cluster(place.settings(setting.replicas)) as client:
         progress(f"encodings: {len(texts)} documents")

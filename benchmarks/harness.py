@@ -1,4 +1,4 @@
-"""What the scripts share beyond `ragcache bench`: options, plots, and models by name."""
+"""Options, plots and models by name, which the scripts share beyond `ragcache bench`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SplitModule:
 
     @property
     def start(self) -> int | None:
-        """Where the module's own text, after what it repeats, begins in the document."""
+        """Position in the document of the module's own text, after the headings that it repeats."""
         return self.places[-1][1] if self.places else None
 
 

@@ -81,14 +81,14 @@ def _taken(constraint: Constraint, token: int) -> bool:
 
 
 def penalty_table(device: torch.device) -> Tensor:
-    """What is added to the logits of eight tokens, for every byte of a mask, [256, 8]: 0 where a
+    """The bias of the logits of eight tokens, for every byte of a mask, [256, 8]: 0 where a
     token is allowed, else minus infinity."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     return torch.where(bits == 1, 0.0, -torch.inf)
 
 
 def penalties(packed: Tensor, table: Tensor) -> Tensor:
-    """What is added to the logits of each token, float32 [R, 32 * W]. packed: int32 [R, W]. One
+    """The bias of the logits of each token, float32 [R, 32 * W]. packed: int32 [R, W]. One
     look-up for eight tokens in the table of the device."""
     eights = packed.view(torch.uint8).int()  # [R, 4 * W], the lowest byte first
     return embedding(eights, table).flatten(1)

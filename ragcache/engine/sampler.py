@@ -45,7 +45,7 @@ BLOCK = 4096
 """Tokens that a program of the kernel takes at a time."""
 
 LIKELIEST_BLOCK = 16384
-"""Those that the likeliest of a row is looked for among, at a time."""
+"""Logits among which the likeliest of a row is looked for at a time."""
 
 MARKS = 32
 """Marks that exist at once; a step has three, and two steps are under way."""
@@ -392,7 +392,7 @@ class _Random:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """What follows from the states of rows, on the device."""
+    """Tensors that follow from the states of rows, on the device."""
 
     states: Sequence[SamplerState]
     plain: bool
@@ -455,7 +455,7 @@ def _are_plain(states: Sequence[SamplerState]) -> bool:
 
 
 def _all_logprobs(logits: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
-    """Those of all tokens in these rows, [rows, V]; nothing where there are none."""
+    """Log-probabilities of all tokens in these rows: one tensor [rows, V], or none without rows."""
     if not rows:
         return ()
     own = upload(rows, torch.int64, logits.device)

@@ -228,7 +228,7 @@ def _document_of(content: str) -> SourceDocument:
 
 
 def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
-    """What else the process that stores the documents must know."""
+    """Facts that the process which stores the documents must know."""
     if not (sync or loaded.files):
         return {}
     return {

@@ -398,7 +398,7 @@ def _repeat(
 
 
 def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
-    """What fails ends a turn, never the thread."""
+    """A failure ends a turn, never the thread."""
     try:
         work(store)
     except StoreError as error:

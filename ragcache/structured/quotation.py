@@ -194,11 +194,11 @@ class QuotationIndex:
         return torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32))
 
     def text(self, begin: int, end: int) -> str:
-        """What stands between two places."""
+        """The text between two places."""
         return self._raw[begin:end].decode()
 
     def occurrence(self, begin: int, end: int) -> Occurrence:
-        """Where the characters between two places stand."""
+        """Positions of the characters between two places."""
         number = bisect_right(self._offsets, begin) - 1
         first = len(self.text(self._offsets[number], begin))
         return Occurrence(number, first, first + len(self.text(begin, end)))
@@ -267,7 +267,7 @@ class Quotation:
         return said.rstrip()
 
     def occurrences(self, said: str) -> list[Occurrence]:
-        """Where its beginning `said` stands, in the order of the texts."""
+        """Places of the beginning `said`, in the order of the texts."""
         found, length = np.unique(self.starts).tolist() if said else [], len(said.encode())
         return [self._index.occurrence(begin, begin + length) for begin in found]
 

@@ -1,4 +1,4 @@
-"""What the cluster's script counts, over a front in this process."""
+"""The counts of the cluster's script, over a front in this process."""
 
 from __future__ import annotations
 

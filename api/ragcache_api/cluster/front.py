@@ -68,8 +68,8 @@ class RequestReader:
     residency: Residency
 
     def read(self, path: str, body: Mapping[str, Any]) -> RequestReads:
-        """What the answer to a body will read. May read rows, and raises what these and a wrong
-        body raise."""
+        """The states that the answer to a body will read. May read rows, and raises what these
+        and a wrong body raise."""
         if path.endswith("/prompts"):
             schema = parse_prompt(body["prompt"], source="prompt").schema
             return RequestReads(self.residency.locate_schema(schema, self.namespace))
@@ -213,8 +213,8 @@ class Front:
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
     def _locate(self, caller: Caller, path: str, body: Mapping[str, Any]) -> RequestReads:
-        """What a request reads; nothing where it is wrong, which the replica will say. May read
-        rows."""
+        """The states that a request reads. Empty for a wrong request, which the replica refuses.
+        May read rows."""
         try:
             return self._reader(caller.namespace).read(path, body)
         except (RagCacheError, PMLError, LookupError, TypeError, ValueError, AttributeError) as no:

@@ -30,7 +30,7 @@ class ReplicaLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestReads:
-    """What a request reads: the states, and the selection, where the front has retrieved."""
+    """The states that a request reads, and the selection if the front has retrieved."""
 
     located: LocatedStates = field(default_factory=LocatedStates)
     selection: Selection | None = None

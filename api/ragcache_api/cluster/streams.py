@@ -155,7 +155,7 @@ class ResumableResponse:
         return event.raw
 
     def _repeated(self, event: StreamEvent) -> bytes | None:
-        """What the client lacks of an event of another replica; None for nothing."""
+        """The part of another replica's event that the client lacks; None if it lacks nothing."""
         if event.opens and not event.text:
             opened, self._opened = self._opened, True
             return None if opened else event.raw

@@ -44,7 +44,7 @@ class ModelInfo:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this model, its defaults and the texts that it recognizes."""
+        """Parameters that distinguish this model, its defaults and the texts that it recognizes."""
         namespace = self.rag.internals
         return {
             "fingerprint": self.model.causal.fingerprint,

@@ -68,7 +68,7 @@ class Tier(Protocol):
 
 
 class StatesInMemory:
-    """What a tier in memory holds, by key."""
+    """Entries of a tier in memory, by key."""
 
     name: str
     persistent = False

@@ -370,7 +370,7 @@ SHARE = st.sampled_from([0, 0, 1, 2, 3, 7, 2**23, 2**30 - 64, 2**38, SHARES // 3
 
 
 def drawn(shares: Tensor, samplings: Sequence[SamplingParams], uniforms: list[float]) -> list[int]:
-    """What the kernel draws."""
+    """Tokens that the kernel draws."""
     from ragcache.engine.sampling_kernels import draw_kernel
 
     tokens = torch.full((len(shares),), -1)
