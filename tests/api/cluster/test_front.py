@@ -221,7 +221,7 @@ def test_a_replica_answers_from_a_selection_without_the_ledger(
         raise LedgerUnavailable("the ledger is away")
 
     client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
-    monkeypatch.setattr(Catalog, "_modules", unread)
+    monkeypatch.setattr(Catalog, "_rows", unread)
     answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
     assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
 
