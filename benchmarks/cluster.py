@@ -210,7 +210,7 @@ def check_replies(replies: list[Reply]) -> list[Reply]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSetting:
-    """What is run.
+    """The workload that every part runs.
 
     Attributes:
         documents, questions: Texts, and what is asked about them.
@@ -452,7 +452,7 @@ def bench_cluster(
     Args:
         ledger: The URL of a PostgreSQL database, in which each part makes a schema and drops it.
         parts: Of `PARTS`.
-        setting: What is run.
+        setting: The workload.
         progress: Called with what is being measured.
     """
     measured: dict[str, Any] = {}

@@ -33,7 +33,7 @@ LONGEST = 2**18
 """The most characters of a grammar. An enum of 10,500 strings has 251,000: it compiles in 73 ms."""
 
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-"""What differs from the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""
+"""Limits other than the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON = {

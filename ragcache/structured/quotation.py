@@ -308,7 +308,7 @@ class QuotationText:
 
 
 def quote(index: QuotationIndex, token_ids: Iterable[int], said: str) -> list[Occurrence]:
-    """Where `said` stands, which is the text of an answer of these tokens or its beginning."""
+    """Places of `said`, which is the text of an answer of these tokens or its beginning."""
     quotation = Quotation(index)
     for token in token_ids:
         quotation.accept(token)

@@ -68,7 +68,7 @@ def test_modules_expire_sets_and_lifts_a_limit(run: Run, ingested: Path) -> None
 
 
 def test_pins_and_evictions_are_shown(run: Run, ingested: Path, reader: LoadedModel) -> None:
-    """Of three documents one is pinned, and another was evicted."""
+    """The folder holds three documents: one is pinned, another was evicted."""
     with RagCache.open(ingested, reader) as rag:
         rag.modules.pin("notes", ["boats.md"])
         rag.modules.evict("notes", ["keys.md"])

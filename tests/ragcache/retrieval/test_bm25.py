@@ -97,7 +97,7 @@ def test_what_a_text_has_of_a_question_counts_alike_among_few_and_many(texts: in
 
 
 def test_a_weight_is_the_most_that_a_word_adds_to_a_score() -> None:
-    """That of endless repetition."""
+    """A word that is repeated without end adds its whole weight."""
     index = BM25Index({1: "quay " * 500, 2: "A key.", 3: "A boat."})
     [(_, score)] = index.search("quay", 1)
     assert 0.97 < score / index.word_weights("quay")["quay"] < 1

@@ -320,8 +320,8 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a chat's text may be. tools: None if none may be called. style: how the model writes
-    calls."""
+    """The form of a chat's answer. tools: None if none may be called. style: how the model
+    writes calls."""
 
     tools: list[dict[str, Any]] | None
     style: ToolStyle | None
