@@ -301,7 +301,7 @@ def test_functions_and_classes_of_the_language_have_docstrings() -> None:
             assert thing.__doc__, name
 
 
-def test_importing_the_language_loads_no_torch_database_or_network() -> None:
+def test_the_language_loads_no_torch_database_or_network() -> None:
     [loaded] = loaded_by("import ragcache_schemas")
     assert "ragcache_schemas" in loaded
     assert not loaded & {"torch", "transformers", "sqlalchemy", "numpy", "urllib.request"}

@@ -15,7 +15,7 @@ from tests.api.cli import conftest as cli
 from tests.api.cli.conftest import Run, error_of, json_of
 from tests.api.http.asgi import events
 from tests.api.http.conftest import client_of
-from tests.ragcache.documents.paper import FACTS, WRITERS
+from tests.ragcache.documents.sample_files import FACTS, WRITERS
 
 run = cli.run  # the fixture
 PAGES = {"guide/handbook.pdf": 2, "slides.pptx": 2}

@@ -15,7 +15,7 @@ from ragcache_api.http import ServiceSettings
 from tests.conftest import REPOSITORY
 
 
-def test_options_come_before_the_environment_and_that_before_the_file(
+def test_options_come_before_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ from tests.conftest import REPOSITORY
 SMALL = ZipfWorkload(documents=60, prompts=400, budget=0.2)
 
 
-def test_the_optimum_bounds_every_policy_and_a_prefix_cache_stays_below() -> None:
+def test_every_policy_is_between_a_prefix_cache_and_the_optimum() -> None:
     rates = bench_hit_rate(SMALL)["hit_rate"]
     steady = rates["steady"]
     assert set(steady) == {*POLICIES, "belady", "prefix", "prefix_sorted"}
@@ -85,7 +85,7 @@ def test_two_queues_find_more_in_a_store_with_leases_and_pins() -> None:
         assert rates["2q"] > rates["lru"] > 0.1
 
 
-def test_prompts_hold_different_documents_and_the_first_ranks_most_often() -> None:
+def test_prompts_hold_different_documents_low_ranks_most_often() -> None:
     drawn = SMALL.draw()
     assert drawn.shape == (400, 4)
     assert all(len(set(row)) == 4 for row in drawn.tolist())
@@ -160,7 +160,7 @@ def test_it_measures_what_it_says() -> None:
 
 
 @pytest.mark.slow
-def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
+def test_questions_after_changes_are_timed_beside_a_build() -> None:
     waits = bench_indexes(500)["waits"]
     assert next(iter(waits)) == "the whole index is built"
     assert list(waits)[1:] == [
@@ -197,7 +197,7 @@ def test_what_is_computed_again_comes_nearer_to_exact(
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
-def test_blending_takes_the_values_that_deviate_most_on_the_second_layer() -> None:
+def test_blending_takes_the_most_deviating_second_layer_values() -> None:
     """A preamble of two tokens, modules at 2 to 5 and 5 to 8."""
     zeros = torch.zeros(3, 1, 8, 2)
     exact, values = KVStates(zeros, zeros, 0), zeros.clone()
@@ -344,7 +344,7 @@ def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_threshold() -> None:
+def test_retrieval_is_measured_by_search_and_threshold() -> None:
     texts = {
         "keys": "The spare key hangs in the red cupboard of the key room.",
         "boats": "The boat is moored at the quay.",

@@ -65,7 +65,7 @@ GOOD = made_up(
 )
 
 
-def test_a_step_of_few_rows_takes_as_long_as_reading_weights_and_states() -> None:
+def test_a_step_of_few_rows_is_bound_by_reading() -> None:
     shape = SHAPES["7b"]
     weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
     states = 32 * 2 * 4096 * 1024
@@ -73,7 +73,7 @@ def test_a_step_of_few_rows_takes_as_long_as_reading_weights_and_states() -> Non
     assert seconds == pytest.approx(2 * (weights + states) / 4.4e12)
 
 
-def test_a_step_of_many_rows_takes_as_long_as_its_operations() -> None:
+def test_a_step_of_many_rows_is_bound_by_its_operations() -> None:
     shape = SHAPES["8b"]
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     pairs = 8192 * 8193 / 2
@@ -81,7 +81,7 @@ def test_a_step_of_many_rows_takes_as_long_as_its_operations() -> None:
     assert seconds == pytest.approx((2 * 8192 * weights + 32 * 4 * pairs * 4096) / 790e12)
 
 
-def test_attention_of_grouped_heads_over_many_rows_is_bound_by_its_operations() -> None:
+def test_grouped_attention_of_many_rows_is_bound_by_operations() -> None:
     """68.7 GFLOP: 256 rows over 16,384 keys of 32 heads."""
     seconds = attention_seconds(SHAPES["8b"], H200, [(16384, 256)], [])
     assert seconds == pytest.approx(4 * 16384 * 256 * 4096 / 790e12)
@@ -121,7 +121,7 @@ def test_eight_bits_halve_what_documents_cost_and_nothing_else() -> None:
     assert whole - eight == pytest.approx(documents / 2, rel=0.01)
 
 
-def test_every_row_must_be_above_its_goal_and_the_goal_above_its_floor() -> None:
+def test_every_must_is_at_least_its_goal_and_its_floor() -> None:
     for target in TARGETS:
         for name, shape in SHAPES.items():
             must, goal = target.of(target.must, name), target.of(target.goal, name)
@@ -132,7 +132,7 @@ def test_every_row_must_be_above_its_goal_and_the_goal_above_its_floor() -> None
     assert len({target.name for target in TARGETS}) == len(TARGETS)
 
 
-def test_a_row_shows_its_gaps_to_must_goal_and_floor_and_its_peers() -> None:
+def test_a_row_shows_its_peers_and_gaps_to_must_goal_and_floor() -> None:
     text = render_text(GOOD)
     [line] = [line for line in text.splitlines() if line.startswith("7b TTFT 4 x")]
     for cell in ("5.50 ms", "6.50", "+1.00", "5.40", "-0.10 short", "3.51", "1.57x", "129", "10.3"):
@@ -151,7 +151,7 @@ def test_markdown_has_a_row_for_every_figure() -> None:
 @pytest.mark.parametrize(
     ("ms", "error", "status"), [(7.0, None, 0), (8.6, None, 1), (None, "no memory", 1)]
 )
-def test_check_fails_where_a_must_is_missed_or_a_figure_is_lacking(
+def test_check_fails_for_a_missed_must_or_a_missing_figure(
     ms: float | None, error: str | None, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = made_up(ttft={"4": {"ms": 5.5}, **({"16": {"ms": ms}} if ms else {})})

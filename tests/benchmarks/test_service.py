@@ -44,7 +44,7 @@ def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_chats_over_documents_in_their_text_are_timed_beside_the_engine() -> None:
+def test_chats_over_pasted_documents_are_timed_beside_the_engine() -> None:
     shape = LlamaShape(1, 64, 4, 2, 96, 16384, 2048, tied=False)
     setting = ChatSetting(documents=5, document_tokens=120, runs=3, warm=1)
     document = bench_chats({"7b": shape}, "cpu", setting=setting)

@@ -50,7 +50,7 @@ def test_states_lie_in_every_tier_that_outlives_the_process(tmp_path: Path) -> N
     assert len(blobs) == 3, "a root, a module and a cut of it"
 
 
-def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path: Path) -> None:
+def test_every_way_to_read_the_disk_is_compared(tmp_path: Path) -> None:
     figures = bench_disk(tmp_path, 3, (2, 2, 64, 16), runs=1)["disk"]
     header = 8 + 1024
     assert 3 * 2 * 2 * 2 * 64 * 16 * 2 < figures["nbytes"] < 3 * (2 * 2 * 2 * 64 * 16 * 2 + header)

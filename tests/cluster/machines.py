@@ -17,7 +17,7 @@ from typing import Any
 
 from ragcache.db import processes
 from ragcache.db.database import Database
-from tests.ragcache.store.library import Library
+from tests.ragcache.store.store_fixture import Library
 
 _NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS
 

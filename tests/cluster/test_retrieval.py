@@ -33,7 +33,7 @@ def ask(service: Service, word: str) -> tuple[list[str], float]:
     return [each["document"] for each in answered["sources"]], answered["timings"]["retrieve"]
 
 
-def test_d12_no_question_waits_for_an_index(services: Services, measured: Measured) -> None:
+def test_no_question_waits_for_an_index(services: Services, measured: Measured) -> None:
     database = Database.open(services.url)
     other = Catalog(database, "tokenizer", None)
     other.replace_documents(COLLECTION, list(documents(0, MODULES)))
@@ -52,6 +52,6 @@ def test_d12_no_question_waits_for_an_index(services: Services, measured: Measur
     wait_until(
         60, lambda: ask(service, "cutter")[0][:1] and ask(service, "cutter")[0][0] >= "30000"
     )
-    name = f"D12 retrieval, {MODULES:,} modules: first question, warm, 100 new, {MODULES:,} new"
+    name = f"retrieval, {MODULES:,} modules: first question, warm, 100 new, {MODULES:,} new"
     measured(name, ", ".join(f"{seconds:.2f} s" for seconds in (first, warm, few, many)))
     database.close()

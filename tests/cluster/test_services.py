@@ -25,9 +25,7 @@ _REMOTE_ROWS = select(StateTable.tier, StateTable.key).where(StateTable.tier == 
 TEXTS = {word: f"The {word} is kept in shed {n}. " * 200 for n, word in enumerate(WORDS)}
 
 
-def test_d3_an_accepted_ingestion_goes_on_where_its_process_died(
-    services: Services, measured: Measured
-) -> None:
+def test_an_accepted_ingestion_survives_its_process(services: Services, measured: Measured) -> None:
     first, second = services.start("a"), services.start("b")
     number = first.submit(TEXTS)
     first.kill()
@@ -37,13 +35,13 @@ def test_d3_an_accepted_ingestion_goes_on_where_its_process_died(
     began = time.monotonic()
     second.ingest({f"{word} 2": text.replace("kept", "stored") for word, text in TEXTS.items()})
     encoding = time.monotonic() - began
-    measured("D3 done after, of which encoding takes about", f"{took:.1f} s, {encoding:.1f} s")
+    measured("done after, of which encoding takes about", f"{took:.1f} s, {encoding:.1f} s")
     assert second.sources("Where is the beacon kept?").keys() <= {"beacon", "beacon 2"}
     report = second.verify()
     assert report["clean"], report
 
 
-def test_d6_what_is_deleted_leaves_every_machine(services: Services, measured: Measured) -> None:
+def test_a_deleted_document_leaves_every_machine(services: Services, measured: Measured) -> None:
     first, second = services.start("a"), services.start("b")
     first.ingest({word: TEXTS[word] for word in WORDS[:2]})
     for service in (first, second, second):
@@ -60,7 +58,7 @@ def test_d6_what_is_deleted_leaves_every_machine(services: Services, measured: M
     first.delete("anchor")
     began = time.monotonic()
     wait_until(30, lambda: not left())
-    measured("D6 blobs of a deleted document leave another machine within",
+    measured("blobs of a deleted document leave another machine within",
              f"{time.monotonic() - began:.1f} s")  # fmt: skip
     for service in (first, second):
         wait_until(10, lambda service=service: service.verify()["clean"])
@@ -68,7 +66,7 @@ def test_d6_what_is_deleted_leaves_every_machine(services: Services, measured: M
     assert "anchor" not in second.sources("Where is the anchor kept?", 4)
 
 
-def test_d7_a_service_with_another_remote_does_not_start_and_changes_nothing(
+def test_a_service_with_another_remote_neither_starts_nor_writes(
     services: Services, measured: Measured
 ) -> None:
     first = services.start("a")
@@ -82,9 +80,7 @@ def test_d7_a_service_with_another_remote_does_not_start_and_changes_nothing(
     before = rows()
     with pytest.raises(AssertionError, match="it is another one, or what is mounted there is away"):
         services.start("b", remote=f"file://{services.folder / 'unmounted'}")
-    measured(
-        "D7 rows of the remote before and after a start with another", (len(before), len(rows()))
-    )
+    measured("rows of the remote before and after a start with another", (len(before), len(rows())))
     assert rows() == before
     assert len(before) > 0
     assert not list((services.folder / "unmounted").glob("**/*"))
@@ -94,14 +90,14 @@ def test_d7_a_service_with_another_remote_does_not_start_and_changes_nothing(
     database.close()
 
 
-def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
+def test_an_ending_service_accepts_connections_until_noticed(
     services: Services, measured: Measured
 ) -> None:
     service = services.start("a", lame_duck="4")
     service.send(signal.SIGTERM)
     began = time.monotonic()
     wait_until(3, lambda: service.client.get("/health/ready").status_code == 503, every=0.01)
-    measured("D9 not ready after", f"{(time.monotonic() - began) * 1000:.0f} ms")
+    measured("not ready after", f"{(time.monotonic() - began) * 1000:.0f} ms")
     accepted, refused = 0, 0
     while time.monotonic() - began < 3:
         try:
@@ -110,7 +106,7 @@ def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
         except OSError:
             refused += 1
         time.sleep(0.003)
-    measured("D9 connections accepted and refused in 3 s after SIGTERM", (accepted, refused))
+    measured("connections accepted and refused in 3 s after SIGTERM", (accepted, refused))
     assert service.client.get("/health/live").status_code == 200
     assert refused == 0
     service.started.process.join(60)
@@ -131,18 +127,18 @@ def redis(tmp_path: Path) -> Iterator[str]:
         server.terminate()
 
 
-def test_d14_a_rate_counts_for_all_services_together(
+def test_a_rate_counts_for_all_services_together(
     services: Services, redis: str, measured: Measured
 ) -> None:
     shared = {"rate": "10/hour", "rate_storage": redis}
     running = [services.start(machine, **shared) for machine in ("a", "b")]
     statuses = [running[n % 2].client.get("/v1/jobs").status_code for n in range(30)]
-    measured("D14 requests of 30 that two services with a rate of 10 took", statuses.count(200))
+    measured("requests of 30 that two services with a rate of 10 took", statuses.count(200))
     assert statuses == [200] * 10 + [429] * 20
     assert running[0].client.get("/v1/jobs").headers["retry-after"].isdigit()
 
 
-def test_d8_questions_over_what_is_in_memory_do_without_the_ledger(
+def test_questions_over_states_in_memory_need_no_ledger(
     services: Services, tmp_path: Path, measured: Measured
 ) -> None:
     url = make_url(services.url)
@@ -171,7 +167,7 @@ def test_d8_questions_over_what_is_in_memory_do_without_the_ledger(
     switch.on()
     back = time.monotonic()
     wait_until(30, lambda: service.ask(question).status_code == 200)
-    measured("D8 answers in 5 s without the ledger; answers again after it is back",
+    measured("answers in 5 s without the ledger; answers again after it is back",
              f"{answered}; {time.monotonic() - back:.1f} s")  # fmt: skip
     service.kill()
     switch.off()

@@ -13,12 +13,12 @@ from ragcache.store import LeaseRequest
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import Machines, Report, wait_until
 from tests.ragcache.conftest import full_lease
-from tests.ragcache.store.library import Library, key_of
+from tests.ragcache.store.store_fixture import Library, key_of
 
 KEYS = [key_of(f"text {number}") for number in range(5)]
 
 
-def test_d4_a_question_waits_little_for_the_claims_of_a_dead_machine(
+def test_a_question_hardly_waits_for_a_dead_machines_claims(
     machines: Machines, measured: Measured
 ) -> None:
     def claim(library: Library, report: Report) -> None:
@@ -34,14 +34,14 @@ def test_d4_a_question_waits_little_for_the_claims_of_a_dead_machine(
     with full_lease(library.store, KEYS, library.produce) as lease:
         assert set(lease.source.values()) == {"encoded"}
     waited = time.monotonic() - began
-    measured("D4 a question over five keys that a dead machine had claimed", f"{waited:.2f} s")
+    measured("a question over five keys that a dead machine had claimed", f"{waited:.2f} s")
     assert waited < DEAD_SECONDS, "it did not wait for the other's death"
     with full_lease(library.store, [key_of("x"), *KEYS], library.produce, LeaseRequest("ingest")):
-        measured("D4 an ingestion of the same keys", f"{time.monotonic() - began:.1f} s")
+        measured("an ingestion of the same keys", f"{time.monotonic() - began:.1f} s")
     library.close()
 
 
-def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
+def test_a_halted_machine_comes_back_as_the_next_generation(
     machines: Machines, measured: Measured
 ) -> None:
     def live(library: Library, report: Report) -> None:
@@ -69,17 +69,17 @@ def test_d5_a_machine_that_was_halted_comes_back_under_the_next_generation(
     row = SessionTable.id == session_id
     began = time.monotonic()
     wait_until(6 * DEAD_SECONDS, lambda: not count(SessionTable, row))
-    measured("D5 a silent machine counts as dead after", f"{time.monotonic() - began:.1f} s")
+    measured("a silent machine counts as dead after", f"{time.monotonic() - began:.1f} s")
     assert count(StateTable, in_memory) == 0
     (machines.disk("there") / "go").touch()
     other.send(signal.SIGCONT)
     began = time.monotonic()
     wait_until(10, lambda: count(SessionTable, row, SessionTable.generation == 2))
     wait_until(10, lambda: count(StateTable, in_memory) == held)
-    measured("D5 it is known again, with its rows, after", f"{time.monotonic() - began:.1f} s")
+    measured("it is known again, with its rows, after", f"{time.monotonic() - began:.1f} s")
     assert other.read_line() == "claimed"
     other.end()
     began = time.monotonic()
     wait_until(6 * DEAD_SECONDS, lambda: not count(ClaimTable))
-    measured("D5 its later claims are free after its death by", f"{time.monotonic() - began:.1f} s")
+    measured("its later claims are free after its death by", f"{time.monotonic() - began:.1f} s")
     library.close()

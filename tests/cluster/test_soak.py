@@ -107,7 +107,7 @@ class Soak:
             self.running[name] = started
 
 
-def test_nothing_acknowledged_is_lost_and_nothing_deleted_is_answered(
+def test_acknowledged_documents_stay_and_deleted_ones_do_not(
     services: Services, measured: Measured
 ) -> None:
     soak = Soak(services, {name: services.start(name) for name in MACHINES})

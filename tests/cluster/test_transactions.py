@@ -62,7 +62,7 @@ def rag(services: Services) -> Iterator[RagCache]:
         yield opened
 
 
-def test_d13_the_first_use_of_what_others_encoded_costs_three_transactions(
+def test_the_first_use_of_others_states_costs_three_transactions(
     services: Services, rag: RagCache, measured: Measured
 ) -> None:
     other = services.start("a")
@@ -78,23 +78,23 @@ def test_d13_the_first_use_of_what_others_encoded_costs_three_transactions(
         assert {source.tier for source in answer.sources} == {tier}
         return cost
 
-    measured("D13 the first question of a process", dict(ask("anchor", "remote").question))
+    measured("the first question of a process", dict(ask("anchor", "remote").question))
     other.ingest(BAYS)
     first = ask("halyard", "remote")
-    measured("D13 the first question over what others have just encoded", dict(first.question))
+    measured("the first question over what others have just encoded", dict(first.question))
     assert first.question["transactions"] <= 3
     assert first.question["changed rows"] == 0
     with counted(rag) as kept:
         warm = ask("halyard", "host")
         blobs = services.folder / "here" / "states"
         wait_until(20, lambda: len(list(blobs.glob("??/*.safetensors"))) >= 4)
-    measured("D13 a warm question", dict(warm.question))
+    measured("a warm question", dict(warm.question))
     assert warm.question["transactions"] <= 2
     assert warm.question["changed rows"] == 0
-    measured("D13 the upkeep until its states are on this disk", dict(kept.upkeep))
+    measured("the upkeep until its states are on this disk", dict(kept.upkeep))
 
 
-def test_d15_scaffolds_of_another_process_are_known_at_once(
+def test_scaffolds_of_another_process_are_known_at_once(
     services: Services, rag: RagCache, measured: Measured
 ) -> None:
     other = services.start("a")
@@ -109,5 +109,5 @@ def test_d15_scaffolds_of_another_process_are_known_at_once(
     named = [s.document for s in rag.ask(question, collection=COLLECTION, k=2).sources]
     together = " ".join(rag.add_scaffold(COLLECTION, named))
     found = scaffolds()
-    measured("D15 scaffolds that the next question of another process reads", found)
+    measured("scaffolds that the next question of another process reads", found)
     assert found == {together}

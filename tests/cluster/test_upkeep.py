@@ -11,14 +11,12 @@ from sqlalchemy.exc import IntegrityError
 from ragcache.db.tables import SessionTable, StateTable
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import Machines, Report, wait_until
-from tests.ragcache.store.library import Library
+from tests.ragcache.store.store_fixture import Library
 
 NAMES = tuple(f"tree {number}" for number in range(40))
 
 
-def test_d1_a_sweep_that_fails_leaves_the_heart_beating(
-    machines: Machines, measured: Measured
-) -> None:
+def test_a_failing_sweep_leaves_the_heart_beating(machines: Machines, measured: Measured) -> None:
     def fail(library: Library, report: Report) -> None:
         def collide() -> None:
             raise IntegrityError("INSERT", {}, Exception("another process was first"))
@@ -39,12 +37,12 @@ def test_d1_a_sweep_that_fails_leaves_the_heart_beating(
 
     wait_until(30, look)
     spans = [b - a for a, b in zip(sorted(beats), sorted(beats)[1:], strict=False)]
-    measured("D1 longest time between heartbeats while every sweep fails", f"{max(spans):.1f} s")
+    measured("longest time between heartbeats while every sweep fails", f"{max(spans):.1f} s")
     assert max(spans) < 10
     database.close()
 
 
-def test_d2_processes_that_use_the_same_states_do_not_deadlock(
+def test_processes_that_share_states_do_not_deadlock(
     machines: Machines, measured: Measured
 ) -> None:
     def ask(library: Library, report: Report) -> None:
@@ -67,12 +65,12 @@ def test_d2_processes_that_use_the_same_states_do_not_deadlock(
     told = [process.read_all() for process in processes]
     assert all(len(lines) == 1 and isinstance(lines[0], list) for lines in told), told
     asked, failed = (sum(lines[0][n] for lines in told) for n in range(2))
-    measured("D2 writes of uses that failed, of four processes with leases in all", (failed, asked))
+    measured("writes of uses that failed, of four processes with leases in all", (failed, asked))
     assert failed == 0
     seed.close()
 
 
-def test_d11_the_last_use_of_states_never_runs_backwards(
+def test_the_last_use_of_states_never_runs_backwards(
     machines: Machines, measured: Measured
 ) -> None:
     def busy(library: Library, report: Report) -> None:
@@ -101,6 +99,6 @@ def test_d11_the_last_use_of_states_never_runs_backwards(
     assert last.read_line() == "used"
     with seed.database.reading() as session:
         after = max(session.scalars(select(StateTable.last_use)))
-    measured("D11 last use of states, before and after a process that was idle", (before, after))
+    measured("last use of states, before and after a process that was idle", (before, after))
     assert after > before > 500
     seed.close()

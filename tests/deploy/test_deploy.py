@@ -107,7 +107,7 @@ def test_keys_are_made_as_the_compose_file_says(
         assert made.stdout.startswith("rc-"), "the secret by itself, for a file"
 
 
-def test_services_mount_files_of_the_repository_and_named_volumes() -> None:
+def test_services_mount_repository_files_and_named_volumes() -> None:
     for service in COMPOSE["services"].values():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]

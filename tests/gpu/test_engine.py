@@ -166,7 +166,7 @@ class EveryThird:
         return len(self.taken) == LIMIT - 1
 
 
-def test_what_confidence_and_quotations_ask_for_is_that_of_the_cpu() -> None:
+def test_confidence_and_quotations_agree_with_the_cpu() -> None:
     """All log-probabilities of the first place, those of the prompt's last tokens, and masks, of
     requests that run beside others."""
     outputs = []

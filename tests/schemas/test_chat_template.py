@@ -166,7 +166,7 @@ def test_turn_inside_a_union_member_is_refused() -> None:
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_answer_starts_after_the_user_turn_that_the_schema_closes(render: Render) -> None:
+def test_the_answer_starts_after_the_schemas_user_turn(render: Render) -> None:
     schema = '<schema name="s"><system>S</system><user>Read</user></schema>'
     whole: list[tuple[Role, str]] = [("system", "S"), ("user", "Read")]
     assert spelled(schema, '<prompt schema="s"/>', render) == render(whole, generate=True)

@@ -81,7 +81,7 @@ def test_anonymous_text_is_always_included_3_2_1() -> None:
     assert plan.computed_tokens == 0
 
 
-def test_arguments_take_over_the_positions_of_their_parameter_3_3() -> None:
+def test_arguments_take_over_their_parameters_positions() -> None:
     piece = resolved('<plan days="3 days"/>').pieces[2]
     span = INDEX.layout["plan/@days"]
     assert (piece.kind, piece.text, piece.length, piece.reserved) == ("argument", "3 days", 2, 4)
@@ -93,7 +93,7 @@ def test_empty_argument_takes_no_positions() -> None:
     assert resolved('<plan days=""/>').pieces[2].length == 0
 
 
-def test_new_text_after_a_module_starts_where_the_module_ends_3_4() -> None:
+def test_new_text_after_a_module_starts_at_its_end() -> None:
     plan = resolved('<plan days="3 days"/>Highlight surf. <paris/>')
     new = next(piece for piece in plan.pieces if piece.kind == "new")
     assert new.start == INDEX.layout["plan/#1"].end  # what is left out of `plan` is free
@@ -101,7 +101,7 @@ def test_new_text_after_a_module_starts_where_the_module_ends_3_4() -> None:
     assert (new.location.line, new.location.column) == (1, 46)
 
 
-def test_new_text_before_the_first_module_follows_the_anonymous_text() -> None:
+def test_new_text_before_the_modules_follows_anonymous_text() -> None:
     new = resolved("Hello. <paris/>").pieces[1]
     assert (new.text, new.start) == ("Hello. ", INDEX.layout["#0"].end)
 

@@ -36,7 +36,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_circles_are_found_through_relative_imports_and_submodules(tree: Path) -> None:
+def test_circles_are_found_through_relative_imports(tree: Path) -> None:
     house = TOOL["measure"](tree)
     assert house["circles"] == [
         ["ragcache.demo", "ragcache.rag"],
@@ -49,7 +49,7 @@ def test_public_classes_of_one_name_are_found_outside_tests(tree: Path) -> None:
     assert house["doubled_classes"] == {"Shape": ["ragcache.store.shapes", "ragcache_api.shapes"]}
 
 
-def test_modules_with_one_importer_leave_out_packages_and_what_only_they_offer(tree: Path) -> None:
+def test_modules_with_one_importer_leave_out_packages(tree: Path) -> None:
     assert TOOL["Tree"](tree).sections() == {
         "ragcache.store.shapes": "ragcache.store.disk",
         "ragcache.rag": "ragcache.demo",

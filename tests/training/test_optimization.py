@@ -62,7 +62,7 @@ def test_progress_is_the_same_for_all_who_ask_within_a_step() -> None:
 
 
 @pytest.mark.parametrize("minutes", [0.0, 1.0])
-def test_a_run_that_loaded_longer_than_its_minutes_ends_at_the_third_step(minutes: float) -> None:
+def test_a_run_that_loaded_too_long_ends_at_the_third_step(minutes: float) -> None:
     from optimization import Clock
 
     clock = Clock(minutes, steps=0, now=ticking(start=100), begun=0.0)

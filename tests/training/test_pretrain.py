@@ -126,7 +126,7 @@ def test_pretraining_keeps_its_model_when_it_is_asked_to_end(
     assert '"step": 1' in (tmp_path / "log.jsonl").read_text()
 
 
-def test_windows_are_all_read_in_an_epoch_and_cut_elsewhere_in_the_next() -> None:
+def test_each_epoch_reads_every_window_cut_elsewhere() -> None:
     from pretrain import Windows
 
     windows = iter(Windows(torch.arange(330), 10, 8, seed=0))

@@ -70,7 +70,7 @@ def test_sentences_without_a_clear_subject_give_no_questions(sentence: str) -> N
     assert english_questions(sentence, random.Random(1)) == []
 
 
-def test_answers_are_words_of_the_sentence_and_not_of_the_question() -> None:
+def test_answers_are_words_of_the_sentence_alone() -> None:
     from questions import english_questions
 
     sentence = (

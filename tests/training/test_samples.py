@@ -81,7 +81,7 @@ def test_a_lost_sentence_makes_its_question_unanswerable(passages: list[Any]) ->
     assert question not in dict(section.questions)
 
 
-def test_chinese_and_digits_are_single_tokens_so_that_any_run_can_be_an_answer(
+def test_any_run_of_chinese_or_digits_can_be_an_answer(
     tokenizer: Any,
 ) -> None:
     from samples import answer_tokens

@@ -135,7 +135,7 @@ def test_verify_reads_a_remote(run: Run, tmp_path: Path) -> None:
     assert "corrupt" in verified("--remote", far)[1]
 
 
-def test_an_option_comes_before_the_environment_and_that_before_the_file(
+def test_options_come_before_environment_and_file(
     run: Run, unowned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verified(*options: str) -> int:
@@ -250,7 +250,7 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         monkeypatch.setattr(gate, "measure_modes", None)
 
 
-def test_doctor_keeps_what_it_measures_in_the_ledger_of_the_settings(
+def test_doctor_keeps_its_measurements_in_the_set_ledger(
     run: Run, ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"

@@ -61,7 +61,7 @@ def test_an_error_leaves_the_conversation(
     assert "keys.md#1" in out
 
 
-def test_the_oldest_question_is_forgotten_where_the_window_is_full(
+def test_the_oldest_question_leaves_a_full_window(
     ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RagCache.open(ingested, reader) as rag:

@@ -102,7 +102,7 @@ def test_what_a_request_reads_is_known_for_chats_and_schemas(
     assert replicas.table.routed_bytes["held"] > 0
 
 
-def test_a_replica_that_is_lost_before_its_first_byte_costs_nothing(
+def test_a_replica_lost_before_its_first_byte_costs_nothing(
     client: TestClient, replicas: LocalReplicas
 ) -> None:
     for replica in replicas.replicas:
@@ -112,7 +112,7 @@ def test_a_replica_that_is_lost_before_its_first_byte_costs_nothing(
     assert client.get("/admin/replicas").json()["retried"] in (1, 2)
 
 
-def test_a_request_that_may_have_had_its_effect_is_not_sent_again(
+def test_a_request_with_a_possible_effect_is_not_sent_again(
     client: TestClient, replicas: LocalReplicas
 ) -> None:
     for replica in replicas.replicas:

@@ -207,7 +207,7 @@ def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
+def test_a_stalled_client_holds_nothing_after_the_deadline(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "LAST_EVENTS_SECONDS", 1.0)

@@ -90,7 +90,7 @@ def test_the_files_of_the_page_are_open_and_nothing_beside_them(
         assert client.get(path).status_code == 401, path
 
 
-def test_an_administrator_of_one_namespace_sees_nothing_that_all_share(
+def test_an_administrator_of_a_namespace_sees_nothing_shared(
     locked: tuple[TestClient, RagCache],
 ) -> None:
     client, rag = locked
@@ -157,7 +157,7 @@ def test_a_rate_is_kept_and_says_when_to_come_again(rag: RagCache) -> None:
         assert client.get("/health/live").status_code == 200
 
 
-def test_rates_are_kept_while_the_storage_that_shares_them_is_away(
+def test_rates_are_kept_while_their_shared_storage_is_away(
     rag: RagCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = f"redis+unix://{tmp_path}/nobody"

@@ -17,7 +17,7 @@ def test_the_root_leads_to_the_page(client: TestClient) -> None:
     assert client.get("/").url.path == "/admin/"
 
 
-def test_the_description_of_the_api_is_local_and_says_which_key_it_takes(
+def test_the_api_description_is_local_and_names_its_key(
     client: TestClient,
 ) -> None:
     shown = client.get("/docs")

@@ -23,7 +23,7 @@ def fresh(reader: LoadedModel, tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_a_key_is_made_with_its_secret_listed_without_and_revoked(fresh: TestClient) -> None:
+def test_a_key_shows_its_secret_once_and_is_revoked(fresh: TestClient) -> None:
     made = fresh.post("/admin/keys", json=ADA)
     assert (made.status_code, made.headers["cache-control"]) == (201, "no-store")
     key = made.json()

@@ -127,9 +127,7 @@ def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
 
 
 @pytest.mark.slow
-def test_further_signals_do_not_keep_the_folder_from_being_closed(
-    start: Start, state: Path
-) -> None:
+def test_further_signals_still_let_the_folder_close(start: Start, state: Path) -> None:
     server = start(state)
     while server.process.is_alive():
         server.process.terminate()

@@ -18,7 +18,7 @@ from ragcache.models import LoadedModel
 from tests.api.http.server_process import Started, start_server
 from tests.api.page.conftest import Page, asked, get, module, tier
 from tests.conftest import write_notes
-from tests.ragcache.documents.paper import FACTS, WRITERS
+from tests.ragcache.documents.sample_files import FACTS, WRITERS
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]

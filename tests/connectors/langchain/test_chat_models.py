@@ -48,7 +48,7 @@ def plain(message: AIMessage) -> tuple[object, ...]:
     return message.content, message.usage_metadata, metadata
 
 
-def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCache) -> None:
+def test_an_ordinary_chain_reads_documents_from_their_states(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=4)
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Answer from the context."), ("human", "{context}\n\nQuestion: {question}")]
@@ -287,7 +287,7 @@ def test_another_model_than_the_open_one_is_refused(scripted: RagCache) -> None:
         ChatRagCache(rag=scripted, model="another")
 
 
-def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
+def test_a_model_of_a_folder_may_be_pickled_and_copied(tmp_path: Path) -> None:
     model = ChatRagCache(state=tmp_path, max_tokens=2)
     try:
         for _ in range(2):

@@ -77,7 +77,7 @@ def test_a_chunk_that_is_too_long_for_a_module_becomes_several(rag: RagCache) ->
     assert len(found) > 4
 
 
-def test_a_document_without_a_source_is_named_by_its_id_or_refused(rag: RagCache) -> None:
+def test_a_document_without_a_source_needs_an_id(rag: RagCache) -> None:
     RagCacheLoader([Document("one", id="a")], collection="notes", rag=rag).load()
     assert texts(rag) == {"a#1": "one"}
     bad = Document("one", metadata={"source": "a", "path": Path("x")})

@@ -197,7 +197,7 @@ def test_every_name_is_exported_and_listed() -> None:
 
 
 @pytest.mark.slow
-def test_importing_and_constructing_loads_no_model_and_opens_nothing() -> None:
+def test_imports_and_constructors_load_no_model() -> None:
     program = f"""
 import sys
 from ragcache_connectors.langchain import *

@@ -208,7 +208,7 @@ def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCache) -> None:
+def test_a_cut_stream_calls_what_a_cut_answer_calls(rag: RagCache) -> None:
     bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
     length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
     for most in range(1, length + 1):
@@ -252,7 +252,7 @@ def test_an_agent_calls_tools_and_answers_by_a_schema(model: ChatRagCache) -> No
     assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
 
 
-def test_optional_calls_go_unconstrained_where_no_grammar_expresses_them() -> None:
+def test_optional_calls_without_a_grammar_go_unconstrained() -> None:
     inexpressible = [{"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}]
     assert call_grammar(inexpressible, "auto", ToolStyle.HERMES, True) is None
     with pytest.raises(InvalidRequest, match="not"):

@@ -32,7 +32,7 @@ from ragcache.db.tables import EvictionTable, StateTable
 from ragcache.errors import InvalidRequest, UnknownCollection, UnknownModule
 from ragcache.states import KVKey
 from tests.ragcache.conftest import make_key
-from tests.ragcache.store.library import key_of
+from tests.ragcache.store.store_fixture import key_of
 
 pytestmark = pytest.mark.enable_socket
 

@@ -11,7 +11,7 @@ import pytest
 from ragcache.documents import SourceDocument, office
 from ragcache.documents.formats import read_document
 from ragcache.errors import MissingExtra, UnreadableDocument
-from tests.ragcache.documents.paper import CODE, FACTS, WRITERS
+from tests.ragcache.documents.sample_files import CODE, FACTS, WRITERS
 
 
 def read(name: str) -> SourceDocument:

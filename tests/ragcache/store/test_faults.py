@@ -20,7 +20,7 @@ from ragcache.store import KVStore, LeaseRequest
 from ragcache.store.tiers import base
 from ragcache.store.verify import verify
 from tests.ragcache.conftest import full_lease, postgres_schema, same
-from tests.ragcache.store.library import Library, key_of, states_of
+from tests.ragcache.store.store_fixture import Library, key_of, states_of
 
 
 @pytest.fixture

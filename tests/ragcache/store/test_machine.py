@@ -29,7 +29,7 @@ from ragcache.store import Lease, store
 from ragcache.store.verify import verify
 from tests.conftest import scaled
 from tests.ragcache.conftest import postgres_schema, same
-from tests.ragcache.store.library import Library, key_of, states_of, texts_of
+from tests.ragcache.store.store_fixture import Library, key_of, states_of, texts_of
 
 NAMES = st.sampled_from(("ash", "elm", "fir", "oak"))
 VERSIONS = st.integers(0, 5)

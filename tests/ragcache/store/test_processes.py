@@ -20,7 +20,7 @@ from ragcache.db import Database
 from ragcache.db.tables import Base
 from ragcache.store.verify import verify
 from tests.conftest import scaled
-from tests.ragcache.store.library import ROOT, Library, key_of, texts_of
+from tests.ragcache.store.store_fixture import ROOT, Library, key_of, texts_of
 
 NAMES = ("ash", "elm", "fir")
 

@@ -7,7 +7,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.api.page import looks
+from tests.api.page import layout_checks
 from tests.api.page.conftest import VIEWS, Page, asked, get, open_view
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
@@ -15,7 +15,7 @@ NARROW = 390
 LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-commission-in-november.md"
 COLLECTION = "minutes-of-the-commission-for-boats-and-quays-of-2026"
 QUESTION = "Which ferry is orange?"
-LOOKS = [
+LAYOUTS = [
     (1440, "light"), (NARROW, "dark"),
     (1440, "dark"),
     (NARROW, "light"),
@@ -33,19 +33,19 @@ def stored(served: tuple[object, str]) -> None:
         assert client.post("/v1/answers", json=question).json()["sources"]
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+@pytest.mark.parametrize(("width", "scheme"), LAYOUTS)
 def test_every_view_fits_and_can_be_read(page: Page, stored: None, width: int, scheme: str) -> None:
     page.resize(width)
     page.prefer(scheme)
     for view in VIEWS:
         open_view(page, view)
-        assert looks.overflow(page) <= 0, view
-        assert looks.pale_texts(page) == [], view
-        assert looks.unnamed_controls(page) == [], view
-        assert width > NARROW or looks.cut_texts(page) == [], view
+        assert layout_checks.overflow(page) <= 0, view
+        assert layout_checks.pale_texts(page) == [], view
+        assert layout_checks.unnamed_controls(page) == [], view
+        assert width > NARROW or layout_checks.cut_texts(page) == [], view
     asked(page, QUESTION, COLLECTION)
     assert LONG in page.find("[aria-label='Modules used'] tbody").text
-    assert width > NARROW or looks.cut_texts(page) == []
+    assert width > NARROW or layout_checks.cut_texts(page) == []
     assert page.faults() == []
 
 
