@@ -130,7 +130,7 @@ def _serve(
     time is that of a lone request, and where the tenant's prompts may be shared, it is known."""
     new, window = setting.new_tokens, causal.window
     requests = [
-        Request(assemble_context([], each, window=window, max_new_tokens=new), new, tenant=tenant)
+        Request(assemble_context([], each, window=window, max_tokens=new), new, tenant=tenant)
         for each in prompts
     ]
     rng = random.Random(4)

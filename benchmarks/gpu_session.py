@@ -81,7 +81,7 @@ class GpuSession:
         )  # fmt: skip
         engine = LLMEngine(self.causal, config)
         context = assemble_context(
-            [], self.tokens(self.load.question), window=self.causal.window, max_new_tokens=2
+            [], self.tokens(self.load.question), window=self.causal.window, max_tokens=2
         )
         engine.submit_request(Request(context, 2)).result()
         return engine
@@ -147,7 +147,7 @@ class GpuSession:
         """A prompt of these states behind the preamble, with a question, by default of its own."""
         return assemble_context(
             [self.root, *states], question or self.tokens(self.load.question),
-            window=self.causal.window, max_new_tokens=new_tokens,
+            window=self.causal.window, max_tokens=new_tokens,
         )  # fmt: skip
 
     def request(self, context: Context, new_tokens: int) -> Request:

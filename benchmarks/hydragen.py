@@ -167,7 +167,7 @@ def _request(
     causal: CausalLM, states: KVStates, own: Sequence[int], new: int,
     sampling: SamplingParams | None = None, n: int = 1,
 ) -> Request:  # fmt: skip
-    context = assemble_context([states], own, window=causal.window, max_new_tokens=new)
+    context = assemble_context([states], own, window=causal.window, max_tokens=new)
     return Request(context, new, sampling=sampling or SamplingParams(), n=n)
 
 

@@ -98,7 +98,7 @@ def run_batch(causal: CausalLM, requests: Sequence[Request]) -> tuple[float, lis
 def engine_config(causal: CausalLM, requests: Iterable[Request]) -> EngineConfig:
     """Limits under which all requests run together."""
     tokens = sum(
-        len(each.context.token_ids) + each.n * (each.max_new_tokens + 64) + 64 for each in requests
+        len(each.context.token_ids) + each.n * (each.max_tokens + 64) + 64 for each in requests
     )
     return EngineConfig.for_device(
         causal.device, pool_bytes=2 * tokens * causal.computed_bytes_per_token, running=512,

@@ -61,7 +61,7 @@ def bench_lengths(
             for count in (length, setting.question)
         )
         states = encode_one(causal, tokens)
-        place = partial(assemble_context, window=causal.window, max_new_tokens=1)
+        place = partial(assemble_context, window=causal.window, max_tokens=1)
         ways = {
             "ordinary": Request(place([], [*tokens, *question]), 1),
             "cached": Request(place([states], question), 1),
@@ -96,7 +96,7 @@ def bench_use_cases(
     comparisons = []
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, model, embedding=None, max_new_tokens=4, force_modes=True) as rag,
+        RagCache.open(state, model, embedding=None, max_tokens=4, force_modes=True) as rag,
     ):
         for name, paper in USE_CASES.items():
             progress(name)

@@ -92,7 +92,7 @@ def _first_tokens(model: LoadedModel, asked: Sequence[_Question], kind: KVDtype)
     requests = []
     for each in asked:
         kept = [restored(quantize(states, kind)) for states in each.states]
-        context = assemble_context(kept, each.own, window=model.causal.window, max_new_tokens=1)
+        context = assemble_context(kept, each.own, window=model.causal.window, max_tokens=1)
         requests.append(Request(context, 1))
     return [done.token_ids[0] for done in complete(model.causal, requests)]
 

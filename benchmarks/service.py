@@ -151,7 +151,7 @@ def _first_tokens(
 
 def _called(rag: RagCache, question: str) -> float:
     begin = time.perf_counter()
-    generation = Generation(max_new_tokens=2, ignore_eos=True, extractive=False)
+    generation = Generation(max_tokens=2, ignore_eos=True, extractive=False)
     with rag.stream(question, collection=_COLLECTION, generation=generation) as stream:
         for piece in stream.pieces():
             if piece.text:
@@ -346,7 +346,7 @@ async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> 
         for question, length in mine:
             # no token ends an answer, so that every one of them is text, and an event over HTTP
             generation = Generation(
-                max_new_tokens=length, min_new_tokens=length, ignore_eos=True, extractive=False
+                max_tokens=length, min_tokens=length, ignore_eos=True, extractive=False
             )
             stream = await rag.astream(question, collection=collection, generation=generation)
             async for piece in stream.pieces():

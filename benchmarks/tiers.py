@@ -292,7 +292,7 @@ def _store(folder: Path, states: dict[KVKey, KVStates]) -> KVStore:
 
 
 def _first_token(model: CausalLM, states: Sequence[StoredStates], own: Sequence[int]) -> int:
-    context = assemble_context(states, own, window=model.window, max_new_tokens=1)
+    context = assemble_context(states, own, window=model.window, max_tokens=1)
     [completion] = complete(model, [Request(context, 1)])
     return completion.token_ids[0]
 

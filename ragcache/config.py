@@ -54,7 +54,7 @@ class RagCacheConfig:
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
-    max_new_tokens: int = 64
+    max_tokens: int = 64
     private_bytes: int | None = None
     warm_up: bool = False
     queue: int = 1024

@@ -54,7 +54,7 @@ def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -
 
     Example:
         >>> from ragcache import Generation
-        >>> first = Generation.of(first_logprobs=True, max_new_tokens=1)
+        >>> first = Generation.of(first_logprobs=True, max_tokens=1)
         >>> asked = {"collection": "handbook", "generation": first}
         >>> exact = rag.ask("How many days of leave?", mode="exact", **asked)  # doctest: +SKIP
         >>> rooted = rag.ask("How many days of leave?", **asked)  # doctest: +SKIP

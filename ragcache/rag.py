@@ -124,7 +124,7 @@ class RagCache:
         reranker: Reranker | str | None = None,
         module_tokens: int = 384,
         host_bytes: int | str = "2GiB",
-        max_new_tokens: int = 64,
+        max_tokens: int = 64,
         private_bytes: int | str | None = None,
         queue: int = 1024,
         ingestion_bytes: int | str = "256MiB",
@@ -154,7 +154,7 @@ class RagCache:
                 `ragcache.retrieval.Reranker`; none by default.
             module_tokens: The most tokens of a module.
             host_bytes: The budget of the host tier.
-            max_new_tokens: The most tokens of an answer, unless a request says otherwise.
+            max_tokens: The most tokens of an answer, unless a request says otherwise.
             private_bytes: Room for the states of questions and answers; by default 512 MiB, and on
                 a GPU a part of what is free.
             queue: The most requests that wait; one more raises `QueueFull`.
@@ -189,12 +189,12 @@ class RagCache:
 
         Example:
             >>> from ragcache import RagCache
-            >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
+            >>> rag = RagCache.open("state", host_bytes="1GiB", max_tokens=16)
         """
         config = RagCacheConfig(
             module_tokens=module_tokens,
             host_bytes=parse_bytes(host_bytes),
-            max_new_tokens=max_new_tokens,
+            max_tokens=max_tokens,
             private_bytes=parse_optional_bytes(private_bytes),
             warm_up=warm_up,
             queue=queue,

@@ -168,7 +168,7 @@ def test_options_are_positive(name: str) -> None:
 
 def test_defaults_are_documented() -> None:
     config = RagCacheConfig()
-    assert (config.module_tokens, config.max_new_tokens) == (384, 64)
+    assert (config.module_tokens, config.max_tokens) == (384, 64)
     assert config.host_bytes == parse_bytes("2GiB")
 
 

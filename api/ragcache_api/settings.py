@@ -61,7 +61,7 @@ class ServiceSettings(BaseSettings):
         None, description="What the model is to do with the documents; else a brief answer."
     )
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
-    max_new_tokens: Positive = Field(
+    max_tokens: Positive = Field(
         64, description="Tokens of an answer unless a request says; chats may fill the window."
     )
     force_modes: bool = Field(
@@ -224,7 +224,7 @@ class ServiceSettings(BaseSettings):
     def opening(self) -> dict[str, Any]:
         """The arguments of `RagCache.open` besides state and model."""
         names = {
-            "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
+            "embedding", "module_tokens", "host_bytes", "max_tokens", "private_bytes", "queue",
             "device_bytes", "device_kv_dtype", "disk_bytes",
             "remote", "remote_bytes", "kv_dtype", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",

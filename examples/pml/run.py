@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, options.model, max_new_tokens=4) as rag,
+        RagCache.open(state, options.model, max_tokens=4) as rag,
     ):
         for folder in folders:
             rows = run_folder(rag, folder, options.runs)

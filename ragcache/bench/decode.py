@@ -155,7 +155,7 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     ]
     new = setting.copies_tokens
     requests = [
-        Request(assemble_context((), question, window=causal.window, max_new_tokens=new), new)
+        Request(assemble_context((), question, window=causal.window, max_tokens=new), new)
         for question in questions
     ]
     ours, copies = [], []
@@ -191,13 +191,13 @@ def _contexts(
     for _ in range(setting.requests):
         order = [states[0], *rng.sample(states[1:], setting.modules)]
         question = setting.shape.draw_tokens(rng, setting.question_tokens)
-        contexts.append(assemble_context(order, question, window=causal.window, max_new_tokens=new))
+        contexts.append(assemble_context(order, question, window=causal.window, max_tokens=new))
     return contexts
 
 
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     """Runs the requests on the engine core and times the steps in which all of them decode."""
-    own = sum(len(r.context.token_ids) + r.max_new_tokens for r in requests)
+    own = sum(len(r.context.token_ids) + r.max_tokens for r in requests)
     room = (own + 3 * 64 * len(requests)) * causal.computed_bytes_per_token
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))
     handles = []

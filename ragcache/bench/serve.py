@@ -118,7 +118,7 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
     new = setting.new_tokens
 
     def request(cached: Sequence[KVStates], own: Sequence[int]) -> Request:
-        return Request(assemble_context(cached, own, window=causal.window, max_new_tokens=new), new)
+        return Request(assemble_context(cached, own, window=causal.window, max_tokens=new), new)
 
     requests: dict[str, list[Request]] = {"exact": [], "cached": []}
     for _ in range(setting.requests):

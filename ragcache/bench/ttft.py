@@ -106,7 +106,7 @@ def _ratios(setting: TtftSetting, runs: dict[str, list[float]]) -> dict[str, Any
 def _cached(
     engine: LLMEngine, window: int, states: Sequence[KVStates], question: Sequence[int]
 ) -> int:
-    context = assemble_context(states, question, window=window, max_new_tokens=1)
+    context = assemble_context(states, question, window=window, max_tokens=1)
     return engine.submit_request(Request(context, 1)).result().token_ids[0]
 
 

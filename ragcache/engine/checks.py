@@ -44,7 +44,7 @@ class RequestChecker:
             )
         self.check_sizes(
             own=len(context.token_ids), documents=context.cached_tokens,
-            end=context.next_position, max_new_tokens=request.max_new_tokens,
+            end=context.next_position, max_tokens=request.max_tokens,
         )  # fmt: skip
 
     def check_jobs(self, jobs: Iterable[EncodeJob]) -> None:
@@ -62,20 +62,20 @@ class RequestChecker:
         check_place(segment, runner.model.window)
 
     def check_sizes(
-        self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
+        self, *, own: int, documents: int, end: int, max_tokens: int, recomputed: int = 0
     ) -> None:
         """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
         of question and template; documents: of what it reads, of which so many are `recomputed`;
         end: the position after the prompt."""
         window = self._runner.model.window
         if documents:
-            check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
-        if end + max_new_tokens > window:
+            check_window(documents, own, window=window, max_tokens=max_tokens)
+        if end + max_tokens > window:
             raise PromptTooLong(
                 f"the prompt ends at position {end} and the answer may take "
-                f"{max_new_tokens} more, but the model's window holds {window}"
+                f"{max_tokens} more, but the model's window holds {window}"
             )
-        tokens = own + recomputed + max_new_tokens
+        tokens = own + recomputed + max_tokens
         if not self._kv_manager.can_hold(tokens):
             raise PromptTooLong(
                 f"the request may need {tokens} tokens of its own, but the pool holds "

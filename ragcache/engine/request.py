@@ -97,13 +97,13 @@ class Request:
 
     Args:
         context: Segments and own tokens; at least one of these.
-        max_new_tokens: An answer of so many tokens ends with `length`.
+        max_tokens: An answer of so many tokens ends with `length`.
         stop_ids: Tokens that end an answer and do not belong to it, unless `ignore_eos`.
         sampling: How tokens are chosen; by default the likeliest.
         n: How many answers are sampled; they share the prompt's states.
         stop: Strings that end an answer and do not belong to its text; need `text`.
         text: Makes the text of an answer; None where tokens are enough.
-        min_new_tokens: No stop token is chosen before so many.
+        min_tokens: No stop token is chosen before so many.
         ignore_eos: Stop tokens are ordinary; under a constraint they are never chosen.
         tenant: Requests of equal tenants may share private states; None shares with no other.
         priority: Each level counts as `AGEING` seconds of waiting; higher comes sooner.
@@ -112,20 +112,20 @@ class Request:
         prompt_logprobs: The log-probabilities of so many of the prompt's last own tokens are
             reported, computed with the prompt in one pass. Its private states are then its own.
         constraint: Makes the constraint of one answer. A finished constraint ends its answer with
-            `stop`, also before `min_new_tokens`.
+            `stop`, also before `min_tokens`.
 
     Raises:
         InvalidRequest: An option is out of its range.
     """
 
     context: Context
-    max_new_tokens: int
+    max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = SamplingParams()
     n: int = 1
     stop: tuple[str, ...] = ()
     text: MakeText | None = None
-    min_new_tokens: int = 0
+    min_tokens: int = 0
     ignore_eos: bool = False
     tenant: Hashable = None
     priority: int = 0
@@ -146,9 +146,7 @@ class Request:
                 f"prompt_logprobs is {self.prompt_logprobs}; the prompt has "
                 f"{len(self.context.token_ids)} own tokens, and the first follows none of them"
             )
-        check_options(
-            self.max_new_tokens, self.min_new_tokens, self.n, self.timeout, stop=self.stop
-        )
+        check_options(self.max_tokens, self.min_tokens, self.n, self.timeout, stop=self.stop)
 
     @property
     def root(self) -> Hashable:
@@ -174,16 +172,15 @@ def _check_known_tokens(context: Context) -> None:
 
 
 def check_options(
-    max_new_tokens: int, min_new_tokens: int, n: int, timeout: float | None, *, stop: Sequence[str]
+    max_tokens: int, min_tokens: int, n: int, timeout: float | None, *, stop: Sequence[str]
 ) -> None:
     """Raises `InvalidRequest` for options of a `Request` that are out of their range."""
     check_stop_strings(stop)
-    if max_new_tokens < 1:
-        raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not 0 <= min_new_tokens <= max_new_tokens:
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
+    if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest(
-            f"min_new_tokens is {min_new_tokens}; it must be from 0 to max_new_tokens, "
-            f"{max_new_tokens}"
+            f"min_tokens is {min_tokens}; it must be from 0 to max_tokens, {max_tokens}"
         )
     if not 1 <= n <= MAX_CHOICES:
         raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}")
@@ -252,16 +249,16 @@ class RequestOutput:
 
 
 def assemble_context(
-    states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int
+    states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_tokens: int
 ) -> Context:
     """Places states one after another without gaps, then a prompt's own tokens. Raises
-    `PromptTooLong` where prompt and answer, of at most `max_new_tokens`, exceed `window`
+    `PromptTooLong` where prompt and answer, of at most `max_tokens`, exceed `window`
     positions."""
     position, segments = 0, []
     for each in states:
         segments.append(Segment(each, position))
         position += each.length
-    check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
+    check_window(position, len(token_ids), window=window, max_tokens=max_tokens)
     if not token_ids:
         raise ValueError("a prompt needs at least one token of its own")
     end = position + len(token_ids)
@@ -327,14 +324,12 @@ def check_place(segment: Segment, window: int) -> None:
         )
 
 
-def check_window(
-    document_tokens: int, own_tokens: int, *, window: int, max_new_tokens: int
-) -> None:
+def check_window(document_tokens: int, own_tokens: int, *, window: int, max_tokens: int) -> None:
     """Raises `PromptTooLong` where prompt and answer would not fit the model's window."""
-    if document_tokens + own_tokens + max_new_tokens > window:
+    if document_tokens + own_tokens + max_tokens > window:
         raise PromptTooLong(
             f"the prompt needs {document_tokens + own_tokens} tokens ({document_tokens} of "
             f"documents, {own_tokens} of question and template) and the answer up to "
-            f"{max_new_tokens}, but the model's window holds {window}; ask with a smaller k or a "
+            f"{max_tokens}, but the model's window holds {window}; ask with a smaller k or a "
             "shorter question"
         )

@@ -100,7 +100,7 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """How many more the answer may have."""
-        return self.request.max_new_tokens - self.generated
+        return self.request.max_tokens - self.generated
 
     @property
     def computed(self) -> int:
@@ -151,7 +151,7 @@ class Sequence:
     def forbidden(self) -> Collection[int]:
         """The tokens that may not come next."""
         request = self.request
-        early = self.generated < request.min_new_tokens
+        early = self.generated < request.min_tokens
         # after a stop token that ends nothing, a constraint has nothing more to say
         endless = request.ignore_eos and self.constraint is not None
         stops = request.stop_ids if early or endless else NO_TOKENS
@@ -183,7 +183,7 @@ class Sequence:
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
         self._accepted = chosen
-        if complete or generated == request.max_new_tokens:
+        if complete or generated == request.max_tokens:
             self._end, self.finished = ("stop" if complete else "length", None), True
 
     def deliver(self, now: float) -> None:

@@ -92,7 +92,7 @@ class Lineup:
             for each, share in zip(sequences, shares, strict=True)
         )
         self.free = not any(
-            each.constraint or each.request.min_new_tokens or each.request.suppress_tokens
+            each.constraint or each.request.min_tokens or each.request.suppress_tokens
             for each in sequences
         )
         self.room = 0

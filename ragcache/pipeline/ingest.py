@@ -302,7 +302,7 @@ class Ingestor:
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
         window = self.encoder.model.causal.window
-        taken = len(self.encoder.preamble_ids) + self.config.max_new_tokens
+        taken = len(self.encoder.preamble_ids) + self.config.max_tokens
         longest = max(map(len, modules), default=0)
         if longest + taken >= window:
             raise ConfigurationError(

@@ -48,10 +48,10 @@ class Generation:
 
     Attributes:
         sampling: How tokens are drawn.
-        max_new_tokens: The most tokens of an answer; None is what the state folder was opened with.
+        max_tokens: The most tokens of an answer; None is what the state folder was opened with.
         stop: Strings that end an answer and do not belong to it.
         n: How many answers.
-        min_new_tokens: No stop token is chosen before.
+        min_tokens: No stop token is chosen before.
         ignore_eos: Whether stop tokens end nothing.
         timeout: In seconds, from when the request is queued.
         priority: Each level counts as 10 seconds of waiting.
@@ -72,15 +72,15 @@ class Generation:
             `finish_reason` is `no_answer`, and a stream shows nothing before that is known. None is
             that of the calibration; 0 refuses nothing.
         refusal: The text of a refused answer.
-        unbounded: Whether `max_new_tokens` None is as many as the model's window and the engine's
+        unbounded: Whether `max_tokens` None is as many as the model's window and the engine's
             pool leave.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int | None = None
+    max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
-    min_new_tokens: int = 0
+    min_tokens: int = 0
     ignore_eos: bool = False
     timeout: float | None = None
     priority: int = 0
@@ -134,9 +134,9 @@ class Generation:
             given["grammar"] = grammars[0]
         return cls(sampling=SamplingParams(**sampling), **given)
 
-    def max_tokens(self, default: int) -> int:
+    def token_limit(self, default: int) -> int:
         """The most tokens of an answer."""
-        return default if self.max_new_tokens is None else self.max_new_tokens
+        return default if self.max_tokens is None else self.max_tokens
 
     def request_maker(
         self, model: LoadedModel, default_tokens: int, tenant: Hashable,
@@ -151,8 +151,8 @@ class Generation:
         if quoted is not None:
             constraint = partial(Quotation, quoted.index)
             text = partial(QuotationText, quoted.index)
-        most = self.max_tokens(default_tokens)
-        check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
+        most = self.token_limit(default_tokens)
+        check_options(most, self.min_tokens, self.n, self.timeout, stop=self.stop)
         sampling, refuses = self.sampling, check is not None and check.holds
         if check is not None:
             sampling = replace(sampling, logprobs=check.wanted_logprobs)
@@ -160,7 +160,7 @@ class Generation:
         suppressed = frozenset[int]() if unsaid is None else frozenset({unsaid})
         return partial(
             Request,
-            max_new_tokens=most, min_new_tokens=self.min_new_tokens,
+            max_tokens=most, min_tokens=self.min_tokens,
             stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
             sampling=sampling, n=self.n, ignore_eos=self.ignore_eos,
             text=text, constraint=constraint, suppress_tokens=suppressed,
@@ -235,9 +235,9 @@ class Submitter:
 
     def check_sizes(self, own: int, documents: int) -> None:
         """Raises `PromptTooLong` where no answer could follow a prompt of these sizes."""
-        most = self.config.max_new_tokens
+        most = self.config.max_tokens
         checker, end = self.engine.core.checker, own + documents
-        checker.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
+        checker.check_sizes(own=own, documents=documents, end=end, max_tokens=most)
 
     def _planned(self, prompt: BuiltPrompt, generation: Generation) -> _Plan:
         """Raises `InvalidRequest`."""
@@ -278,7 +278,7 @@ class Submitter:
         """Submits a pass that scores an answer behind a prompt without modules."""
         tokens = (*bare(), *answer)
         context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
-        request = Request(context, max_new_tokens=1, prompt_logprobs=len(answer))
+        request = Request(context, max_tokens=1, prompt_logprobs=len(answer))
         return self.engine.submit_request(request, follow_up=True)
 
     def _quoted(self, prompt: BuiltPrompt, generation: Generation) -> QuotationSources | None:
@@ -318,14 +318,14 @@ class Submitter:
         checker = self.engine.core.checker
         blended = most_blended(prompt, blend_percent(prompt.requested_mode))
         computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
-        default = self.config.max_new_tokens
+        default = self.config.max_tokens
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
         request = generation.request_maker(self.model, default, tenant, plan.quoted, plan.check)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + prompt.recomputed,
-            recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
+            recomputed=recomputed, end=prompt.end, max_tokens=generation.token_limit(default),
         )  # fmt: skip
         return request
 

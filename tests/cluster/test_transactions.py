@@ -58,7 +58,7 @@ def rag(services: Services) -> Iterator[RagCache]:
     """A process with a disk of its own beside services."""
     remote = f"file://{services.folder / 'remote'}"
     folder = services.folder / "here"
-    with RagCache.open(folder, ledger=services.url, remote=remote, max_new_tokens=1) as opened:
+    with RagCache.open(folder, ledger=services.url, remote=remote, max_tokens=1) as opened:
         yield opened
 
 
@@ -70,7 +70,7 @@ def test_the_first_use_of_others_states_costs_three_transactions(
 
     def ask(word: str, tier: str) -> Cost:
         """Of the embedded reader, whose answers also read the documents that they quote."""
-        options = Generation(max_new_tokens=1)
+        options = Generation(max_tokens=1)
         with counted(rag) as cost:
             answer = rag.ask(
                 f"Where is the {word} kept?", collection=COLLECTION, k=4, generation=options

@@ -237,7 +237,7 @@ LANGCHAIN_BLOCKS = re.findall(
 @pytest.mark.slow
 def test_langchain_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RagCache, "open", partial(RagCache.open, max_new_tokens=8))
+    monkeypatch.setattr(RagCache, "open", partial(RagCache.open, max_tokens=8))
     names: dict[str, Any] = {"__name__": "langchain_doc"}
     for skipped, code in LANGCHAIN_BLOCKS:
         if not skipped:

@@ -34,7 +34,7 @@ from tests.conftest import write_notes
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
 CHAT_BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
-LONG = Generation(max_new_tokens=200, ignore_eos=True)
+LONG = Generation(max_tokens=200, ignore_eos=True)
 
 
 def chat(question: str) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ LOCKS = "The lock of the boathouse takes the spare key. " * 40
 
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel, notes: Path) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=8) as opened:
+    with RagCache.open(tmp_path / "state", reader, max_tokens=8) as opened:
         opened.ingest("notes", [notes])
         yield opened
 
@@ -79,7 +79,7 @@ def test_a_corrupted_blob_is_encoded_again_and_never_served(
         content = bytearray(path.read_bytes())
         content[-7] ^= 1
         path.write_bytes(content)
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=8) as reopened:
+    with RagCache.open(tmp_path / "state", reader, max_tokens=8) as reopened:
         answer = reopened.ask(QUESTION, collection="notes")
         assert answer.text == expected.text
         assert {source.tier for source in answer.sources} == {"encoded"}
@@ -91,7 +91,7 @@ def test_langchain_and_source_documents_are_taken(tmp_path: Path, reader: Loaded
         SourceDocument("a", "The kettle is green."),
         Document("The kiln is in the yard.", id="b", metadata={"source": "kiln.txt", "page": 3}),
     ]
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", reader, max_tokens=4) as rag:
         assert rag.ingest("mixed", documents).added == 2
         answer = rag.ask("Where is the kiln?", collection="mixed", k=1)
         assert (answer.sources[0].document, answer.sources[0].uri) == ("b", "kiln.txt")
@@ -129,7 +129,7 @@ def test_the_generated_schema_has_k_slots_and_expands(rag: RagCache) -> None:
 
 @pytest.fixture
 def chats(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", tiny_reader, max_new_tokens=8) as opened:
+    with RagCache.open(tmp_path / "state", tiny_reader, max_tokens=8) as opened:
         opened.ingest("notes", [SourceDocument("k", CHAT_KEYS), SourceDocument("b", CHAT_BOATS)])
         yield opened
 
@@ -195,7 +195,7 @@ def test_threads_chat_while_documents_change(chats: RagCache) -> None:
 def library(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     """Tests only read what is ingested."""
     folder = tmp_path_factory.mktemp("library")
-    with RagCache.open(folder, reader, max_new_tokens=2, module_tokens=96) as opened:
+    with RagCache.open(folder, reader, max_tokens=2, module_tokens=96) as opened:
         opened.ingest(
             "notes",
             [
@@ -332,7 +332,7 @@ def rag_to_read(
     tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
 ) -> Iterator[RagCache]:
     folder = tmp_path_factory.mktemp("options")
-    with RagCache.open(folder / "state", reader, max_new_tokens=8) as opened:
+    with RagCache.open(folder / "state", reader, max_tokens=8) as opened:
         opened.ingest("notes", [write_notes(folder / "notes")])
         yield opened
 
@@ -398,7 +398,7 @@ BELL_QUESTION = "Which bell rings at number 3?"
 @pytest.fixture
 def bells_rag(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(
-        tmp_path / "state", tiny_reader, max_new_tokens=6, private_bytes="8MiB", queue=20
+        tmp_path / "state", tiny_reader, max_tokens=6, private_bytes="8MiB", queue=20
     ) as opened:
         opened.ingest("bells", bells(6))
         yield opened
@@ -468,7 +468,7 @@ def test_a_question_is_answered_where_the_ledger_takes_no_rows(
 
 @pytest.mark.slow
 def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:
-    long = Generation(max_new_tokens=200, ignore_eos=True)
+    long = Generation(max_tokens=200, ignore_eos=True)
     with pytest.raises(QueueFull):
         bells_rag.ask_batch([BELL_QUESTION] * 200, collection="bells", generation=long)
     bells_rag.stats()

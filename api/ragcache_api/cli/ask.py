@@ -27,7 +27,7 @@ def ask(
     k: ui.KOption = DEFAULT_K,
     relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = "rooted",
-    max_new_tokens: ui.MaxTokensOption = None,
+    max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
     stop: ui.StopOption = None,
@@ -65,7 +65,7 @@ def ask(
         served = ServedAnswer.ask(server, key, {
             "question": question, "collection": collection, "k": k, "mode": mode,
             "filters": wanted, "relative_threshold": relative_threshold,
-            "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop,
+            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop,
             "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
             "refusal": refusal,
         })  # fmt: skip
@@ -88,7 +88,7 @@ def ask(
         from ragcache import Generation
 
         generation = Generation.of(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop,
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop,
             extractive=extractive, confidence=confidence, min_confidence=min_confidence,
             refusal=refusal,
         )  # fmt: skip
@@ -112,7 +112,7 @@ def prompt(
     mode: Annotated[
         str, typer.Option("--mode", callback=check_mode, help="isolated or exact.")
     ] = "isolated",
-    max_new_tokens: ui.MaxTokensOption = None,
+    max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
     stop: ui.StopOption = None,
@@ -128,7 +128,7 @@ def prompt(
         from ragcache import Generation
 
         generation = Generation.of(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
         )
         answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
         if as_json:

@@ -27,7 +27,7 @@ def chat(
     relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = "rooted",
     wanted: ui.FilterOption = None,
-    max_new_tokens: ui.MaxTokensOption = None,
+    max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
     confidence: ui.ConfidenceOption = None,
@@ -58,7 +58,7 @@ def chat(
         from ragcache import Generation
 
         generation = Generation.of(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+            max_tokens=max_tokens, temperature=temperature, seed=seed,
             confidence=confidence, min_confidence=min_confidence, refusal=refusal,
         )  # fmt: skip
         search = {"k": k, "filters": wanted, "relative_threshold": relative_threshold}

@@ -139,7 +139,7 @@ FilterOption = Annotated[
                       help=f"Only documents with this metadata, such as {_FILTER}.")
 ]  # fmt: skip
 MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-new-tokens", help="The most tokens of the answer.")
+    int | None, typer.Option("--max-tokens", help="The most tokens of the answer.")
 ]
 TemperatureOption = Annotated[
     float | None, typer.Option("--temperature", help="0, the default, takes the likeliest token.")

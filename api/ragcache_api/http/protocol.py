@@ -400,7 +400,7 @@ class GenerationFields(BaseModel):
     def options(self, deadline: float) -> dict[str, Any]:
         """Arguments of `Generation.of`."""
         given = {name: getattr(self, name) for name in GenerationFields.model_fields}
-        return {"max_new_tokens": given.pop("max_tokens"), "timeout": deadline, **given}
+        return {"timeout": deadline, **given}
 
 
 class AnswerOptions(RequestModel, GenerationFields):

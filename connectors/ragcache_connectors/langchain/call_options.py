@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 # LangChain's and OpenAI's names for what the engine calls otherwise.
 _NAMES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
+    "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
 # What LangChain passes on for its own use.
@@ -50,7 +48,7 @@ class ModelInfo:
             "fingerprint": self.model.causal.fingerprint,
             "state": namespace.shared.database.name,
             "namespace": namespace.name,
-            "max_new_tokens": namespace.shared.config.max_new_tokens,
+            "max_tokens": namespace.shared.config.max_tokens,
             "instruction": namespace.shared.instruction,  # the states of documents have read it
         }
 

@@ -62,7 +62,7 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
-    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 4)
+    asked = ("ask", QUESTION, "-c", "notes", "--max-tokens", 4)
     refused = error_of(run(*asked), "ModeRefused")
     assert "4.50 nats from those of exact (limit 2.00), and 25% agree" in refused
     assert "--force-modes" in refused
@@ -72,7 +72,7 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
 
 @pytest.mark.slow
 def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> None:
-    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
+    asked = ("ask", QUESTION, "-c", "notes", "--max-tokens", 6)
     answer = json_of(run(*asked, "--min-confidence", 0, "--json"))
     assert 0 < answer["confidence"] < 1
     out = run(*asked, "--min-confidence", 1, "--refusal", "Unknown.", "--stream")[1]
@@ -88,7 +88,7 @@ def test_ask_refuses_answers_of_little_confidence(run: Run, ingested: Path) -> N
 
 @pytest.mark.slow
 def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
-    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
+    asked = ("ask", QUESTION, "-c", "notes", "--max-tokens", 6)
     answer = json_of(run(*asked, "--json"))
     assert len(answer["choices"][0]["token_ids"]) <= 6
     status, out, _ = run(*asked, "--stream")
@@ -105,7 +105,7 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
     kind = ("--instruction", "Reply in one word.")
     assert json_of(run("warm", "notes", "--dry-run", "--json"))["encoded"] == 0
     assert json_of(run("warm", "notes", *kind, "--json"))["encoded"] == 3
-    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-new-tokens", 1, "--json")
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-tokens", 1, "--json")
     assert json_of(run(*asked, *kind))["encoded"] == 0
     assert "Reply in one word." in run("schema", "show", "notes", *kind)[1]
     monkeypatch.setenv("RAGCACHE_INSTRUCTION", "Reply in French.")
@@ -115,7 +115,7 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
 
 @pytest.mark.slow
 def test_what_is_encoded_for_one_answer_is_not_kept_and_said(run: Run, ingested: Path) -> None:
-    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-new-tokens", 1)
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-tokens", 1)
     assert run(*asked)[2] == ""
     kind = ("--instruction", "Reply in one word.")
     for _ in range(2):  # each process encodes them anew
@@ -135,7 +135,7 @@ def test_a_blank_instruction_is_refused(run: Run, ingested: Path, command: str) 
 
 @pytest.mark.slow
 def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
-    short = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 12, "--json")
+    short = ("ask", QUESTION, "-c", "notes", "--max-tokens", 12, "--json")
     asked = (*short, "--temperature", 3.0, "--seed", 5)
     assert json_of(run(*asked))["text"] == json_of(run(*asked))["text"]
     greedy = json_of(run(*short))["text"]
@@ -185,7 +185,7 @@ def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Pat
     assert (status, err) == (0, "")
     assert "states encoded" in out
     prompt = sorted(folder.glob("prompt-*.xml"))[0]
-    short = "--max-new-tokens", "4"
+    short = "--max-tokens", "4"
     answer = json_of(run("prompt", prompt, "--json", *short))
     assert (answer["encoded"], run("prompt", prompt, *short)[2]) == (0, "")
     reuse = answer["reuse"]

@@ -21,7 +21,7 @@ def test_messages_are_answered_from_what_they_retrieve(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_lines(monkeypatch, QUESTION, "How many days of leave are there?", "", "never read")
-    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 4)
+    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-tokens", 4)
     assert (status, err) == (0, "")
     assert [name in out for name in ("keys.md#1", "leave.md#1", "boats.md#1")] == [
         True,
@@ -36,7 +36,7 @@ def test_states_that_are_used_twice_are_kept_and_others_said(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = ("--instruction", "Reply in one word.")
-    short = ("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 2, *kind)
+    short = ("chat", "-c", "notes", "-k", 1, "--max-tokens", 2, *kind)
     type_lines(monkeypatch, QUESTION)
     notice = run(*short)[2]
     assert notice.startswith("2 states were encoded for this and not kept; ")
@@ -55,7 +55,7 @@ def test_an_error_leaves_the_conversation(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_lines(monkeypatch, "word " * 9000, QUESTION)
-    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 4)
+    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-tokens", 4)
     assert status == 0
     assert err.startswith("PromptTooLong: ")
     assert "keys.md#1" in out
@@ -65,7 +65,7 @@ def test_the_oldest_question_leaves_a_full_window(
     ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RagCache.open(ingested, reader) as rag:
-        talk = Talk(rag, None, {}, "rooted", Generation(max_new_tokens=2))
+        talk = Talk(rag, None, {}, "rooted", Generation(max_tokens=2))
         long = {"role": "user", "content": "word " * 9000}
         talk.said = [long, {"role": "assistant", "content": "a"}]
         talk.say("Hello")

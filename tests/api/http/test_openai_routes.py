@@ -31,7 +31,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 def test_a_chat_is_that_of_the_library(client: TestClient, rag: RagCache) -> None:
     told = ask(client).json()
-    answer = rag.chat([{"role": "user", "content": LEAVE}], generation=Generation(max_new_tokens=4))
+    answer = rag.chat([{"role": "user", "content": LEAVE}], generation=Generation(max_tokens=4))
     [choice] = told["choices"]
     assert choice["message"]["role"] == "assistant"
     assert choice["message"]["content"] == answer.choices[0].text.lstrip()
@@ -277,7 +277,7 @@ def complete(client: TestClient, **body: Any) -> Any:
 
 def test_a_text_is_continued_without_a_template(client: TestClient, rag: RagCache) -> None:
     told = complete(client).json()
-    answer = rag.chat(PROMPT, generation=Generation(max_new_tokens=4))
+    answer = rag.chat(PROMPT, generation=Generation(max_tokens=4))
     assert told["object"] == "text_completion"
     assert told["choices"][0]["text"] == answer.choices[0].text
     assert told["usage"]["prompt_tokens"] == answer.reuse.prompt_tokens

@@ -237,7 +237,7 @@ def check_nothing_left(server: Started) -> None:
 def test_another_process_encodes_nothing_and_answers_the_same(
     server: Started, state: Path, reader: LoadedModel
 ) -> None:
-    with RagCache.open(state, reader, max_new_tokens=8) as rag:
+    with RagCache.open(state, reader, max_tokens=8) as rag:
         here = rag.ask(LEAVE, collection="notes")
         assert rag.stats().encoded == 0
     body = {"question": LEAVE, "collection": "notes", "max_tokens": 8}

@@ -177,7 +177,7 @@ def served(
     folder = tmp_path_factory.mktemp("console")
     with RagCache.open(folder / "state", reader) as opened:
         opened.ingest("notes", write_notes(folder / "notes"))
-    started = start_server(folder / "state", "--set", "max_new_tokens=12")
+    started = start_server(folder / "state", "--set", "max_tokens=12")
     yield started, f"{started.url}/admin/"
     started.stop()
 

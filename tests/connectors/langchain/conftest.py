@@ -21,7 +21,7 @@ DOCUMENT = (
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
     """Without an embedder, with modules of 64 tokens at most."""
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(tmp_path / "state", reader, max_tokens=4, module_tokens=64) as opened:
         yield opened
 
 

@@ -299,7 +299,7 @@ def test_a_model_of_a_folder_may_be_pickled_and_copied(tmp_path: Path) -> None:
 
 
 def test_a_folder_opened_elsewhere_gets_the_chats_model(tmp_path: Path) -> None:
-    model = ChatRagCache(state=tmp_path, model=scripted_model(), open_options={"max_new_tokens": 2})
+    model = ChatRagCache(state=tmp_path, model=scripted_model(), open_options={"max_tokens": 2})
     try:
         assert shared_rag(None, tmp_path).internals.shared.model.name == "scripted"
         assert model.invoke("x").content == SAID[:2]

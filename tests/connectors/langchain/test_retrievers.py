@@ -38,7 +38,7 @@ TEXTS = {
 def notes(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     """Tests only read what is ingested."""
     folder = tmp_path_factory.mktemp("notes")
-    with RagCache.open(folder, reader, max_new_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(folder, reader, max_tokens=4, module_tokens=64) as opened:
         opened.ingest(
             "notes",
             [

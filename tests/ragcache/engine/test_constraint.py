@@ -140,7 +140,7 @@ def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
 
 
 def test_a_finished_constraint_ends_the_answer(core: EngineCore) -> None:
-    [choice] = one(core, constraint=lambda: Rising(length=3), min_new_tokens=6).choices
+    [choice] = one(core, constraint=lambda: Rising(length=3), min_tokens=6).choices
     assert (len(choice.token_ids), choice.finish_reason, choice.stopped_by) == (3, "stop", None)
 
 
@@ -151,7 +151,7 @@ def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> N
     for choice in completion.choices:
         assert set(choice.token_ids) <= {40}
         assert choice.stopped_by == STOP
-    [late] = one(core, 9, stop_ids=stops, min_new_tokens=9, constraint=Either).choices
+    [late] = one(core, 9, stop_ids=stops, min_tokens=9, constraint=Either).choices
     assert late.token_ids == (40,) * 9
     [endless] = one(core, 9, stop_ids=stops, ignore_eos=True, constraint=Either).choices
     assert endless.token_ids == (40,) * 9

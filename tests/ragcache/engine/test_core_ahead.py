@@ -92,7 +92,7 @@ class Plan:
         return Request(
             plain_context(tokens), self.limit, frozenset(self.stop), self.sampling, self.n,
             stop=(f"word{self.stop[0] + 1} ",) if self.text == "stops" and self.stop else (),
-            text=words if self.text else None, min_new_tokens=min(self.early, self.limit),
+            text=words if self.text else None, min_tokens=min(self.early, self.limit),
             tenant=self.tenant, timeout=self.timeout if timeout else None,
             constraint=made[self.constraint],
         )  # fmt: skip

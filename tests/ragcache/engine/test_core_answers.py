@@ -112,10 +112,10 @@ def test_suppressed_tokens_are_never_chosen(core: EngineCore, answer: tuple[int,
 
 def test_no_stop_token_is_chosen_too_early(core: EngineCore, answer: tuple[int, ...]) -> None:
     stops = frozenset({answer[4]})
-    later = one(core, stop_ids=stops, min_new_tokens=9).token_ids
+    later = one(core, stop_ids=stops, min_tokens=9).token_ids
     assert later[:4] == answer[:4]
     assert answer[4] not in later[:9]
-    assert one(core, stop_ids=stops, min_new_tokens=4).token_ids == answer[:4]
+    assert one(core, stop_ids=stops, min_tokens=4).token_ids == answer[:4]
 
 
 @pytest.mark.parametrize("cut", [0, 3])
@@ -336,7 +336,7 @@ def test_unusable_logits_fail_their_request_alone(
 
 def test_where_all_tokens_are_forbidden_the_request_fails(core: EngineCore) -> None:
     everything = frozenset(range(VOCABULARY))
-    request = Request(plain_context(PROMPT), 12, everything, min_new_tokens=1, n=2)
+    request = Request(plain_context(PROMPT), 12, everything, min_tokens=1, n=2)
     handle = submit_request(core, request)
     drain(core)
     with pytest.raises(UnusableLogits):

@@ -139,7 +139,7 @@ def test_early_stop_tokens_are_put_off_as_in_generate(llama: tuple[Any, CausalLM
     for prompt in PROMPTS[2:]:
         stop = reference(model, prompt)[4]
         expected = reference(model, prompt, eos_token_id=stop, min_new_tokens=8)
-        request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_new_tokens=8)
+        request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_tokens=8)
         [completion] = run_requests(core_of(causal), request)
         ended = completion.finish_reason == "stop"
         assert completion.token_ids == (expected[:-1] if ended else expected)

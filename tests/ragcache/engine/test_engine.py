@@ -405,7 +405,7 @@ NEVER: frozenset[int] = frozenset()
 def prompt(causal: CausalLM, seed: int, modules: int = 1) -> Context:
     jobs = [EncodeJob(random_tokens(9 + n, seed=seed + n), 4) for n in range(modules)]
     states = list(encode(causal, jobs)) if jobs else []
-    return assemble_context(states, random_tokens(6, seed=seed), window=512, max_new_tokens=20)
+    return assemble_context(states, random_tokens(6, seed=seed), window=512, max_tokens=20)
 
 
 def run_requests(

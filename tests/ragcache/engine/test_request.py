@@ -23,9 +23,9 @@ def no_text(stop: Sequence[str]) -> TextStream:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"min_new_tokens": 6}, "from 0 to max_new_tokens, 5"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 6}, "from 0 to max_tokens, 5"),
         ({"n": 0}, f"from 1 to {MAX_CHOICES}"),
         ({"n": MAX_CHOICES + 1}, f"n is {MAX_CHOICES + 1}"),
         ({"timeout": 0.0}, "timeout is 0.0"),
@@ -39,11 +39,11 @@ def no_text(stop: Sequence[str]) -> TextStream:
 )
 def test_invalid_requests_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        Request(**{"context": PROMPT, "max_new_tokens": 5, **changes})  # type: ignore[arg-type]
+        Request(**{"context": PROMPT, "max_tokens": 5, **changes})  # type: ignore[arg-type]
 
 
 def test_bounds_are_valid() -> None:
-    request = Request(PROMPT, 1, min_new_tokens=1, n=MAX_CHOICES, stop=("x",) * 16, text=no_text)
+    request = Request(PROMPT, 1, min_tokens=1, n=MAX_CHOICES, stop=("x",) * 16, text=no_text)
     assert request.n == MAX_CHOICES
 
 
@@ -79,7 +79,7 @@ def test_segment_end_and_delta() -> None:
 def test_assemble_places_states_without_gaps() -> None:
     lengths = (4, 1, 7)
     context = assemble_context(
-        [states(n, start=100) for n in lengths], [8, 9], window=64, max_new_tokens=1
+        [states(n, start=100) for n in lengths], [8, 9], window=64, max_tokens=1
     )
     assert [(s.start, s.end) for s in context.segments] == [(0, 4), (4, 5), (5, 12)]
     assert context.token_ids == (8, 9)
@@ -90,12 +90,12 @@ def test_assemble_places_states_without_gaps() -> None:
 
 def test_assemble_copies_no_states() -> None:
     given = [states(3), states(2)]
-    context = assemble_context([given[1], given[0], given[1]], [1], window=64, max_new_tokens=1)
+    context = assemble_context([given[1], given[0], given[1]], [1], window=64, max_tokens=1)
     assert [s.states for s in context.segments] == [given[1], given[0], given[1]]
 
 
 def test_a_prompt_without_states_starts_at_position_zero() -> None:
-    context = assemble_context([], [5, 6, 7], window=8, max_new_tokens=5)
+    context = assemble_context([], [5, 6, 7], window=8, max_tokens=5)
     assert context.segments == ()
     assert context.position_ids == (0, 1, 2)
     assert context.cached_tokens == 0
@@ -103,22 +103,22 @@ def test_a_prompt_without_states_starts_at_position_zero() -> None:
 
 def test_prompt_and_answer_may_fill_the_window_but_not_exceed_it() -> None:
     given = [states(10)]
-    assert assemble_context(given, [1] * 4, window=20, max_new_tokens=6).prompt_tokens == 14
+    assert assemble_context(given, [1] * 4, window=20, max_tokens=6).prompt_tokens == 14
     for tokens, answer in ((5, 6), (4, 7)):
         with pytest.raises(PromptTooLong):
-            assemble_context(given, [1] * tokens, window=20, max_new_tokens=answer)
+            assemble_context(given, [1] * tokens, window=20, max_tokens=answer)
 
 
 def test_window_message_names_the_sizes_and_a_remedy() -> None:
     with pytest.raises(PromptTooLong) as caught:
-        check_window(90, 9, window=100, max_new_tokens=2)
+        check_window(90, 9, window=100, max_tokens=2)
     assert str(caught.value) == (
         "the prompt needs 99 tokens (90 of documents, 9 of question and template) and the answer "
         "up to 2, but the model's window holds 100; ask with a smaller k or a shorter question"
     )
-    check_window(90, 9, window=101, max_new_tokens=2)
+    check_window(90, 9, window=101, max_tokens=2)
 
 
 def test_a_prompt_needs_a_token_of_its_own() -> None:
     with pytest.raises(ValueError, match="at least one token of its own"):
-        assemble_context([states(3)], [], window=64, max_new_tokens=1)
+        assemble_context([states(3)], [], window=64, max_tokens=1)

@@ -46,12 +46,12 @@ def encoded(model: CausalLM, jobs: Sequence[EncodeJob]) -> list[KVStates]:
 
 
 def plain(count: int, seed: int) -> Context:
-    return assemble_context([], random_tokens(count, seed), window=512, max_new_tokens=64)
+    return assemble_context([], random_tokens(count, seed), window=512, max_tokens=64)
 
 
 def with_modules(model: CausalLM, modules: Sequence[Module], own: Sequence[int]) -> Context:
     states = encoded(model, [EncodeJob(tokens, 3) for tokens, _ in modules])
-    return assemble_context(states, own, window=512, max_new_tokens=64)
+    return assemble_context(states, own, window=512, max_tokens=64)
 
 
 def test_greedy_answers_equal_those_of_generate(plain_model: Any, gemma: CausalLM) -> None:
@@ -60,7 +60,7 @@ def test_greedy_answers_equal_those_of_generate(plain_model: Any, gemma: CausalL
     generated = plain_model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
     )
-    context = assemble_context([], tokens, window=512, max_new_tokens=40)
+    context = assemble_context([], tokens, window=512, max_tokens=40)
     [completion] = complete(gemma, [Request(context, 40)])
     assert list(completion.token_ids) == generated[0, len(tokens) :].tolist()
 

@@ -74,7 +74,7 @@ def test_the_text_model_of_a_composite_checkpoint(model_type: str, tmp_path: Pat
         expected = whole(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
     causal = wrap_causal(load_checkpoint(str(tmp_path), None))
     [states] = encode(causal, [EncodeJob(tokens[:25], 33)])
-    context = assemble_context([states], tokens[25:], window=512, max_new_tokens=4)
+    context = assemble_context([states], tokens[25:], window=512, max_tokens=4)
     [logits] = last_logits(causal, [context])
     torch.testing.assert_close(logits, expected, **CLOSE)
     assert not any("vision" in name or "visual" in name for name in causal.model.state_dict())
@@ -116,10 +116,10 @@ def test_long_factors_serve_the_whole_context(tmp_path: Path, reader: LoadedMode
     assert (short.window, long.window) == (SWITCH, 512)
     assert short.fingerprint != long.fingerprint, "their states are kept apart"
     [states] = encode(long, [EncodeJob(tokens[:SWITCH], 200)])
-    context = assemble_context([states], tokens[SWITCH:], window=512, max_new_tokens=4)
+    context = assemble_context([states], tokens[SWITCH:], window=512, max_tokens=4)
     [logits] = last_logits(long, [context])
     torch.testing.assert_close(logits, expected, **CLOSE)
-    [fewer] = last_logits(long, [assemble_context([], tokens[:9], window=512, max_new_tokens=4)])
+    [fewer] = last_logits(long, [assemble_context([], tokens[:9], window=512, max_tokens=4)])
     with torch.no_grad():
         other = model(torch.tensor([tokens[:9]])).logits[0, -1]
     assert not torch.allclose(fewer, other, **CLOSE), "short texts are computed as long ones"

@@ -141,7 +141,7 @@ def log_shares(rag: RagCache, mode: str) -> dict[int, float]:
     """The likeliest first tokens of an answer, with the logarithms of their shares."""
     from ragcache import Generation
 
-    greedy = Generation.of(max_new_tokens=1, logprobs=5)
+    greedy = Generation.of(max_tokens=1, logprobs=5)
     answer = rag.ask("Where is the spare key?", collection="n", k=3, mode=mode, generation=greedy)
     return dict(answer.choices[0].chosen[0].alternatives)
 
@@ -183,7 +183,7 @@ def test_every_way_of_reading_takes_states_of_another_dtype(family: str) -> None
         jobs = [EncodeJob(range(5, 25), 0), EncodeJob(range(30, 60), 20)]
         states = list(encode(causal, jobs))
         assert all(each.keys.dtype == each.values.dtype == kept for each in states)
-        context = assemble_context(states, [7, 8, 9], window=causal.window, max_new_tokens=1)
+        context = assemble_context(states, [7, 8, 9], window=causal.window, max_tokens=1)
         [output] = complete(causal, [Request(context, 1, sampling=SamplingParams(logprobs=3))])
         outputs.append(output)
     first, second = (dict(out.choices[0].chosen[0].alternatives) for out in outputs)

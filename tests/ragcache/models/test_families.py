@@ -59,7 +59,7 @@ def test_a_latent_is_kept_once_and_serves_as_key_and_value() -> None:
     tokens = random_tokens(40)
     with torch.no_grad():
         out = plain.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
-    context = assemble_context([], tokens, window=512, max_new_tokens=6)
+    context = assemble_context([], tokens, window=512, max_tokens=6)
     [completion] = complete(causal, [Request(context, 6, frozenset())])
     assert list(completion.token_ids) == out[0, 40:].tolist()
 
@@ -81,7 +81,7 @@ def test_answers_through_a_short_window_equal_those_of_generate(family: str) -> 
         out = model.generate(ids, max_new_tokens=6, do_sample=False)
     served = wrap(model)
     assert 9 in served.windows
-    context = assemble_context([], tokens, window=512, max_new_tokens=6)
+    context = assemble_context([], tokens, window=512, max_tokens=6)
     [completion] = complete(served, [Request(context, 6, frozenset())])
     assert list(completion.token_ids) == out[0, 40:].tolist()
 

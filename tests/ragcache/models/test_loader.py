@@ -73,7 +73,7 @@ def test_a_saved_model_answers(
     tmp_path: Path, reader: LoadedModel, notes: Path, family: str
 ) -> None:
     folder = save(tmp_path / "model", reader, family)
-    with RagCache.open(tmp_path / "state", folder, max_new_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", folder, max_tokens=4) as rag:
         rag.ingest("notes", [notes])
         answers = {
             mode: rag.ask("Where is the spare key?", collection="notes", k=1, mode=mode)

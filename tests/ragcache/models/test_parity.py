@@ -21,7 +21,7 @@ from tests.tiny_models import random_tokens, tiny_model
 
 
 def place(states: list[KVStates], question: list[int]) -> Context:
-    return assemble_context(states, question, window=512, max_new_tokens=4)
+    return assemble_context(states, question, window=512, max_tokens=4)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     causal = wrap_causal(model)
-    context = assemble_context([], tokens, window=512, max_new_tokens=8)
+    context = assemble_context([], tokens, window=512, max_tokens=8)
     [completion] = complete(causal, [Request(context, 8, frozenset())])
     assert list(completion.token_ids) == out[0, 30:].tolist()
 

@@ -68,7 +68,7 @@ def test_an_answer_after_a_moved_prefix(pair: Pair) -> None:
     """Decoding through blocks, teacher-forced: every token that Hugging Face would choose."""
     tokens = random_tokens(50, seed=3)
     states = encoded(pair.causal, tokens[:31], 0)
-    context = assemble_context([states], tokens[31:], window=400, max_new_tokens=NEW)
+    context = assemble_context([states], tokens[31:], window=400, max_tokens=NEW)
     config = EngineConfig(step_tokens=7, prefill_tokens=7)  # in portions
     [completion] = complete(pair.causal, [Request(context, NEW, frozenset())], config)
     answer = list(completion.token_ids)
@@ -82,7 +82,7 @@ def test_a_rooted_module(pair: Pair) -> None:
     tokens = random_tokens(60, seed=4)
     [root] = encode(pair.causal, [EncodeJob(tokens[:15])])
     [module] = encode(pair.causal, [EncodeJob(tokens[15:45], 15, Segment(root, 0))])
-    context = assemble_context([root, module], tokens[45:], window=400, max_new_tokens=1)
+    context = assemble_context([root, module], tokens[45:], window=400, max_tokens=1)
     [logits] = last_logits(pair.causal, [context])
     torch.testing.assert_close(logits, pair.logits(tokens)[-1], **NEAR)
 

@@ -148,7 +148,7 @@ def test_the_window_ends_at_the_switch(model: Any) -> None:
     assert causal.window == SWITCH < model.config.max_position_embeddings
     assert causal.scheme.name == "rotary:longrope:8"
     with pytest.raises(PromptTooLong):
-        assemble_context([], random_tokens(SWITCH), window=causal.window, max_new_tokens=1)
+        assemble_context([], random_tokens(SWITCH), window=causal.window, max_tokens=1)
 
 
 def test_a_window_before_the_switch_stays() -> None:
@@ -160,7 +160,7 @@ def test_an_ordinary_call_past_the_switch_changes_nothing(model: Any) -> None:
     """transformers overwrites the frequencies in place there."""
     causal = wrap_causal(model)
     frequency = causal.scheme.relocation(torch.tensor([1])).cos
-    context = assemble_context([], random_tokens(30), window=SWITCH, max_new_tokens=4)
+    context = assemble_context([], random_tokens(30), window=SWITCH, max_tokens=4)
     [before] = complete(causal, [Request(context, 4, frozenset())])
     with torch.no_grad():
         model(torch.tensor([random_tokens(SWITCH + 50)]))

@@ -36,7 +36,7 @@ DOCUMENTS = [
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
     """A folder that holds `DOCUMENTS` in the collection `notes`."""
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 

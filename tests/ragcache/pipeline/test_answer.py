@@ -20,12 +20,12 @@ from ragcache.errors import (
 from ragcache.models import LoadedModel
 from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
-LONG = Generation(max_new_tokens=300, ignore_eos=True)
+LONG = Generation(max_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes="8MiB") as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8, private_bytes="8MiB") as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 
@@ -110,7 +110,7 @@ def test_a_stream_where_nothing_was_found_is_empty(rag: RagCache) -> None:
 
 
 def test_several_choices_come_with_their_tokens(rag: RagCache) -> None:
-    generation = Generation.of(temperature=2.0, seed=3, n=3, logprobs=2, max_new_tokens=5)
+    generation = Generation.of(temperature=2.0, seed=3, n=3, logprobs=2, max_tokens=5)
     stream = rag.stream(QUESTION, collection="notes", generation=generation)
     pieces = list(stream.pieces())
     answer = stream.answer
@@ -176,7 +176,7 @@ def test_closing_fails_what_runs_and_draining_waits_for_it(
     for drain, limit in ((False, 300), (True, 60)):
         rag = RagCache.open(tmp_path / str(drain), model, private_bytes="8MiB")
         rag.ingest("notes", DOCUMENTS)
-        generation = replace(LONG, max_new_tokens=limit)
+        generation = replace(LONG, max_tokens=limit)
         stream = rag.stream(QUESTION, collection="notes", generation=generation)
         rag.close(drain=drain)
         if drain:

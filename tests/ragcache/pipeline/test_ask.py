@@ -99,7 +99,7 @@ def test_nothing_is_encoded_again_after_midnight(
     asked = []
     for day in (22, 23):
         monkeypatch.setattr(chat_template_utils, "datetime", calendar(day))
-        with RagCache.open(tmp_path / "state", model, max_new_tokens=2) as rag:
+        with RagCache.open(tmp_path / "state", model, max_tokens=2) as rag:
             if day == 22:
                 rag.ingest("notes", DOCUMENTS)
                 rag.add_schema(SCHEMA)
@@ -170,7 +170,7 @@ def test_states_read_from_disk_are_counted_in_bytes(
 ) -> None:
     assert rag.ask(QUESTION, collection="notes").reuse.bytes_moved == {"disk": 0}
     rag.close()
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as reopened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8) as reopened:
         reuse = reopened.ask(QUESTION, collection="notes").reuse
         assert reuse.bytes_moved == {"disk": reuse.cached_tokens * model.causal.bytes_per_token}
 
@@ -238,12 +238,12 @@ def test_another_model_on_the_same_folder_encodes_its_own_states(
 ) -> None:
     before = rag.ask(QUESTION, collection="notes", relative_threshold=0.0)
     rag.close()
-    with RagCache.open(tmp_path / "state", reader, max_new_tokens=8) as other:
+    with RagCache.open(tmp_path / "state", reader, max_tokens=8) as other:
         answer = other.ask(QUESTION, collection="notes", relative_threshold=0.0)
         assert {source.tier for source in answer.sources} == {"encoded"}
         assert other.ingest("notes", DOCUMENTS).unchanged == 3
         assert other.stats().encoded == 4, "the preamble, and every module once"
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as back:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8) as back:
         again = back.ask(QUESTION, collection="notes", relative_threshold=0.0)
         assert (again.text, back.stats().encoded) == (before.text, 0)
         assert back.delete("notes", ["boats", "keys", "leave"]) == 3

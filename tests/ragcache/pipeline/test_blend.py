@@ -245,7 +245,7 @@ def test_what_is_computed_again_needs_room_in_the_pool(tmp_path: Path, model: Lo
     """Refused before anything is leased."""
     options = {"collection": "notes", "k": 3, "relative_threshold": 0.0}
     block = 64 * model.causal.computed_bytes_per_token
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes=block) as small:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8, private_bytes=block) as small:
         small.ingest("notes", DOCUMENTS)
         small.ask(ASKED, **options)  # type: ignore[arg-type]
         with pytest.raises(PromptTooLong, match=r"may need \d+ tokens of its own"):

@@ -31,7 +31,7 @@ from tests.tiny_models import tiny_model
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
 KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
 DOCUMENTS = [SourceDocument("boats", BOATS), SourceDocument("keys", KEYS)]
-FREE = Generation(max_new_tokens=8, ignore_eos=True)
+FREE = Generation(max_tokens=8, ignore_eos=True)
 
 
 def user(content: str) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ PASTED = user(f"Use these notes.\n\n{KEYS}\n\n{BOATS}\n\nWhere is the key?")
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 
@@ -183,7 +183,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
     size = len(reader.tokenizer)
     causal = wrap(tiny_model("gpt2", vocab_size=size))
     model = LoadedModel("tiny", causal, reader.tokenizer)
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8) as rag:
         rag.ingest("notes", DOCUMENTS)
         first = rag.chat(PASTED, mode="isolated", generation=FREE)
         assert [source.tier for source in first.sources] == ["encoded", "encoded"]
@@ -208,7 +208,7 @@ def test_a_chat_over_the_window_is_refused_before_anything_is_encoded(rag: RagCa
 
 def test_private_characters_of_a_module_are_no_marks(tmp_path: Path, model: LoadedModel) -> None:
     text = "\U00100000 hangs in the red cupboard of the boathouse, as ever."
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4) as rag:
         rag.ingest("notes", [SourceDocument("a", text)])
         with pytest.raises(InvalidRequest, match="private character"):
             rag.chat(user(text))

@@ -38,7 +38,7 @@ NOBODY = Calibration(-50.0, {"span": 0.0}, {"span": 0.0}, min_confidence=0.5)
 def rag(tiny_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     """A random model that quotes, without a calibration of its own."""
     folder = tmp_path_factory.mktemp("confidence")
-    with RagCache.open(folder, tiny_reader, max_new_tokens=6, private_bytes="8MiB") as opened:
+    with RagCache.open(folder, tiny_reader, max_tokens=6, private_bytes="8MiB") as opened:
         opened.ingest("notes", [LEAVE, KEYS])
         yield opened
 

@@ -141,7 +141,7 @@ def test_a_far_mode_is_refused_before_anything_is_leased(
     question = "Where does the spare key hang?"
     folder = tmp_path / "state"
     text = (notes / "keys.md").read_text(encoding="utf-8")
-    with RagCache.open(folder, loud, embedding=None, force_modes=False, max_new_tokens=2) as rag:
+    with RagCache.open(folder, loud, embedding=None, force_modes=False, max_tokens=2) as rag:
         rag.ingest("notes", [notes])
         rag.add_schema('<schema name="s"><module name="m">The key is red.</module></schema>')
         with pytest.raises(ModeRefused, match=r"of exact \(limit"):
@@ -159,7 +159,7 @@ def test_a_far_mode_is_refused_before_anything_is_leased(
         with pytest.raises(ModeRefused, match=r"RagCache\.open\(force_modes=True\), --force-modes"):
             rag.ask(question, collection="notes")
         assert rag.ask("zzz", collection="notes", k=1).finish_reason == "no_documents"
-    with RagCache.open(folder, loud, embedding=None, force_modes=True, max_new_tokens=2) as rag:
+    with RagCache.open(folder, loud, embedding=None, force_modes=True, max_tokens=2) as rag:
         assert rag.ask(question, collection="notes").mode == "rooted"
 
 

@@ -42,7 +42,7 @@ DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("k
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as opened:
         yield opened
 
 
@@ -74,7 +74,7 @@ def test_another_module_size_splits_unchanged_documents_again(
 ) -> None:
     before = rag.ingest("c", [SourceDocument("tides", TIDES * 10)])
     rag.close()
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=200) as other:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=200) as other:
         after = other.ingest("c", [SourceDocument("tides", TIDES * 10)])
     assert (after.added, after.updated, after.unchanged) == (0, 1, 0)
     assert after.modules < before.modules
@@ -124,7 +124,7 @@ def test_a_host_tier_too_small_for_a_batch_says_so_and_keeps_what_was_stored(
     tmp_path: Path, model: LoadedModel
 ) -> None:
     with RagCache.open(
-        tmp_path / "state", model, module_tokens=64, host_bytes="64KiB", max_new_tokens=4
+        tmp_path / "state", model, module_tokens=64, host_bytes="64KiB", max_tokens=4
     ) as rag:
         rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
         with pytest.raises(StoreBudgetExceeded, match="Raise host_bytes"):
@@ -177,7 +177,7 @@ def test_what_one_process_stores_another_that_is_open_already_finds(
 ) -> None:
     rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
     rag.ask("Is the ebb slow?", collection="c")
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as other:
         other.ingest("c", [SourceDocument("flood", "The flood is quick.")])
         other.delete("c", ["ebb"])
     answer = rag.ask("Is the ebb slow, or the flood quick?", collection="c")

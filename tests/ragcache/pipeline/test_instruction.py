@@ -29,7 +29,7 @@ def state(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def short(reader: LoadedModel, state: Path) -> Iterator[RagCache]:
-    with RagCache.open(state, reader, max_new_tokens=4, instruction=SHORT) as rag:
+    with RagCache.open(state, reader, max_tokens=4, instruction=SHORT) as rag:
         yield rag
 
 
@@ -61,7 +61,7 @@ def test_exact_answers_read_it_too(short: RagCache) -> None:
 
 
 def test_a_written_default_reads_what_the_default_kept(state: Path, reader: LoadedModel) -> None:
-    with RagCache.open(state, reader, max_new_tokens=1, instruction=INSTRUCTION) as rag:
+    with RagCache.open(state, reader, max_tokens=1, instruction=INSTRUCTION) as rag:
         longer = ask(rag)
         assert rag.stats().encoded == 0
     assert longer.reuse.cached_tokens > 0
@@ -87,7 +87,7 @@ def test_what_cannot_be_an_instruction_is_refused(
 def test_a_collection_has_an_instruction_of_its_own(tiny_reader: LoadedModel, notes: Path) -> None:
     own = "Antworte auf Deutsch."
     state = notes.parent / "state"
-    with RagCache.open(state, tiny_reader, max_new_tokens=2, instruction=SHORT) as rag:
+    with RagCache.open(state, tiny_reader, max_tokens=2, instruction=SHORT) as rag:
         for name in ("notes", "others"):
             rag.ingest(name, [notes])
         assert rag.instruction("notes") == SHORT
@@ -101,7 +101,7 @@ def test_a_collection_has_an_instruction_of_its_own(tiny_reader: LoadedModel, no
         assert ask(rag).reuse.prompt_tokens != before.reuse.prompt_tokens
         assert rag.stats().encoded > encoded, "states after another instruction are others"
         assert {change.action for change in rag.modules.warm("others", dry_run=True)} <= {"promote"}
-    with RagCache.open(state, tiny_reader, max_new_tokens=2) as again:
+    with RagCache.open(state, tiny_reader, max_tokens=2) as again:
         assert again.instruction("notes") == own, "for every process"
         assert again.ingest("notes", [notes]).encoded >= 1, "what the questions did not encode"
         encoded = again.stats().encoded

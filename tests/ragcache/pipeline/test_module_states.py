@@ -25,7 +25,7 @@ from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes="8MiB") as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=8, private_bytes="8MiB") as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 
@@ -141,11 +141,11 @@ def test_scaffolds_of_equal_texts_are_all_kept(rag: RagCache) -> None:
 
 def test_scaffolds_outlive_the_process(tmp_path: Path, model: LoadedModel) -> None:
     folder = tmp_path / "state"
-    with RagCache.open(folder, model, max_new_tokens=4, private_bytes="8MiB") as rag:
+    with RagCache.open(folder, model, max_tokens=4, private_bytes="8MiB") as rag:
         rag.ingest("notes", DOCUMENTS)
         order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
         rag.add_scaffold("notes", order)
-    with RagCache.open(folder, model, max_new_tokens=4, private_bytes="8MiB") as rag:
+    with RagCache.open(folder, model, max_tokens=4, private_bytes="8MiB") as rag:
         first, second = (rag.ask(QUESTION, collection="notes", k=2) for _ in range(2))
         assert all(source.scaffold for source in first.sources)
         assert [{s.tier for s in a.sources} for a in (first, second)] == [{"disk"}, {"host"}]

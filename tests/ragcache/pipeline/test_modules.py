@@ -18,7 +18,7 @@ DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("k
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 

@@ -36,7 +36,7 @@ class Letters(Embeddings):
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(
-        tmp_path / "state", model, max_new_tokens=4, embedding=Letters(), module_tokens=32
+        tmp_path / "state", model, max_tokens=4, embedding=Letters(), module_tokens=32
     ) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened

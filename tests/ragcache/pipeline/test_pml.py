@@ -83,7 +83,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     store = KVStore.open(tmp_path, database, 2**26)
     with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
         scopes = ScopeEncoder(model, template, store, engine.encode)
-        submitter = Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_new_tokens=4))
+        submitter = Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_tokens=4))
         runner = PmlPipeline(SchemaTexts(database), scopes, template)
         runner.add(SCHEMA)
         yield Bench(runner, submitter, plain)
@@ -360,7 +360,7 @@ needs_reference_schemas = pytest.mark.skipif(
 
 @pytest.fixture
 def rag(tmp_path: Path) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", max_new_tokens=4) as opened:
+    with RagCache.open(tmp_path / "state", max_tokens=4) as opened:
         yield opened
 
 
@@ -384,10 +384,10 @@ def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name:
 @pytest.mark.slow
 def test_a_stored_schema_serves_the_next_process_without_encoding(tmp_path: Path) -> None:
     name = "code_generation_bookstore.xml"
-    with RagCache.open(tmp_path / "state", max_new_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", max_tokens=4) as rag:
         rag.add_schema((REFERENCE_FOLDER / name).read_text(encoding="utf-8"))
         first = rag.prompt(REFERENCE_PROMPTS[name])
-    with RagCache.open(tmp_path / "state", max_new_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", max_tokens=4) as rag:
         second = rag.prompt(REFERENCE_PROMPTS[name])
         assert rag.stats().encoded == 0
     assert second.text == first.text

@@ -49,9 +49,7 @@ def rags(
         opened = []
         for number, model in enumerate(models):
             folder = tmp_path_factory.mktemp("quotations") / str(number)
-            rag = RagCache.open(
-                folder, model, max_new_tokens=8, module_tokens=64, private_bytes="8MiB"
-            )
+            rag = RagCache.open(folder, model, max_tokens=8, module_tokens=64, private_bytes="8MiB")
             opened.append(stack.enter_context(rag))
             rag.ingest("all", DOCUMENTS)
         yield opened
@@ -90,8 +88,8 @@ OPTIONS = st.fixed_dictionaries(
         "min_p": st.just(0.3),
         "seed": st.integers(0, 99),
         "n": st.integers(1, 3),
-        "max_new_tokens": st.integers(1, 12),
-        "min_new_tokens": st.just(1),
+        "max_tokens": st.integers(1, 12),
+        "min_tokens": st.just(1),
         "stop": st.sampled_from(["e", " h", ["3", "key"]]),
         "ignore_eos": st.just(True),
         "repetition_penalty": st.just(1.5),
@@ -127,7 +125,7 @@ def test_every_answer_is_a_run_of_words_of_a_retrieved_module(
 
 
 def test_spans_name_page_and_headings(rag: RagCache) -> None:
-    generation = Generation.of(extractive=True, temperature=5.0, max_new_tokens=4, n=8, seed=1)
+    generation = Generation.of(extractive=True, temperature=5.0, max_tokens=4, n=8, seed=1)
     answer = rag.ask("Which key is on page two?", collection="all", k=1, generation=generation)
     assert {span.page for span in answer.spans} == {2}
     assert len({span.choice for span in answer.spans}) > 1

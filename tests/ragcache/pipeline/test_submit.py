@@ -29,9 +29,9 @@ CONTEXT = Context((), (1, 2), (0, 1), 2)
 
 
 def test_options_by_their_plain_names() -> None:
-    made = Generation.of(temperature=0.5, seed=7, stop="\n", n=2, max_new_tokens=9, top_p=None)
+    made = Generation.of(temperature=0.5, seed=7, stop="\n", n=2, max_tokens=9, top_p=None)
     assert made == Generation(
-        SamplingParams(temperature=0.5, seed=7), max_new_tokens=9, stop=("\n",), n=2
+        SamplingParams(temperature=0.5, seed=7), max_tokens=9, stop=("\n",), n=2
     )
     assert Generation.of() == Generation()
     assert Generation.of(stop=["a", "b"]).stop == ("a", "b")
@@ -45,9 +45,9 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 0},
+        {"max_tokens": 0},
         {"n": 0},
-        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"min_tokens": 9, "max_tokens": 8},
         {"timeout": 0.0},
         {"stop": ["x"] * 17},
         {"stop": [""]},
@@ -67,9 +67,9 @@ def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) ->
         return generation.request_maker(model, 4, tenant)(CONTEXT)
 
     request = made(Generation())
-    assert (request.max_new_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
+    assert (request.max_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
     assert request.stop_ids == model.stop_ids
-    assert made(Generation(max_new_tokens=7)).max_new_tokens == 7
+    assert made(Generation(max_tokens=7)).max_tokens == 7
     assert (request.tenant, made(Generation(share=False), "x").tenant) == ("local", None)
 
 
@@ -167,7 +167,7 @@ class FakeStates:
 def submitter(model: LoadedModel) -> Iterator[Submitter]:
     settings = EngineConfig(pool_bytes=2**22, queue=2)
     with LLMEngine(model.causal, settings) as engine:
-        yield Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_new_tokens=4))
+        yield Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_tokens=4))
 
 
 def reading(states: FakeStates | None, own: int = 2) -> BuiltPrompt:
@@ -195,7 +195,7 @@ def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) ->
         (2, Generation(n=0), InvalidRequest),
         (2, Generation(stop=("",)), InvalidRequest),
         (600, Generation(), PromptTooLong),
-        (2, Generation(max_new_tokens=508), PromptTooLong),
+        (2, Generation(max_tokens=508), PromptTooLong),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_prompt_is_leased(

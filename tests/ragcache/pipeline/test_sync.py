@@ -21,7 +21,7 @@ from ragcache.store.verify import verify
 
 @pytest.fixture
 def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as opened:
         yield opened
 
 
@@ -249,7 +249,7 @@ def test_another_process_goes_on_with_a_sync(
     job = rag.jobs.submit("c", loaded, sync=True).id
     rag.close()
     monkeypatch.undo()
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as other:
         ended = other.jobs.wait(job, 20)
         assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])
         assert ended.report["skipped"][0]["name"] == "oar"

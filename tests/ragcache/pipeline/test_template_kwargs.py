@@ -37,7 +37,7 @@ def thinking(reader: LoadedModel) -> LoadedModel:
 @pytest.fixture(scope="module")
 def rag(thinking: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     folder = tmp_path_factory.mktemp("kwargs")
-    with RagCache.open(folder / "state", thinking, max_new_tokens=4) as opened:
+    with RagCache.open(folder / "state", thinking, max_tokens=4) as opened:
         opened.ingest("notes", write_notes(folder / "notes"))
         yield opened
 
@@ -122,7 +122,7 @@ def test_variables_of_the_folder_are_those_of_each_call(
 ) -> None:
     notes = write_notes(tmp_path / "notes")
     with RagCache.open(
-        tmp_path / "state", thinking, max_new_tokens=4, chat_template_kwargs={"effort": "low"}
+        tmp_path / "state", thinking, max_tokens=4, chat_template_kwargs={"effort": "low"}
     ) as low:
         low.ingest("notes", notes)
         expected = ask(rag, chat_template_kwargs={"effort": "low", **QUIET})
@@ -130,7 +130,7 @@ def test_variables_of_the_folder_are_those_of_each_call(
         assert found.choices[0].token_ids == expected.choices[0].token_ids
         assert found.reuse.prompt_tokens == expected.reuse.prompt_tokens
         assert found.reuse.cached_tokens > 0
-        length = Generation(max_new_tokens=1)
+        length = Generation(max_tokens=1)
         chats = [
             low.chat(CHAT, generation=length),
             rag.chat(CHAT, generation=length, chat_template_kwargs={"effort": "low"}),

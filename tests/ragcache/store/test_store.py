@@ -1039,7 +1039,7 @@ def test_invalid_options_are_refused(options: Any, said: str) -> None:
 
 def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, tiny_reader: LoadedModel) -> None:
     remote = f"file://{tmp_path / 'bucket'}"
-    options: Any = {"remote": remote, "device_bytes": "64MiB", "max_new_tokens": 4}
+    options: Any = {"remote": remote, "device_bytes": "64MiB", "max_tokens": 4}
     with RagCache.open(tmp_path / "state", tiny_reader, **options) as rag:
         rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
         found = {}

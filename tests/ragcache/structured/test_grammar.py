@@ -252,7 +252,7 @@ LONGEST = 160
 def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes: Any) -> Request:
     generation = Generation(
         SamplingParams(temperature=1.0, seed=seed),
-        max_new_tokens=tokens,
+        max_tokens=tokens,
         grammar=grammar,
         **changes,
     )
@@ -286,7 +286,7 @@ def test_batched_and_preempted_answers_equal_single_ones() -> None:
     handles: list[Answer] = []
     for seed in range(3):
         handles.append(submit_request(core, asked(seed, n=3)))
-        free = Generation(SamplingParams(temperature=1.0), max_new_tokens=40)
+        free = Generation(SamplingParams(temperature=1.0), max_tokens=40)
         submit_request(
             core,
             free.request_maker(tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed))),
@@ -304,7 +304,7 @@ def test_batched_and_preempted_answers_equal_single_ones() -> None:
 
 
 def test_greedy_answer_is_deterministic() -> None:
-    generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_new_tokens=30)
+    generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_tokens=30)
     request = generation.request_maker(tiny(), 30, "local")(plain_context([1, 2, 3]))
     [first], [second] = (run_requests(core_of(tiny().causal), request)[0].choices for _ in range(2))
     assert first == second
@@ -329,7 +329,7 @@ def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
 
 @pytest.mark.slow
 def test_open_ended_grammar_ends_with_a_stop_token() -> None:
-    request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_new_tokens=2)
+    request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_tokens=2)
     [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 512)), request)
     ended = [choice for choice in completion.choices if choice.finish_reason == "stop"]
     assert ended

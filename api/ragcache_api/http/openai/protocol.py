@@ -128,7 +128,7 @@ class GenerationRequest(OpenAIModel, GenerationFields, RetrievalFields):
             "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
             "n": self.n, "stop": self.stop or None,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
-            "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
         }  # fmt: skip
 
     @property
@@ -166,7 +166,7 @@ class ChatRequest(GenerationRequest):
             raise invalid("top_logprobs", "top_logprobs needs logprobs")
         most = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        given = self.options(deadline) | {"max_new_tokens": most, "logprobs": logprobs}
+        given = self.options(deadline) | {"max_tokens": most, "logprobs": logprobs}
         return Generation.of(**given, unbounded=most is None)
 
     @property
