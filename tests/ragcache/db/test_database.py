@@ -78,7 +78,7 @@ def test_a_migration_that_fails_leaves_the_folder_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("alembic.op.create_index", fail)
+        patched.setattr("alembic.op.execute", fail)
         with pytest.raises(KeyboardInterrupt):
             Database.open(path)
     assert _tables(path) == set()
