@@ -16,14 +16,14 @@ import numpy as np
 import typer
 from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 
-from ragcache.documents import load_sources
-from ragcache.models import LoadedModel, load_model
-from ragcache.structured.quotation import (
+from ragcache.answers.quotation_index import (
     QuotableText,
     Quotation,
     QuotationIndex,
     TokenSpellings,
 )
+from ragcache.documents import load_sources
+from ragcache.models import LoadedModel, load_model
 from ragcache_api.cli.ask import example_handbook
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ragcache.answers.confidence import FEATURES, Calibration, CheckedOutput, ConfidenceFeatures
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question, f1
 from ragcache.pipeline import Generation
-from ragcache.pipeline.confidence import EVIDENCE, Calibration, CheckedOutput, Evidence
 from ragcache.rag import RagCache
 from ragcache.retrieval import SearchParams
 
@@ -43,7 +43,7 @@ class CalibrationExample:
     question: str
     answerable: bool
     right: bool
-    evidence: Evidence
+    evidence: ConfidenceFeatures
     confidence: float | None = None
 
 
@@ -100,7 +100,7 @@ def _example(question: Question, checked: CheckedOutput) -> CalibrationExample:
         question.question,
         answerable=bool(question.answers),
         right=bool(question.answers) and f1(said, question.answers) >= _RIGHT,
-        evidence=next(iter(checked.evidence), Evidence()),
+        evidence=next(iter(checked.evidence), ConfidenceFeatures()),
         confidence=next(iter(checked.confidences), None),
     )
 
@@ -125,7 +125,7 @@ def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibrat
     right = np.array([each.right for each in known], dtype=np.float64)
     names = [
         name
-        for name in EVIDENCE
+        for name in FEATURES
         if sum(getattr(each.evidence, name) is not None for each in known) >= FEWEST
     ]
     columns = [[getattr(each.evidence, name) for each in known] for name in names]

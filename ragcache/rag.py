@@ -8,6 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ragcache.answers.confidence import (
+    Calibration,
+    calibration_key,
+    find_calibration,
+    read_calibrations,
+    write_calibrations,
+)
 from ragcache.config import (
     DEFAULT_K,
     DEFAULT_RELATIVE_THRESHOLD,
@@ -66,13 +73,6 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import aresults, results, start_aside
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
-from ragcache.pipeline.confidence import (
-    Calibration,
-    calibration_key,
-    find_calibration,
-    read_calibrations,
-    write_calibrations,
-)
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs

@@ -39,7 +39,7 @@ from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question
 from ragcache.models import LoadedModel, load_model
 from ragcache.models.reader import READER
-from ragcache.pipeline.confidence import Evidence
+from ragcache.answers.confidence import ConfidenceFeatures
 
 ROOT = Path(__file__).parent.parent
 EVERY = {"handbook": 1, "held-out paragraphs": 7, "XQuAD English": 6}  # of the questions one in so many is asked
@@ -89,7 +89,7 @@ def collected(reader: Path, data: Path, file: Path | None) -> dict[str, list[Cal
     if file is not None and file.exists():
         kept = json.loads(file.read_text(encoding="utf-8"))
         return {
-            name: [CalibrationExample(**{**each, "evidence": Evidence(**each["evidence"])}) for each in rows]
+            name: [CalibrationExample(**{**each, "evidence": ConfidenceFeatures(**each["evidence"])}) for each in rows]
             for name, rows in kept.items()
         }
     model = load_model(None if reader == READER else reader)

@@ -69,7 +69,7 @@ _STAMPS = (
 class Stamp(NamedTuple):
     """What tells whether a collection has changed: its id, its revision, and the id of its newest
     scaffold, 0 without one; the instruction of its prompts, None for that of the folder; and the
-    calibrations of its answers, as `ragcache.pipeline.confidence` writes them."""
+    calibrations of its answers, as `ragcache.answers.confidence` writes them."""
 
     collection: int
     revision: int

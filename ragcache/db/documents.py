@@ -115,6 +115,18 @@ class ModuleRow:
         """Its own metadata and that of its document, for filters."""
         return {**self.attributes, **self.details}
 
+    @property
+    def page(self) -> int | None:
+        """The page or slide that the module is from, if its document has such."""
+        page = self.metadata.get("page")
+        return page if isinstance(page, int) else None
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """The titles above the module, outermost first."""
+        headings = self.details.get("headings", ())  # a loader may have metadata of this name too
+        return tuple(map(str, headings)) if isinstance(headings, list) else ()
+
 
 def insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None

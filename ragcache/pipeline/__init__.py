@@ -1,5 +1,6 @@
 """The two ways through ragcache: documents in, answers out."""
 
+from ragcache.answers.quotations import AnswerSpan
 from ragcache.pipeline.answer import (
     Answer,
     AnswerStream,
@@ -19,7 +20,6 @@ from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
 from ragcache.pipeline.pml import PmlPipeline, generated_schema, members
 from ragcache.pipeline.prompt import BuiltPrompt
-from ragcache.pipeline.quotations import AnswerSpan
 from ragcache.pipeline.submit import GREEDY, Generation, Submitter
 
 __all__ = [

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ragcache.answers.confidence import AnswerCheck, CheckedOutput
+from ragcache.answers.quotations import AnswerSpan, QuotationSources
 from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
-from ragcache.pipeline.confidence import AnswerCheck, CheckedOutput
-from ragcache.pipeline.quotations import AnswerSpan, QuotationSources, headings_of, page_of
 from ragcache.store import Lease
 
 _LAUNCH_SECONDS = 0.002
@@ -67,7 +67,7 @@ class Citation:
         """The citation of a stored module."""
         return cls(
             module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
-            cosine=cosine, page=page_of(module), headings=headings_of(module), rerank=rerank,
+            cosine=cosine, page=module.page, headings=module.headings, rerank=rerank,
         )  # fmt: skip
 
 

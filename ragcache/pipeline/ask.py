@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
+from ragcache.answers.confidence import ConfidenceFeatures
+from ragcache.answers.support import LexicalSupport
 from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
-from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
-from ragcache.pipeline.support import AnswerSupport
 from ragcache.retrieval import Retriever, SearchParams, Selection
 
 
@@ -89,8 +89,8 @@ class AskPipeline:
             shares=not exact,
             answerable=bool(selection.hits),
             modules=modules,
-            evidence=Evidence.of_selection(selection),
-            support=None if selection.words is None else AnswerSupport(selection.words, modules),
+            evidence=ConfidenceFeatures.of_selection(selection),
+            support=None if selection.words is None else LexicalSupport(selection.words, modules),
             calibrations=selection.stamp.calibrations,
             bare=lambda: (*encoder.preamble_ids, *question),
         )

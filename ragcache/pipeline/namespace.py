@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
@@ -28,7 +29,6 @@ from ragcache.pipeline.module_states import (
 )
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.pml import PmlPipeline
-from ragcache.pipeline.quotations import Quotations
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Reranker, Retrievers, embedder_name

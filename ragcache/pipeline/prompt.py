@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ragcache.answers.confidence import ConfidenceFeatures
+from ragcache.answers.support import LexicalSupport
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
-from ragcache.pipeline.confidence import Evidence
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
-from ragcache.pipeline.support import AnswerSupport
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.store import Lease
@@ -150,8 +150,8 @@ class BuiltPrompt:
     shares: bool = True
     answerable: bool = True
     modules: tuple[ModuleRow, ...] = ()
-    evidence: Evidence = field(default_factory=Evidence)
-    support: AnswerSupport | None = None
+    evidence: ConfidenceFeatures = field(default_factory=ConfidenceFeatures)
+    support: LexicalSupport | None = None
     calibrations: str | None = None
     bare: Callable[[], Sequence[int]] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)

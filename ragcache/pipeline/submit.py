@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from ragcache.answers.confidence import REFUSAL, UNCALIBRATED, AnswerCheck, find_calibration
+from ragcache.answers.quotation_index import Quotation, QuotationText
+from ragcache.answers.quotations import Quotations, QuotationSources
 from ragcache.config import NAMESPACE, RagCacheConfig, blend_percent
 from ragcache.engine import (
     Choice,
@@ -29,13 +32,10 @@ from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
-from ragcache.pipeline.confidence import LIKELIHOOD, REFUSAL, AnswerCheck, find_calibration
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
-from ragcache.pipeline.quotations import Quotations, QuotationSources
 from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
-from ragcache.structured.quotation import Quotation, QuotationText
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Submitter:
             calibration = find_calibration(prompt.calibrations, self.model, extractive=extractive)
         if not wanted and (calibration is None or generation.grammar is not None):
             return None
-        calibration = calibration or LIKELIHOOD
+        calibration = calibration or UNCALIBRATED
         least = generation.min_confidence
         if least is None:
             least = 0.0 if generation.grammar is not None else calibration.min_confidence

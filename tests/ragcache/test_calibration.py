@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragcache import RagCache, SourceDocument
+from ragcache.answers.confidence import ConfidenceFeatures
 from ragcache.calibration import (
     CalibrationExample,
     collect_examples,
@@ -20,7 +21,6 @@ from ragcache.calibration import (
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question
 from ragcache.models import LoadedModel
-from ragcache.pipeline.confidence import Evidence
 
 
 def examples(count: int = 400) -> list[CalibrationExample]:
@@ -30,7 +30,7 @@ def examples(count: int = 400) -> list[CalibrationExample]:
     for number in range(count):
         right = number % 2 == 0
         coverage = rng.gauss(0.6 if right else 0.3, 0.1)
-        evidence = Evidence(free=rng.gauss(-1.0, 1.0), coverage=coverage)
+        evidence = ConfidenceFeatures(free=rng.gauss(-1.0, 1.0), coverage=coverage)
         made.append(CalibrationExample(f"question {number}", right, right, evidence, 0.5))
     return made
 
@@ -59,7 +59,9 @@ def test_evidence_that_few_have_counts_as_its_mean() -> None:
     ]
     fitted = fit_calibration(known)
     assert fitted.means["cosine"] == pytest.approx(0.5)
-    assert fitted.confidence(Evidence(cosine=0.5)) == pytest.approx(fitted.confidence(Evidence()))
+    assert fitted.confidence(ConfidenceFeatures(cosine=0.5)) == pytest.approx(
+        fitted.confidence(ConfidenceFeatures())
+    )
 
 
 def test_too_few_answers_are_no_calibration() -> None:

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from ragcache.answers.confidence import UNCALIBRATED, AnswerCheck, ConfidenceFeatures
 from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Generation, Submitter
 from ragcache.pipeline.answer import Timestamps
-from ragcache.pipeline.confidence import LIKELIHOOD, AnswerCheck, Evidence
 from ragcache.pipeline.prompt import CachedSpan
 from ragcache.pipeline.submit import prepare_answer
 from ragcache.states import KVKey, KVStates
@@ -114,7 +114,9 @@ def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
     free = Generation().request_maker(reader, 4, "local")(CONTEXT)
     assert free.suppress_tokens == {reader.no_answer_id}
     for least, suppressed in ((0.5, set()), (0.0, {reader.no_answer_id})):
-        check = AnswerCheck(LIKELIHOOD, Evidence(), least, no_answer=reader.no_answer_id)
+        check = AnswerCheck(
+            UNCALIBRATED, ConfidenceFeatures(), least, no_answer=reader.no_answer_id
+        )
         made = Generation().request_maker(reader, 4, "local", None, check)(CONTEXT)
         assert made.suppress_tokens == suppressed
     grammar = Generation.of(regex="[ab]+").request_maker(reader, 4, "local")(CONTEXT)

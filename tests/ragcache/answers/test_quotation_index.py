@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragcache.errors import ConstraintFailed
-from ragcache.models import LoadedModel, wrap_causal
-from ragcache.structured.quotation import (
+from ragcache.answers.quotation_index import (
     Occurrence,
     QuotableText,
     Quotation,
@@ -25,6 +23,8 @@ from ragcache.structured.quotation import (
     quote,
     token_spellings,
 )
+from ragcache.errors import ConstraintFailed
+from ragcache.models import LoadedModel, wrap_causal
 from tests.conftest import scaled
 from tests.ragcache.pipeline.conftest import CORPUS, spaced_tokenizer
 from tests.ragcache.structured.byte_level_model import tiny

@@ -8,12 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from ragcache.db import ModuleRow
-from ragcache.engine import Choice
-from ragcache.models import LoadedModel
-from ragcache.structured.quotation import (
+from ragcache.answers.quotation_index import (
     Occurrence,
     QuotableText,
     QuotationIndex,
@@ -21,6 +17,9 @@ from ragcache.structured.quotation import (
     quote,
     token_spellings,
 )
+from ragcache.db import ModuleRow
+from ragcache.engine import Choice
+from ragcache.models import LoadedModel
 
 CONTEXT = 240  # characters of a span's prefix and suffix, at most
 _KEPT = 512  # modules whose graphs are kept, those used last
@@ -71,21 +70,9 @@ class QuotableModule:
             module.document, module.name,
             start=None if moved is None else found.begin + moved,
             end=None if moved is None else found.end + moved,
-            page=page_of(module), headings=headings_of(module),
+            page=module.page, headings=module.headings,
             prefix=text[line : found.begin], suffix=text[found.end : end], choice=choice,
         )  # fmt: skip
-
-
-def page_of(module: ModuleRow) -> int | None:
-    """The page or slide that a module is from."""
-    page = module.metadata.get("page")
-    return page if isinstance(page, int) else None
-
-
-def headings_of(module: ModuleRow) -> tuple[str, ...]:
-    """The titles above a module; a loader may have metadata of this name too."""
-    headings: Any = module.details.get("headings", ())
-    return tuple(map(str, headings)) if isinstance(headings, list) else ()
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ import torch
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import Generation, RagCache, SourceDocument
+from ragcache.answers.confidence import (
+    REFUSAL,
+    AnswerCheck,
+    Calibration,
+    ConfidenceFeatures,
+    reader_calibration,
+)
+from ragcache.answers.support import LexicalSupport
 from ragcache.engine import Choice, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection
 from ragcache.models import LoadedModel
-from ragcache.pipeline.confidence import (
-    REFUSAL,
-    AnswerCheck,
-    Calibration,
-    Evidence,
-    reader_calibration,
-)
-from ragcache.pipeline.support import AnswerSupport
 
 LEAVE = SourceDocument("leave", "Everybody has 28 days of leave. Requests go to Ines Marlow.")
 KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse.")
@@ -55,22 +55,24 @@ def test_evidence_is_the_mean_of_an_answers_tokens_and_its_end() -> None:
     choice = Choice(
         (0, 1), "two words", "stop", 7, sampled(-1.0, -2.0, allowed=-0.5), ending=ending
     )
-    found = Evidence(coverage=0.5).with_answer(choice, None)
+    found = ConfidenceFeatures(coverage=0.5).with_answer(choice, None)
     assert found.free == pytest.approx(-2.0)
     assert found.span == pytest.approx(-2.0 + (0.5 + 0.5 + 1.0) / 3)
     assert (found.coverage, found.no_answer) == (0.5, None)
     assert found.with_answer(choice, 99).no_answer == pytest.approx(-3.0 + 1.0)
     assert found.with_answer(choice, 42).no_answer == pytest.approx(-4.0 + 1.0), "at most so much"
     assert found.with_answer(choice, 0).no_answer == 20.0, "the model chose it"
-    assert Evidence().with_answer(Choice((), "", "stop"), None).span == -20.0
+    assert ConfidenceFeatures().with_answer(Choice((), "", "stop"), None).span == -20.0
 
 
 def test_a_calibration_is_a_logistic_model_of_what_is_known() -> None:
     calibration = Calibration(0.2, {"span": 2.0, "coverage": 1.0}, {"span": -1.0, "coverage": 0.5})
-    assert calibration.confidence(Evidence(span=-1.0)) == pytest.approx(1 / (1 + 2.718281828**-0.2))
-    better = calibration.confidence(Evidence(span=-0.5, coverage=0.9))
+    assert calibration.confidence(ConfidenceFeatures(span=-1.0)) == pytest.approx(
+        1 / (1 + 2.718281828**-0.2)
+    )
+    better = calibration.confidence(ConfidenceFeatures(span=-0.5, coverage=0.9))
     assert better == pytest.approx(1 / (1 + 2.718281828 ** -(0.2 + 1.0 + 0.4)))
-    assert calibration.confidence(Evidence(span=-1e9)) == pytest.approx(0.0)
+    assert calibration.confidence(ConfidenceFeatures(span=-1e9)) == pytest.approx(0.0)
     assert Calibration.from_dict(calibration.to_dict()) == calibration
 
 
@@ -98,7 +100,7 @@ def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Pa
 
 
 def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
-    check = AnswerCheck(SPAN, Evidence(), 0.5, refusal="No.", logprobs=1)
+    check = AnswerCheck(SPAN, ConfidenceFeatures(), 0.5, refusal="No.", logprobs=1)
     sure = Choice((0,), "sure", "stop", 7, sampled(-0.1))
     doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0), first_logprobs=FIRST)
     output = RequestOutput((sure, doubtful), 0, 0.0, 0.0, 0.0, 1.0)
@@ -120,7 +122,9 @@ def test_a_sure_answer_from_a_single_document_is_not_refused(rag: RagCache) -> N
     shipped = reader_calibration()
     assert shipped is not None
     rag.ingest("one", SourceDocument("lighthouse", "The lighthouse is 43 metres high."))
-    found = Evidence.of_selection(rag.retrieve("How tall is the lighthouse?", collection="one"))
+    found = ConfidenceFeatures.of_selection(
+        rag.retrieve("How tall is the lighthouse?", collection="one")
+    )
     sure = replace(found, span=-0.01, free=-0.01, no_answer=-8.0)
     assert shipped.confidence(sure) > shipped.min_confidence
 
@@ -132,7 +136,9 @@ def test_a_search_of_vectors_alone_says_nothing_of_words(
     with RagCache.open(tmp_path, tiny_reader, embedding=embedding) as rag:
         rag.ingest("notes", [LEAVE, KEYS])
         found = {
-            search: Evidence.of_selection(rag.retrieve(QUESTION, search=search, **ASK)).known()
+            search: ConfidenceFeatures.of_selection(
+                rag.retrieve(QUESTION, search=search, **ASK)
+            ).known()
             for search in ("hybrid", "dense")
         }
     assert set(found["hybrid"]) == {"coverage", "gap", "cosine"}
@@ -145,7 +151,7 @@ def test_how_far_the_second_module_is_below_counts_where_it_is_left_out(rag: Rag
         for share in (0, 1)
     ]
     assert [len(each.hits) for each in found] == [2, 1]
-    one, other = map(Evidence.of_selection, found)
+    one, other = map(ConfidenceFeatures.of_selection, found)
     assert one == other
     assert one.coverage is not None
     assert one.gap is not None
@@ -156,18 +162,22 @@ def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
     asked = Generation.of(extractive=True, confidence=True)
     found = rag.retrieve(QUESTION, **ASK)
     assert found.words is not None
-    support = AnswerSupport(found.words, [hit.module for hit in found.hits])
+    support = LexicalSupport(found.words, [hit.module for hit in found.hits])
     [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), "rooted")
     checked = rag.internals.submitter.run([prompt], asked)[0].checked()
     [evidence], [choice] = checked.evidence, checked.output.choices
     assert evidence.support == support.share(choice.text)
     assert evidence.support is not None
     sure = replace(NOBODY, bias=0.0, weights={"support": 9.0}, means={"support": 0.0})
-    assert sure.confidence(Evidence(support=1.0)) > 0.99 > sure.confidence(Evidence(support=0.1))
+    assert (
+        sure.confidence(ConfidenceFeatures(support=1.0))
+        > 0.99
+        > sure.confidence(ConfidenceFeatures(support=0.1))
+    )
 
 
 def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:
-    check = AnswerCheck(SPAN, Evidence(), 0.5, no_answer=0)
+    check = AnswerCheck(SPAN, ConfidenceFeatures(), 0.5, no_answer=0)
     choice = Choice((0,), "words", "stop", 7, sampled(-0.1))
     assert check.confidence_of(choice, check.evidence_of(choice)) == 0.0
     assert check.wanted_logprobs == 20

@@ -1,10 +1,10 @@
 """Confidence in answers, and the refusal of those that it is too low for.
 
-What speaks for an answer (`Evidence`) is the model's probability of its tokens and what retrieval
-found; a logistic model over it (`Calibration`) gives the probability that the answer is right
-(selective prediction, El-Yaniv and Wiener, JMLR 2010; calibrators of question answering, Kamath et
-al., ACL 2020). Where nothing is calibrated, the answer's tokens are scored once more behind the
-question without the documents: what they add to its likelihood is the confidence.
+`ConfidenceFeatures` are the model's probabilities of an answer and the scores of retrieval.
+A logistic model over them (`Calibration`) gives the probability that the answer is right (selective
+prediction, El-Yaniv and Wiener, JMLR 2010; calibrators of question answering, Kamath et al., ACL
+2020). Without a calibration, the answer's tokens are scored a second time behind the question
+without the documents: the confidence is how much the documents add to their likelihood.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragcache.answers.support import LexicalSupport
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
 from ragcache.models.reader import READER
-from ragcache.pipeline.support import AnswerSupport
 
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
@@ -36,7 +36,7 @@ ScorePass = Callable[[Sequence[int]], "RequestHandle[TokenDelta, RequestOutput]"
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class ConfidenceFeatures:
     """What speaks for an answer; None where it is not known. Logarithms are natural.
 
     Attributes:
@@ -48,7 +48,7 @@ class Evidence:
             for the question.
         gap: How far the second module is below that, as the same share, whether it is read or not.
         cosine: That of the best module by its vector.
-        support: How much of the question stands around the answer (`AnswerSupport`).
+        support: How much of the question stands around the answer (`LexicalSupport`).
         lift: How much more likely the documents make each token of the answer, as the mean of the
             differences of log-probabilities.
     """
@@ -63,7 +63,7 @@ class Evidence:
     lift: float | None = None
 
     @classmethod
-    def of_selection(cls, selection: Selection) -> Evidence:
+    def of_selection(cls, selection: Selection) -> ConfidenceFeatures:
         """What retrieval found."""
         cosines = [hit.cosine for hit in selection.hits if hit.cosine is not None]
         cosine = max(cosines, default=None)
@@ -74,7 +74,7 @@ class Evidence:
         best, second = [*shares, 0.0, 0.0][:2]
         return cls(coverage=best, gap=best - second, cosine=cosine)
 
-    def with_answer(self, choice: Choice, no_answer: int | None) -> Evidence:
+    def with_answer(self, choice: Choice, no_answer: int | None) -> ConfidenceFeatures:
         """With what the log-probabilities of an answer's tokens say. no_answer: the id of the
         no-answer token, if there is one."""
         tokens = [*choice.chosen, *([] if choice.ending is None else [choice.ending])]
@@ -90,7 +90,7 @@ class Evidence:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-EVIDENCE = tuple(each.name for each in fields(Evidence))
+FEATURES = tuple(each.name for each in fields(ConfidenceFeatures))
 
 
 def _logprob(token: SampledToken) -> float:
@@ -116,7 +116,7 @@ class Calibration:
 
     Attributes:
         bias: The log-odds of an answer whose evidence is the mean one.
-        weights: Of each kind of evidence, by its name in `Evidence`.
+        weights: Of each kind of evidence, by its name in `ConfidenceFeatures`.
         means: Of each kind with a weight; evidence that is not known counts as its mean.
         min_confidence: Answers below are refused, unless `Generation.min_confidence` is another.
         questions: How many questions it was fitted on.
@@ -129,11 +129,11 @@ class Calibration:
     questions: int = 0
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.weights) - set(EVIDENCE)) or set(self.weights) ^ set(self.means)
+        unknown = sorted(set(self.weights) - set(FEATURES)) or set(self.weights) ^ set(self.means)
         numbers = [self.bias, self.min_confidence, *self.weights.values(), *self.means.values()]
         if unknown or not all(map(math.isfinite, numbers)):
             raise ConfigurationError(
-                f"not a calibration: each weight belongs to one of {', '.join(EVIDENCE)} and has a "
+                f"not a calibration: each weight belongs to one of {', '.join(FEATURES)} and has a "
                 f"mean, and all are finite; found {dict(self.weights)} and {dict(self.means)}"
             )
         if not 0 <= self.min_confidence <= 1:
@@ -141,7 +141,7 @@ class Calibration:
                 f"min_confidence is {self.min_confidence}; it lies between 0 and 1"
             )
 
-    def confidence(self, evidence: Evidence) -> float:
+    def confidence(self, evidence: ConfidenceFeatures) -> float:
         """The probability, 0 to 1, that an answer with this evidence is right."""
         known = evidence.known()
         odds = self.bias + sum(
@@ -164,7 +164,7 @@ class Calibration:
             raise ConfigurationError(f"not a calibration: {error}") from error
 
 
-LIKELIHOOD = Calibration(0.0, {"lift": 1.0}, {"lift": 0.0})
+UNCALIBRATED = Calibration(0.0, {"lift": 1.0}, {"lift": 0.0})
 """Of answers for which nothing is calibrated: the likelihood of a token with the documents, as a
 share of those with and without them."""
 
@@ -215,9 +215,9 @@ class AnswerCheck:
     """
 
     calibration: Calibration
-    evidence: Evidence
+    evidence: ConfidenceFeatures
     min_confidence: float
-    support: AnswerSupport | None = None
+    support: LexicalSupport | None = None
     refusal: str = REFUSAL
     no_answer: int | None = None
     score: ScorePass | None = None
@@ -256,7 +256,9 @@ class AnswerCheck:
         output = replace(output, choices=choices, finished_at=finished)
         return CheckedOutput(output, found, evidence)
 
-    def evidence_of(self, choice: Choice, scored: RequestOutput | None = None) -> Evidence:
+    def evidence_of(
+        self, choice: Choice, scored: RequestOutput | None = None
+    ) -> ConfidenceFeatures:
         """All that is known of an answer. scored: the pass without documents."""
         support = None if self.support is None else self.support.share(choice.text)
         evidence = replace(self.evidence.with_answer(choice, self.no_answer), support=support)
@@ -266,7 +268,7 @@ class AnswerCheck:
         lifts = [max(_LEAST, _logprob(each)) - max(_LEAST, alone) for each, alone in pairs]
         return replace(evidence, lift=_mean(lifts))
 
-    def confidence_of(self, choice: Choice, evidence: Evidence) -> float:
+    def confidence_of(self, choice: Choice, evidence: ConfidenceFeatures) -> float:
         """The confidence in an answer; 0 where there is none, or where the model itself said so."""
         said_so = self.no_answer is not None and self.no_answer in choice.token_ids
         if said_so or not choice.text.strip():
@@ -299,7 +301,7 @@ class CheckedOutput:
 
     output: RequestOutput
     confidences: tuple[float, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[ConfidenceFeatures, ...] = ()
 
     def deltas(self, seen: Sequence[TokenDelta], check: AnswerCheck) -> list[TokenDelta]:
         """What a stream that held everything back shows: the deltas of what was not refused, and

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache.answers.support import LexicalSupport, passages_with
 from ragcache.db import ModuleRow
-from ragcache.pipeline.support import AnswerSupport, passages_with
 from ragcache.retrieval.bm25 import terms
 
 GUIDE = """# Harbour
@@ -64,18 +64,18 @@ def test_titles_that_the_module_does_not_repeat_count() -> None:
 
 def test_the_place_with_most_of_the_question_counts() -> None:
     modules = (module("The pool has a key. " * 9), module("The car has a key. Or not."))
-    support = AnswerSupport({"pool": 1.0, "car": 2.0, "rust": 1.0}, modules)
+    support = LexicalSupport({"pool": 1.0, "car": 2.0, "rust": 1.0}, modules)
     assert support.share("key") == 0.5
     assert support.share("Or not") == 0.5
     assert support.share("pool") == 0.25
     assert support.share("rust") is None
-    assert AnswerSupport({}, modules).share("key") is None, "a question without words"
+    assert LexicalSupport({}, modules).share("key") is None, "a question without words"
 
 
 def test_chinese_counts_by_pairs_and_by_characters() -> None:
-    support = AnswerSupport({"钥匙": 3.0, "船": 1.0}, (module("船屋的钥匙。办公室是红色的。"),))
+    support = LexicalSupport({"钥匙": 3.0, "船": 1.0}, (module("船屋的钥匙。办公室是红色的。"),))
     assert support.share("红色") == 1.0
-    assert AnswerSupport({"钥匙": 3.0, "猫": 1.0}, support.modules).share("红色") == 0.75
+    assert LexicalSupport({"钥匙": 3.0, "猫": 1.0}, support.modules).share("红色") == 0.75
 
 
 @given(
@@ -90,6 +90,6 @@ def test_every_place_of_an_answer_lies_in_a_passage(words: list[str], data: st.D
     assert bool(passages) == bool(answer)
     assert all(answer in passage for passage in passages)
     weights = dict.fromkeys(Counter(terms(text)), 1.0)
-    share = AnswerSupport(weights, (module(text),)).share(answer)
+    share = LexicalSupport(weights, (module(text),)).share(answer)
     assert (share is None) == (not answer or not weights)
     assert share is None or 0 <= share <= 1

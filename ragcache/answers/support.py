@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from ragcache.db import ModuleRow
 from ragcache.documents.markdown import find_headings, find_tables, headings_above
-from ragcache.pipeline.quotations import headings_of
 from ragcache.retrieval.bm25 import characters, terms
 
 _BREAK = re.compile(
@@ -24,7 +23,7 @@ _BREAK = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSupport:
+class LexicalSupport:
     """The words of a question among the modules that its answer is read from.
 
     words: of each word its weight (`Selection.words`).
@@ -32,7 +31,7 @@ class AnswerSupport:
     Example:
         >>> text = "The key hangs in the office. It is red."
         >>> module = ModuleRow(1, "keys.md#1", "keys.md", "keys.md", text)
-        >>> AnswerSupport({"key": 3.0, "hang": 2.0, "pool": 5.0}, (module,)).share("the office")
+        >>> LexicalSupport({"key": 3.0, "hang": 2.0, "pool": 5.0}, (module,)).share("the office")
         0.5
     """
 
@@ -70,6 +69,6 @@ def passages_with(answer: str, module: ModuleRow) -> Iterator[str]:
             before = place
             rows = [text[a : text.find("\n", a)] for a, b in tables if a <= begin < b]
             lines = [each.line for each in headings_above(headings, begin)]
-            above = [*headings_of(module), *lines, *rows]
+            above = [*module.headings, *lines, *rows]
             yield "\n".join([*above, text[breaks[first] : breaks[place[1]]]])
         begin = text.find(answer, begin + 1)

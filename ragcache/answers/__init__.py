@@ -1,0 +1,1 @@
+"""Answer features: quotations, confidence, and the policies that apply them to a request."""
