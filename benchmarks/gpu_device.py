@@ -159,7 +159,7 @@ class DecodeAttention:
         for row, order in enumerate(self.orders):
             for place, number in enumerate(order):
                 origin = place * length
-                reads[number].readers.append(plan.Reader(row, row + 1, origin, origin))
+                reads[number].readers.append(plan.KVConsumer(row, row + 1, origin, origin))
         capacity = plan.TableCapacity(self.rows, entries, 16384, 64, 1)
         made = AttentionTables(capacity, device)
         pool = plan.KVBase(self.pool[0], self.pool[1])

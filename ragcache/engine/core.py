@@ -1,12 +1,16 @@
-"""The engine without its thread: takes requests, and runs one step at a time.
+"""The engine core: queues requests and runs one step at a time, without a thread of its own.
 
-Iteration-level batching: requests join and leave between steps (Orca §3.1).
+Batching is per iteration: requests join and leave between steps (Orca §3.1).
 
-A runner that is asynchronous computes steps while the host goes on. Step n + 1 is then planned and
-launched while step n runs, with rows whose tokens step n will give. Only after that the tokens of n
-are waited for and accepted: stop tokens, limits and constraints. Sampling n + 1 is launched next,
-and the text of n is delivered last, while the device computes n + 1. An answer that ends with n
-leaves a row in n + 1 that nobody reads. Where a plan needs what n gives, n is waited for first.
+An asynchronous runner computes a step while the host goes on. The core then works one step ahead:
+
+1. Plan and launch step n + 1 while step n runs. Its decoding rows take their tokens from step n.
+2. Wait for the tokens of step n and accept them: stop tokens, limits, constraints.
+3. Launch the sampling of step n + 1.
+4. Deliver the text of step n to callers, while the device computes.
+
+If an answer ends with step n, its row in step n + 1 is ignored. A plan that depends on the tokens
+of step n (preemption, for example) waits for them first.
 """
 
 from __future__ import annotations
@@ -28,49 +32,36 @@ from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesCha
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
-from ragcache.engine.request import (
-    Request,
-    RequestOutput,
-    TokenDelta,
-)
+from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
-from ragcache.engine.sampler import Mark, SampledToken, SamplerState
-from ragcache.engine.scheduler import (
-    SchedulableRequest,
-    SchedulerConfig,
-    SchedulerOutput,
-    schedule,
-)
+from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
+from ragcache.engine.scheduler import SchedulableRequest, SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
-from ragcache.engine.step import (
-    LaunchedStep,
-    Lineup,
-    Share,
-    take_scores,
-)
-from ragcache.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    TextFailed,
-    UnusableLogits,
-)
+from ragcache.engine.step import LaunchedStep, ScheduledWork, SteadyDecodeBatch, take_scores
+from ragcache.errors import DeadlineExceeded, EngineFailed, TextFailed, UnusableLogits
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 
 ANSWER_AHEAD = 256
-"""Tokens of an answer whose states a device finds one after another, where there is room."""
+"""Answer tokens for which a GPU's sequence reserves consecutive blocks, if the pool has room."""
 
 
 class EngineCore:
-    """Schedules requests and encodings, runs the model, and samples the next tokens. checker: of
-    what callers submit."""
+    """Schedules requests and encodings, runs the model, and samples the next tokens.
+
+    Not thread-safe: one thread calls every method. Only `checker` may be used from any thread.
+
+    Args:
+        runner: Runner of the model.
+        config: Memory and limits.
+        clock: Returns the time in seconds.
+    """
 
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter
     ) -> None:
         self.runner, self.config, self.clock = runner, config, clock
-        # the runner as one that runs ahead, if it does
         self._ahead = cast("AsynchronousRunner", runner) if runner.asynchronous else None
         self._sampler = runner.create_sampler()
         pool = runner.create_pool(config.pool_bytes)
@@ -88,11 +79,11 @@ class EngineCore:
         self._running: list[Sequence] = []
         self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
         self._last_number = 0
-        self._launched: LaunchedStep | None = None  # whose tokens are not known yet
-        self._changed = True  # since the last step was launched, so that it cannot be continued
-        self._most_running = config.running  # less after memory ended
-        self._lap_at = 0.0
-        self._last_mark: Mark | None = None  # behind the last step that was computed
+        self._launched: LaunchedStep | None = None  # a step with tokens that are not known yet
+        self._changed = True  # the next step cannot repeat the last one
+        self._max_running = config.running  # lowered while the device is short of memory
+        self._measured_at = 0.0
+        self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
 
     @property
     def pool(self) -> BlockPool:
@@ -100,45 +91,47 @@ class EngineCore:
 
     @property
     def waiting(self) -> int:
+        """Number of sequences in the waiting queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
+        """Number of running sequences."""
         return len(self._running)
 
     @property
     def busy(self) -> bool:
+        """Whether another step is needed."""
         return bool(self._waiting or self._running or self._encode_queue or self._launched)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nothing is left but encodings for which there is no room until a caller takes
-        states."""
+        """Whether the only work left is encodings that wait for callers to take finished states."""
         requests = self._waiting or self._running or self._launched
         return not requests and self._encode_queue.is_stalled
 
     def lift_encode_budget(self) -> None:
-        """Lets encodings begin whatever they take."""
+        """Remove the memory limit of encodings, so that all of them can finish."""
         self._encode_queue.budget_bytes = sys.maxsize
 
     def add_request(self, request: Request, channel: AnswerChannel, submitted_at: float) -> None:
-        """Queues a checked request, unless it was cancelled meanwhile."""
+        """Queue a request that `checker` has accepted. A cancelled request is ignored."""
         if channel.cancelled:
             return
         group = SequenceGroup(request, channel, submitted_at)
         self._enqueue(self._sequence(group, 0))
 
     def add_encoding(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
-        """Queues modules to encode beside the requests."""
+        """Queue modules to encode in the same steps as requests."""
         self._encode_queue.add_jobs(jobs, channel)
 
     def step(self) -> None:
-        """Runs one step: cancelled requests leave, the scheduler decides, the model computes."""
-        self._lap_at = self.clock()
-        self._drop_gone(self._lap_at)
+        """Run one step: drop cancelled requests, schedule, compute, sample and deliver."""
+        self._measured_at = self.clock()
+        self._drop_gone(self._measured_at)
         last, step = self._launched, self._launch()
         accepted: list[Sequence] = []
-        now = self._lap_at
+        now = self._measured_at
         try:
             if last is not None:
                 accepted, now = self._accept(last)
@@ -153,151 +146,164 @@ class EngineCore:
                     accepted, now = self._accept(step)
             elif last is None:
                 self._encode_queue.hand_over()
-        finally:  # what was accepted is the callers', whatever comes
+        finally:  # accepted tokens reach their callers even if the step failed
             self._deliver(accepted, now)
         if not self.busy:
             self.runner.release_batch()
-            self._last_mark = None
-        self.stats.sampling += self._lap()
+            self._last_timestamp = None
+        self.stats.sampling += self._elapsed()
 
-    def _lap(self) -> float:
-        """Seconds since it was called last in this step."""
-        begin, self._lap_at = self._lap_at, self.clock()
-        return self._lap_at - begin
+    def _elapsed(self) -> float:
+        """Seconds since the previous call in this step, or since the step began."""
+        begin, self._measured_at = self._measured_at, self.clock()
+        return self._measured_at - begin
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends every request with `error`, and frees all memory."""
+        """Fail every request with `error` and free all memory."""
         launched, self._launched = self._launched, None
         if launched is not None:
-            with suppress(Exception):  # unless the device has failed, it reads nothing after that
+            with suppress(Exception):  # the device may still read the step's memory
                 (launched.tokens or self._sampler.launch(launched.logits, [])).wait()
         for sequence in (*self._running, *self._waiting):
             sequence.finished = True
             self.kv_manager.release_sequence(sequence)
             sequence.group.channel.fail(error)
         self._encode_queue.fail_all(error)
-        self.kv_manager.forget_retained()  # states of a step that failed may be among them
+        self.kv_manager.forget_retained()  # may hold states of the failed step
         self._running, self._waiting = [], []
         self._changed = True
         self.runner.release_batch()
 
     def _launch(self) -> LaunchedStep | None:
-        """Launches the next step. None where there is nothing to do, or where the tokens of the
-        step that runs have to be known first."""
-        last = self._launched
-        if last is not None and last.lineup is not None and self._continues(last.lineup):
-            return self._continue(last, last.lineup)
-        shares = self._plan(self._lap_at, last)
-        return self._start(shares, last) if shares else None
+        """Launch the next step.
 
-    def _continues(self, lineup: Lineup) -> bool:
-        """Whether the next step is like the last one. Allocates the blocks that it needs."""
-        full = len(self._running) >= self._most_running
-        if self._changed or not lineup.left or self._encode_queue or (self._waiting and not full):
+        Returns None if there is no work, or if the plan depends on tokens of the running step.
+        """
+        last = self._launched
+        if last is not None and last.steady is not None and self._continues(last.steady):
+            return self._continue(last, last.steady)
+        work = self._plan(self._measured_at, last)
+        return self._start(work, last) if work else None
+
+    def _continues(self, steady: SteadyDecodeBatch) -> bool:
+        """Whether the next step repeats the last one. If so, allocates the blocks that it needs."""
+        if self._changed or not steady.steps_left or self._encode_queue:
             return False
-        if not lineup.room:
-            lacking = lineup.lacking()
+        if self._waiting and len(self._running) < self._max_running:
+            return False
+        if not steady.free_steps:
+            lacking = steady.lacking_blocks()
             if len(lacking) > self.kv_manager.available_blocks:
                 return False
             for sequence in lacking:
                 self.kv_manager.allocate_slots(sequence, 1)
-            lineup.measure()
+            steady.measure()
         return True
 
-    def _continue(self, last: LaunchedStep, lineup: Lineup) -> LaunchedStep | None:
+    def _continue(self, last: LaunchedStep, steady: SteadyDecodeBatch) -> LaunchedStep | None:
         assert self._ahead is not None
         assert last.tokens is not None
         try:
             launch = self._ahead.continue_batch(last.tokens.inputs)
-            marks = self._marks()
+            timestamps = self._timestamps()
             logits = launch()
         except torch.OutOfMemoryError:
             self._changed = True
             return None
-        self.stats.planning += self._lap()
-        lineup.advance()
+        self.stats.planning += self._elapsed()
+        steady.advance()
         self._launched = LaunchedStep(
-            last.shares, logits, last.sequences, last.states, lineup, True, marks=marks
+            last.work, logits, last.sequences, last.states, steady, True, timestamps=timestamps
         )
         return self._launched
 
-    def _start(self, shares: list[Share], last: LaunchedStep | None) -> LaunchedStep | None:
-        """Launches a step of these shares, or of fewer where the device's memory ends."""
+    def _start(self, work: list[ScheduledWork], last: LaunchedStep | None) -> LaunchedStep | None:
+        """Launch a step, with less work if the device runs out of memory."""
         logits = None
         while logits is None:
             try:
-                logits, marks = self._compute(shares, last)
-                logits, scores = take_scores(shares, logits)
+                logits, timestamps = self._compute(work, last)
+                logits, scores = take_scores(work, logits)
             except torch.OutOfMemoryError as error:
-                if last is not None:  # once its tokens are known, some may be preempted
+                if last is not None:  # preemption needs the tokens of the running step
                     return None
                 logits = None
-                shares = self._fewer(shares, error)
-                if not shares:
+                work = self._reduce(work, error)
+                if not work:
                     return None
         sequences = []
-        for share in shares:
-            if isinstance(share.owner, Encoding):
-                share.owner.launched(share.count)
+        for item in work:
+            if isinstance(item.owner, Encoding):
+                item.owner.launched(item.count)
             else:
-                share.chunk.private.advance(share.chunk.position_ids)
-                if share.chunk.wants_logits:
-                    sequences.append(share.owner)
+                item.chunk.private.advance(item.chunk.position_ids)
+                if item.chunk.wants_logits:
+                    sequences.append(item.owner)
         states = [self._begin_answer(sequence) for sequence in sequences]
-        self._launched = LaunchedStep(shares, logits, sequences, states, marks=marks, scores=scores)
-        alike = len(sequences) == len(shares) == len(self._running)
-        if self._ahead is not None and alike and all(share.decodes for share in shares):
-            self._launched.lineup = Lineup(shares, sequences)
+        self._launched = LaunchedStep(
+            work, logits, sequences, states, timestamps=timestamps, scores=scores
+        )
+        alike = len(sequences) == len(work) == len(self._running)
+        if self._ahead is not None and alike and all(item.decodes for item in work):
+            self._launched.steady = SteadyDecodeBatch(work, sequences)
         self._changed = False
         return self._launched
 
     def _begin_answer(self, sequence: Sequence) -> SamplerState:
-        """The state of a sequence whose token is sampled next. Its text is made while the device
-        computes; where it cannot be, its request ends and the others go on."""
+        """Return the sampler state of a sequence; create it, and the answer's text, once.
+
+        Fails the request if its text cannot be created.
+        """
         if sequence.sampler is None:
             sequence.sampler = sequence.new_sampler()
             try:
                 sequence.begin_text()
-            except Exception as error:  # foreign code
+            except Exception as error:  # a caller's text
                 self._fail(sequence.group, _text_failed(error))
         return sequence.sampler
 
-    def _marks(self) -> list[Mark]:
-        """A new list of marks, with that before the next step."""
-        mark = self._sampler.mark()
-        return [] if mark is None else [mark]
+    def _timestamps(self) -> list[DeviceTimestamp]:
+        """A list with the device's present timestamp. Empty on a CPU."""
+        timestamp = self._sampler.timestamp()
+        return [] if timestamp is None else [timestamp]
 
-    def _compute(self, shares: list[Share], last: LaunchedStep | None) -> tuple[Tensor, list[Mark]]:
-        """Launches a step of these shares; its logits, and the mark before it."""
-        chunks = [share.chunk for share in shares]
+    def _compute(
+        self, work: list[ScheduledWork], last: LaunchedStep | None
+    ) -> tuple[Tensor, list[DeviceTimestamp]]:
+        """Launch a step. Returns its logits and the timestamp of its begin."""
+        chunks = [item.chunk for item in work]
         if self._ahead is None:
             compute = self.runner.prepare_batch(chunks)
-            _mark_launched(shares)
-            self.stats.planning += self._lap()
+            _mark_launched(work)
+            self.stats.planning += self._elapsed()
             logits = compute()
-            self.stats.forward += self._lap()
+            self.stats.forward += self._elapsed()
             return logits, []
         inputs = None if last is None or last.tokens is None else last.tokens.inputs
         launch = self._ahead.prepare_batch(chunks, inputs)
-        marks = self._marks()
+        timestamps = self._timestamps()
         logits = launch()
-        _mark_launched(shares)
-        self.stats.planning += self._lap()
-        return logits, marks
+        _mark_launched(work)
+        self.stats.planning += self._elapsed()
+        return logits, timestamps
 
-    def _plan(self, now: float, last: LaunchedStep | None) -> list[Share]:
-        """What each request computes in this step, after preemption and admission. last: the step
-        that runs; its sequences have one token more than is known."""
+    def _plan(self, now: float, last: LaunchedStep | None) -> list[ScheduledWork]:
+        """Plan the next step; preempt and admit requests.
+
+        Args:
+            now: Current time.
+            last: The running step. Each of its sequences has one token that is not known yet.
+        """
         rows = {} if last is None else last.rows()
         going = [
             sequence
             for sequence in self._running
             if sequence.number not in rows or sequence.tokens_left > 1
         ]
-        ending = len(self._running) - len(going)  # they only wait for their last tokens
+        ending = len(self._running) - len(going)  # only their last token is still to come
         config = self._scheduler_config
-        if config.running != self._most_running - ending:
-            config = replace(config, running=self._most_running - ending)
+        if config.max_running != self._max_running - ending:
+            config = replace(config, max_running=self._max_running - ending)
         running = [sequence.schedulable(unknown=sequence.number in rows) for sequence in going]
         output = schedule(
             running,
@@ -311,7 +317,7 @@ class EngineCore:
         for number in output.preempted:
             self._preempt(next(each for each in self._running if each.number == number))
         self._admit(output, now)
-        shares = []
+        work = []
         for sequence in self._running:
             count = output.tokens.get(sequence.number, 0)
             row = rows.get(sequence.number)
@@ -319,36 +325,40 @@ class EngineCore:
                 count = min(count, len(sequence.tokens) - sequence.computed)
             if count:
                 self.kv_manager.allocate_slots(sequence, count)
-                shares.append(Share.of(sequence, sequence.next_chunk(count, row)))
-        decoding = any(share.count == 1 for share in shares)
+                work.append(ScheduledWork.of(sequence, sequence.next_chunk(count, row)))
+        decoding = any(item.count == 1 for item in work)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
-        left = most - sum(share.count for share in shares)
+        left = most - sum(item.count for item in work)
         for encoding, count in self._encode_queue.portions(left):
-            shares.append(Share.of(encoding, encoding.next_chunk(count)))
-        return shares
+            work.append(ScheduledWork.of(encoding, encoding.next_chunk(count)))
+        return work
 
     def _lacks_blocks(self, running: list[SchedulableRequest], output: SchedulerOutput) -> bool:
-        """Whether a request lacks blocks that those hold which only wait for their last tokens."""
+        """Whether the plan needs blocks that only ending requests will free."""
         size, tokens = self.pool.block_size, output.tokens
         needed = sum(each.blocks_for(tokens.get(each.number, 0), size) for each in running)
         return needed > self.kv_manager.available_blocks
 
-    def _fewer(self, shares: list[Share], error: torch.OutOfMemoryError) -> list[Share]:
-        """What to try where the device had too little memory for these shares: without encodings,
-        without the youngest sequence, or with fewer of its tokens."""
-        sequences = [share for share in shares if isinstance(share.owner, Sequence)]
-        if sequences and len(sequences) < len(shares):
+    def _reduce(
+        self, work: list[ScheduledWork], error: torch.OutOfMemoryError
+    ) -> list[ScheduledWork]:
+        """Reduce work for which the device had too little memory.
+
+        Drops encodings first, then the youngest sequence, then half of the last one's tokens.
+        """
+        sequences = [item for item in work if isinstance(item.owner, Sequence)]
+        if sequences and len(sequences) < len(work):
             return sequences
-        *others, youngest = shares
+        *others, youngest = work
         owner = youngest.owner
         if isinstance(owner, Sequence) and others:
             self._preempt(owner)
-            self._most_running = len(self._running)  # until one of them ends
+            self._max_running = len(self._running)  # until one of them ends
             return others
         if others:
             return others
         if youngest.count > 1:
-            return [Share.of(owner, owner.next_chunk(youngest.count // 2))]
+            return [ScheduledWork.of(owner, owner.next_chunk(youngest.count // 2))]
         if isinstance(owner, Encoding):
             raise error
         failure = EngineFailed("the device has no memory left for a single token of the request")
@@ -382,31 +392,33 @@ class EngineCore:
             self.stats.shared_tokens += found
 
     def _sample(self, step: LaunchedStep) -> None:
-        """Launches the sampling of the next token of every sequence whose last one is computed."""
+        """Launch the sampling of the next token of each of the step's sequences."""
         forbidden = masks = None
-        if step.lineup is None or not step.lineup.free:
+        if step.steady is None or not step.steady.unrestricted:
             forbidden = [sequence.forbidden() for sequence in step.sequences]
             masks = [None if each.finished else each.mask() for each in step.sequences]
-        step.marks += self._marks() if step.marks else []
+        step.timestamps += self._timestamps() if step.timestamps else []
         step.tokens = self._sampler.launch(step.logits, step.states, forbidden, masks)
-        step.marks += self._marks() if step.marks else []
+        step.timestamps += self._timestamps() if step.timestamps else []
 
     def _accept(self, step: LaunchedStep) -> tuple[list[Sequence], float]:
-        """Waits for the tokens of a step, and gives them to their sequences. Returns the sequences
-        that have something to deliver, and the time."""
+        """Wait for the tokens of a step and give them to their sequences.
+
+        Returns the sequences that have a token to deliver, and the time.
+        """
         assert step.tokens is not None
-        self._share_blocks(step)  # while the device computes: what reads them is launched later
-        self.stats.sampling += self._lap()
+        self._share_blocks(step)  # while the device computes: readers are launched later
+        self.stats.sampling += self._elapsed()
         tokens = step.tokens.wait()
         for each in step.scores:
             each.record()
-        waited, now = self._lap(), self._lap_at
+        waited, now = self._elapsed(), self._measured_at
         if self._launched is step:
             self._launched = None
-        self._account(step)
+        self._count_tokens(step)
         accepted = []
         for sequence, token in zip(step.sequences, tokens, strict=True):
-            if sequence.finished:  # it ended or left while the step ran
+            if sequence.finished:  # ended or cancelled while the step ran
                 continue
             if not isinstance(token, SampledToken):
                 self._fail(sequence.group, sequence.failure or token)
@@ -418,80 +430,80 @@ class EngineCore:
                 self._fail(sequence.group, sequence.failure)
             else:
                 accepted.append(sequence)
-        if self._launched is None and self._ends():  # nothing waits for the device but callers
+        if self._launched is None and self._is_drained():
             self._deliver(accepted, now)
             accepted = []
         self._retire(accepted)
-        self._time(step, waited)
+        self._count_seconds(step, waited)
         return accepted, now
 
-    def _ends(self) -> bool:
-        """Whether there is nothing left to compute."""
+    def _is_drained(self) -> bool:
+        """Whether no work is left."""
         running = any(not sequence.finished for sequence in self._running)
         return not (running or self._waiting or self._encode_queue)
 
-    def _time(self, step: LaunchedStep, waited: float) -> None:
-        """Counts the seconds of a step that has been computed."""
-        if not step.marks:
+    def _count_seconds(self, step: LaunchedStep, waited: float) -> None:
+        """Add the seconds of a computed step to the counters."""
+        if not step.timestamps:
             self.stats.forward += waited
             return
-        begin, computed, end = step.marks
+        begin, computed, end = step.timestamps
         self.stats.forward += begin.elapsed_time(computed) / 1e3
-        if self._last_mark is not None:
-            self.stats.idle += self._last_mark.elapsed_time(begin) / 1e3
-        self._last_mark = end
+        if self._last_timestamp is not None:
+            self.stats.idle += self._last_timestamp.elapsed_time(begin) / 1e3
+        self._last_timestamp = end
 
     def _share_blocks(self, step: LaunchedStep) -> None:
-        """Lets the blocks be found that the step fills."""
+        """Offer the blocks that the step fills to other requests."""
         if step.continued:
             size = self.pool.block_size
             for sequence in step.sequences:
                 if len(sequence.tokens) % size == 0 and not sequence.finished:
                     self._changed |= self.kv_manager.share_blocks(sequence, len(sequence.tokens))
             return
-        for share in step.shares:
-            owner = share.owner
-            if isinstance(owner, Sequence) and owner.private is share.chunk.private:
-                self._changed |= self.kv_manager.share_blocks(owner, share.end)
+        for item in step.work:
+            owner = item.owner
+            if isinstance(owner, Sequence) and owner.private is item.chunk.private:
+                self._changed |= self.kv_manager.share_blocks(owner, item.end)
 
-    def _account(self, step: LaunchedStep) -> None:
-        """Counts the tokens whose states the step has written, and hands encodings over."""
+    def _count_tokens(self, step: LaunchedStep) -> None:
+        """Add the tokens of a computed step to the counters; hand over finished encodings."""
         self.stats.steps += 1
         if step.continued:
             self.stats.decoded_tokens += len(step.sequences)
             return
-        for share in step.shares:
-            if isinstance(share.owner, Encoding):
-                share.owner.computed()
-                self.stats.encoded_tokens += share.count
-            elif share.owner.generated:
-                self.stats.decoded_tokens += share.count
+        for item in step.work:
+            if isinstance(item.owner, Encoding):
+                item.owner.computed()
+                self.stats.encoded_tokens += item.count
+            elif item.owner.generated:
+                self.stats.decoded_tokens += item.count
             else:
-                self.stats.prompt_tokens += share.count
+                self.stats.prompt_tokens += item.count
         self._encode_queue.hand_over()
 
     def _deliver(self, accepted: list[Sequence], now: float) -> None:
-        """Shows callers the tokens of a step."""
+        """Deliver accepted tokens to their callers."""
         with coalesced_wakeups():
             for sequence in accepted:
                 try:
                     sequence.deliver(now)
-                except Exception as error:  # foreign code, whose errors end only its own request
+                except Exception as error:  # a caller's text: fails its own request only
                     self._fail(sequence.group, _text_failed(error))
         self._retire(accepted)
 
     def _retire(self, accepted: list[Sequence]) -> None:
-        """Those that have ended no longer run."""
+        """Remove finished sequences from the running ones, and free their blocks."""
         if not any(sequence.finished for sequence in accepted):
             return
         for sequence in self._running:
             if sequence.finished:
                 self.kv_manager.release_sequence(sequence)
         self._running = [each for each in self._running if not each.finished]
-        self._changed, self._most_running = True, self.config.running
+        self._changed, self._max_running = True, self.config.running
 
     def _fork(self, leader: Sequence) -> None:
-        """Begins the other answers to a prompt that has just been computed."""
+        """Start the other answers of a request whose prompt has just been computed."""
         for index in range(1, leader.request.n):
             sequence = self._sequence(leader.group, index)
             free = len(self._running) < self.config.running
@@ -502,7 +514,7 @@ class EngineCore:
                 self._enqueue(sequence)
 
     def _drop_gone(self, now: float) -> None:
-        """Ends requests that were cancelled or are past their deadline."""
+        """Remove cancelled requests; fail requests that are past their deadline."""
         groups = [sequence.group for sequence in (*self._running, *self._waiting)]
         for group in [g for g in groups if g.channel.cancelled or now >= g.expires_at]:
             if group.channel.cancelled:
@@ -525,7 +537,7 @@ class EngineCore:
             if sequence.group is group:
                 sequence.finished = True
                 self.kv_manager.release_sequence(sequence)
-        self._changed, self._most_running = True, self.config.running
+        self._changed, self._max_running = True, self.config.running
         self._running = [each for each in self._running if each.group is not group]
         self._waiting = [each for each in self._waiting if each.group is not group]
 
@@ -538,10 +550,10 @@ class EngineCore:
         insort(self._waiting, sequence, key=_order)
 
 
-def _mark_launched(shares: list[Share]) -> None:
-    for share in shares:
-        if isinstance(share.owner, Sequence) and not share.owner.group.channel.launched:
-            share.owner.group.channel.mark_launched()
+def _mark_launched(work: list[ScheduledWork]) -> None:
+    for item in work:
+        if isinstance(item.owner, Sequence) and not item.owner.group.channel.launched:
+            item.owner.group.channel.mark_launched()
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

@@ -27,9 +27,9 @@ from ragcache.attention.triton.plan import (
     AttentionPlan,
     HeadLayout,
     KVBase,
+    KVConsumer,
     KVRead,
     KVRun,
-    Reader,
     build_plan,
 )
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
@@ -197,7 +197,7 @@ class DevicePlanner:
                 first = first_row
                 if start > begins_at:
                     first += bisect_left(positions, start)
-                read.readers.append(Reader(first, end, start - states.start, start))
+                read.readers.append(KVConsumer(first, end, start - states.start, start))
         return list(by_memory.values()), hidden
 
     def _base(self, states: StoredStates) -> KVBase:
@@ -289,7 +289,7 @@ class DevicePlanner:
             origin = own.position(first) - at
             limit = ALL_TOKENS if end <= own.past + 1 else at + own.past + 1 - first
             run = KVRun(base, at, at + end - first)
-            who = [Reader(each.first_row, each.end_row, 0, origin, limit) for each in readers]
+            who = [KVConsumer(each.first_row, each.end_row, 0, origin, limit) for each in readers]
             reads.append(KVRead(run, who))
 
     def _put_tails(self, step: StepArrays, private: Sequence[BlockTable], tails: Ints) -> None:

@@ -106,7 +106,7 @@ class Request:
         min_tokens: No stop token is chosen before so many.
         ignore_eos: Stop tokens are ordinary; under a constraint they are never chosen.
         tenant: Requests of equal tenants may share private states; None shares with no other.
-        priority: Each level counts as `AGEING` seconds of waiting; higher comes sooner.
+        priority: Each level counts as `AGING_SECONDS` seconds of waiting; higher comes sooner.
         timeout: Seconds from submission until the request fails with `DeadlineExceeded`.
         suppress_tokens: Tokens that are never chosen.
         prompt_logprobs: The log-probabilities of so many of the prompt's last own tokens are

@@ -47,8 +47,8 @@ BLOCK = 4096
 LIKELIEST_BLOCK = 16384
 """Logits among which the likeliest of a row is looked for at a time."""
 
-MARKS = 32
-"""Marks that exist at once; a step has three, and two steps are under way."""
+TIMESTAMPS = 32
+"""Size of the pool of timestamps: a step takes three, and two steps are in flight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,11 +125,11 @@ class PendingTokens(Protocol):
         affected."""
 
 
-class Mark(Protocol):
-    """A place in the work of a device, at which its time is taken."""
+class DeviceTimestamp(Protocol):
+    """The time at which a device reaches a point of its work."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to there, once both have been computed."""
+        """Milliseconds from this timestamp to `end`, once the device has passed both."""
 
 
 class Sampler:
@@ -144,14 +144,16 @@ class Sampler:
         self.device, self._kernels = device, kernels
         on_gpu = device.type == "cuda"
         self._rows: _Rows | None = None
-        self._marks = cycle([new_event(timing=True) for _ in range(MARKS if on_gpu else 0)])
+        self._timestamps = cycle(
+            [new_event(timing=True) for _ in range(TIMESTAMPS if on_gpu else 0)]
+        )
         self._penalty_table = penalty_table(device)
 
-    def mark(self) -> Mark | None:
-        """A mark behind what was launched. None where the host's clock shows what steps take."""
+    def timestamp(self) -> DeviceTimestamp | None:
+        """Record a timestamp behind the work launched so far. None on a CPU."""
         if self.device.type != "cuda":
             return None
-        event = next(self._marks)
+        event = next(self._timestamps)
         event.record()
         return event
 

@@ -13,7 +13,7 @@ from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
 from ragcache.engine.request import AnswerText, Choice, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken, SamplerState
-from ragcache.engine.scheduler import AGEING, SchedulableRequest
+from ragcache.engine.scheduler import AGING_SECONDS, SchedulableRequest
 from ragcache.errors import ConstraintFailed
 
 NO_TOKENS: frozenset[int] = frozenset()
@@ -39,7 +39,7 @@ class SequenceGroup:
 
     @property
     def seniority(self) -> float:
-        return self.submitted_at - AGEING * self.request.priority
+        return self.submitted_at - AGING_SECONDS * self.request.priority
 
     def close_choice(self, index: int, choice: Choice, now: float) -> None:
         """Records a finished answer; the last one ends the request."""
@@ -114,12 +114,12 @@ class Sequence:
         seniority = self.group.seniority
         if private is None:
             return SchedulableRequest(self.number, seniority, pending)
-        room = private.capacity - private.length
+        free_slots = private.capacity - private.length
         assert self.path is not None
-        # what preempting it would free: the blocks that no other request uses
+        # preemption frees the blocks that no other request uses
         shared = sum(node.references > 1 for node in self.path.nodes)
         held = len(private.block_ids) - shared
-        return SchedulableRequest(self.number, seniority, pending, room, held)
+        return SchedulableRequest(self.number, seniority, pending, free_slots, held)
 
     def next_chunk(self, count: int, follows: int | None = None) -> ScheduledChunk:
         """Its next `count` tokens; logits are wanted with the last pending one. follows: the row of

@@ -1,4 +1,4 @@
-"""Steps of the engine: who computes what in one, and what is under way."""
+"""Steps of the engine: which sequences and encodings compute what, and the step in flight."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.encoding import Encoding
-from ragcache.engine.sampler import Mark, PendingTokens, SamplerState
+from ragcache.engine.sampler import DeviceTimestamp, PendingTokens, SamplerState
 from ragcache.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A sequence or an encoding with the tokens that it computes in a step. end: its private
-    states after that."""
+class ScheduledWork:
+    """The tokens that one sequence or encoding computes in a step."""
 
     owner: Sequence | Encoding
     chunk: ScheduledChunk
+
     end: int
+    """Private tokens of the owner once the step has been computed."""
 
     @classmethod
-    def of(cls, owner: Sequence | Encoding, chunk: ScheduledChunk) -> Share:
+    def of(cls, owner: Sequence | Encoding, chunk: ScheduledChunk) -> ScheduledWork:
         return cls(owner, chunk, chunk.private.length + len(chunk.token_ids))
 
     @property
     def count(self) -> int:
+        """Number of tokens."""
         return len(self.chunk.token_ids)
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes a token of an answer, which the next one follows directly."""
+        """Whether the owner is a sequence that computes one token of its answer."""
         if isinstance(self.owner, Encoding) or self.count > 1:
             return False
         return self.chunk.follows is not None or self.owner.generated > 0
@@ -41,100 +43,120 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """Log-probabilities [N] of tokens of a sequence's prompt, from the own token `begin` on."""
+    """Log-probabilities [N] of the tokens begin:begin + N of a sequence's own prompt."""
 
     sequence: Sequence
     begin: int
     logprobs: Tensor
 
     def record(self) -> None:
-        """Notes them; waits for the device."""
+        """Store the values in the sequence's group. Waits for the device."""
         self.sequence.group.prompt_logprobs.update(enumerate(self.logprobs.tolist(), self.begin))
 
 
-def take_scores(shares: Iterable[Share], logits: Tensor) -> tuple[Tensor, list[PromptScores]]:
-    """The logits that next tokens are sampled from, and the scores that the others give. logits: of
-    the rows that the shares' chunks want, in order."""
-    shares = list(shares)
-    if not any(share.chunk.scored[0] < share.chunk.scored[1] for share in shares):
+def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, list[PromptScores]]:
+    """Split a step's logits into rows to sample from and scores of prompt tokens.
+
+    Args:
+        work: The step's work.
+        logits: [R, V], the rows of `ScheduledChunk.logit_rows` of each chunk, in order.
+
+    Returns:
+        The rows from which next tokens are sampled, and the scores that the other rows give.
+    """
+    work = list(work)
+    if not any(item.chunk.scored[0] < item.chunk.scored[1] for item in work):
         return logits, []
     scores, sampled, at = [], list[int](), 0
-    for share in shares:
-        begin, end = share.chunk.scored
-        if begin < end and isinstance(share.owner, Sequence):
-            first = share.end - share.count + begin + 1
-            tokens = torch.tensor(share.owner.tokens[first : first + end - begin])
+    for item in work:
+        begin, end = item.chunk.scored
+        if begin < end and isinstance(item.owner, Sequence):
+            first = item.end - item.count + begin + 1
+            tokens = torch.tensor(item.owner.tokens[first : first + end - begin])
             rows = logits[at : at + end - begin].float().log_softmax(dim=-1)
             found = rows.gather(-1, tokens.to(rows.device)[:, None])[:, 0]
-            scores.append(PromptScores(share.owner, first, found))
+            scores.append(PromptScores(item.owner, first, found))
             at += end - begin
-        if share.chunk.wants_logits:
+        if item.chunk.wants_logits:
             sampled.append(at)
             at += 1
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)], scores
 
 
-class Lineup:
-    """Sequences that all decode: the next step is like the last one until one of them joins or
-    leaves, so neither the scheduler nor a new batch is needed.
+class SteadyDecodeBatch:
+    """Sequences that all decode, so that the next step repeats the last one.
 
-    left: steps until an answer reaches its limit. room: steps until one needs a block. free:
-    whether nothing is ever forbidden to any.
+    Until a sequence joins or leaves, neither the scheduler nor a new batch layout is needed.
+
+    Attributes:
+        sequences: The sequences, in row order.
+        steps_left: Steps until an answer reaches its limit.
+        free_steps: Steps until a sequence needs another block.
+        unrestricted: Whether every token is allowed in every row.
     """
 
-    def __init__(self, shares: list[Share], sequences: list[Sequence]) -> None:
-        """Of the shares of a step that was launched, of one token each."""
+    def __init__(self, work: list[ScheduledWork], sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.tables = [each.private for each in sequences if each.private is not None]
-        # the step gives each a token, as does the one before to those whose own is not yet known
-        self.left = min(
-            each.tokens_left - 1 - (share.chunk.follows is not None)
-            for each, share in zip(sequences, shares, strict=True)
+        self._tables = [each.private for each in sequences if each.private is not None]
+        # the launched step gives every sequence a token, and the step before it gives one to each
+        # sequence whose input token is not known yet
+        self.steps_left = min(
+            each.tokens_left - 1 - (item.chunk.follows is not None)
+            for each, item in zip(sequences, work, strict=True)
         )
-        self.free = not any(
+        self.unrestricted = not any(
             each.constraint or each.request.min_tokens or each.request.suppress_tokens
             for each in sequences
         )
-        self.room = 0
+        self.free_steps = 0
         self.measure()
 
     def measure(self) -> None:
-        """Looks how much room there is."""
-        self.room = min(table.capacity - table.length for table in self.tables)
+        """Update `free_steps` after blocks were allocated."""
+        self.free_steps = min(table.capacity - table.length for table in self._tables)
 
-    def lacking(self) -> list[Sequence]:
-        """Those that need a block for their next token."""
-        pairs = zip(self.sequences, self.tables, strict=True)
+    def lacking_blocks(self) -> list[Sequence]:
+        """Sequences that need a block for their next token."""
+        pairs = zip(self.sequences, self._tables, strict=True)
         return [each for each, table in pairs if table.capacity == table.length]
 
     def advance(self) -> None:
-        """Counts a token of each that a step writes."""
-        self.left -= 1
-        self.room -= 1
-        for table in self.tables:
+        """Count one more token of every sequence, which a launched step writes."""
+        self.steps_left -= 1
+        self.free_steps -= 1
+        for table in self._tables:
             table.advance((table.positions[-1] + 1,))
 
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step that was launched, and perhaps still runs. It keeps what the step reads.
+    """A step that was launched and may still run. Keeps everything that the step reads alive."""
 
-    sequences: whose next tokens are sampled, in the order of the rows of the logits. lineup: of
-    these, where nothing else is computed. tokens: None until they are sampled. marks: before the
-    model, behind it, and behind the sampling (`Sampler.mark`). scores: log-probabilities of
-    tokens of prompts (`Request.prompt_logprobs`).
-    """
+    work: list[ScheduledWork]
 
-    shares: list[Share]
     logits: Tensor
+
     sequences: list[Sequence]
+    """Sequences whose next tokens are sampled, in the row order of `logits`."""
+
     states: list[SamplerState]
-    lineup: Lineup | None = None
+    """Sampler states of the sequences."""
+
+    steady: SteadyDecodeBatch | None = None
+    """The sequences as a batch that repeats, if the step computes nothing else."""
+
     continued: bool = False
+    """Whether the step repeats the one before it."""
+
     tokens: PendingTokens | None = None
-    marks: list[Mark] = field(default_factory=list)
+    """The sampled tokens, once sampling has been launched."""
+
+    timestamps: list[DeviceTimestamp] = field(default_factory=list)
+    """Device times before the model, after it and after sampling. Empty on a CPU."""
+
     scores: list[PromptScores] = field(default_factory=list)
+    """Log-probabilities of prompt tokens (`Request.prompt_logprobs`)."""
 
     def rows(self) -> dict[int, int]:
-        """The row of each sequence, by its number."""
+        """Row of each sequence, by its number."""
         return {sequence.number: row for row, sequence in enumerate(self.sequences)}

@@ -11,9 +11,9 @@ from torch import Tensor
 from ragcache.attention.triton.plan import (
     HeadLayout,
     KVBase,
+    KVConsumer,
     KVRead,
     KVRun,
-    Reader,
     TableCapacity,
     build_plan,
 )
@@ -178,8 +178,8 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
     capacity = TableCapacity(rows, 40_000, 8192, 16, 1)
     tables = AttentionTables(capacity, "cuda")
     reads = [
-        KVRead(KVRun(KVBase(states[0], states[1]), 0, rows), [Reader(0, rows, limit=1)]),
-        KVRead(KVRun(KVBase(preamble[0], preamble[1]), 0, 64), [Reader(0, rows)]),
+        KVRead(KVRun(KVBase(states[0], states[1]), 0, rows), [KVConsumer(0, rows, limit=1)]),
+        KVRead(KVRun(KVBase(preamble[0], preamble[1]), 0, 64), [KVConsumer(0, rows)]),
     ]
     plan = build_plan(
         reads, rows=rows, heads=heads, capacity=capacity, programs=kernels.programs,

@@ -94,7 +94,7 @@ class KVRun(NamedTuple):
     end: int
 
 
-class Reader(NamedTuple):
+class KVConsumer(NamedTuple):
     """Rows first_row:end_row that read a run.
 
     delta: by how many positions its states were moved; queries turn by -delta. origin: the position
@@ -114,7 +114,7 @@ class KVRead:
     """A run, and who reads it. A row reads a token at most once in a step."""
 
     run: KVRun
-    readers: list[Reader] = field(default_factory=list)
+    readers: list[KVConsumer] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +241,7 @@ def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
     return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
 
 
-def _few_entries(readers: Sequence[Reader]) -> tuple[Int32s, list[int]]:
+def _few_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
     """The entries of readers one after another, and where those of each end. Of few readers it is
     faster than `_many_entries`, above all where a processor has last run other code."""
     ends = [*accumulate([end - first for first, end, *_ in readers])]
@@ -257,7 +257,7 @@ def _few_entries(readers: Sequence[Reader]) -> tuple[Int32s, list[int]]:
     return asked, ends
 
 
-def _many_entries(readers: Sequence[Reader]) -> tuple[Int32s, list[int]]:
+def _many_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
     """The same for many readers."""
     numbers = chain.from_iterable(readers)
     fields = np.fromiter(numbers, np.int32, 5 * len(readers)).reshape(-1, 5).T

@@ -57,8 +57,8 @@ class TableViews:
         of a layer and of a head, keys first.
     items [items, 8]: base, begin and end token, first entry, number of entries, in eight bits or
         not, 0, 0. Long items first.
-    entry_row, entry_delta, entry_limit, entry_origin [entries]: see `Reader`; an entry's row sees
-        the tokens of its item that are below entry_limit.
+    entry_row, entry_delta, entry_limit, entry_origin [entries]: see `KVConsumer`; an entry's row
+        sees the tokens of its item that are below entry_limit.
     row_ptr [rows + 1], row_entries [entries]: row t has entries row_entries[row_ptr[t] :
         row_ptr[t + 1]]. Rows of padding have none.
     position_ids, token_ids [rows], int64: of the new tokens. logit_rows [rows], int64: the rows

@@ -44,17 +44,17 @@ class Stream:
             self.computed += 1
 
 
-class LatePool(BlockPool):
+class DelayedPool(BlockPool):
     """Blocks that are cleared and copied late. Freed ones are filled with what is no number."""
 
     stream: Stream
 
     def clear_blocks(self, block_ids: Iterable[int]) -> None:
         taken = list(block_ids)
-        self.stream.launch(lambda: super(LatePool, self).clear_blocks(taken))
+        self.stream.launch(lambda: super(DelayedPool, self).clear_blocks(taken))
 
     def copy_block(self, source: int, target: int) -> None:
-        self.stream.launch(lambda: super(LatePool, self).copy_block(source, target))
+        self.stream.launch(lambda: super(DelayedPool, self).copy_block(source, target))
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         freed = list(block_ids)
@@ -69,7 +69,7 @@ class LatePool(BlockPool):
 
 
 @dataclass(eq=False)
-class LateTokens:
+class DelayedTokens:
     """Tokens that are sampled when the stream comes to them."""
 
     stream: Stream
@@ -83,45 +83,45 @@ class LateTokens:
 
 
 @dataclass
-class LateMark:
+class DelayedTimestamp:
     """A place in a stream, by how much work comes before it."""
 
     at: int | None = None
 
-    def elapsed_time(self, end: LateMark, /) -> float:
-        assert self.at is not None, "the mark was not reached"
-        assert end.at is not None, "the mark was not reached"
+    def elapsed_time(self, end: DelayedTimestamp, /) -> float:
+        assert self.at is not None, "the timestamp was not reached"
+        assert end.at is not None, "the timestamp was not reached"
         return end.at - self.at
 
 
-class LateSampler(Sampler):
+class DelayedSampler(Sampler):
     """Samples when the stream comes to it."""
 
     def __init__(self, stream: Stream, device: torch.device) -> None:
         super().__init__(device)
         self.stream = stream
 
-    def mark(self) -> LateMark:
-        mark = LateMark()
+    def timestamp(self) -> DelayedTimestamp:
+        timestamp = DelayedTimestamp()
 
         def reach() -> None:
-            mark.at = self.stream.computed
+            timestamp.at = self.stream.computed
 
         self.stream.launch(reach)
-        return mark
+        return timestamp
 
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],
         forbidden: Sequence[Collection[int]] | None = None,
         masks: Sequence[Tensor | None] | None = None,
     ) -> PendingTokens:  # fmt: skip
-        pending = LateTokens(self.stream, torch.full((len(states),), -1))
+        pending = DelayedTokens(self.stream, torch.full((len(states),), -1))
         bans = [frozenset(each) for each in forbidden or [()] * len(states)]
         # a constraint may use one buffer for all of its masks
         copies = [None if mask is None else mask.clone() for mask in masks or [None] * len(states)]
 
         def sample() -> None:
-            results = super(LateSampler, self).launch(logits, states, bans, copies).wait()
+            results = super(DelayedSampler, self).launch(logits, states, bans, copies).wait()
             for row, result in enumerate(results):
                 pending.inputs[row] = getattr(result, "token", 0)
             pending.results = results
@@ -131,7 +131,7 @@ class LateSampler(Sampler):
 
 
 @dataclass
-class LateRunner(RaggedModelRunner):
+class DelayedRunner(RaggedModelRunner):
     """Computes what is launched when its tokens are waited for, with `previous` as it is then.
 
     A step checks that nobody has given back the memory of the segments that it reads. prepared,
@@ -157,12 +157,12 @@ class LateRunner(RaggedModelRunner):
         self._blocks: list[list[int]] = []
 
     def create_pool(self, nbytes: int) -> BlockPool:
-        pool = LatePool.create(self.model, nbytes, BLOCK_SIZE)
+        pool = DelayedPool.create(self.model, nbytes, BLOCK_SIZE)
         pool.stream = self.late
         return pool
 
     def create_sampler(self) -> Sampler:
-        return LateSampler(self.late, self.model.device)
+        return DelayedSampler(self.late, self.model.device)
 
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
@@ -245,7 +245,7 @@ def _copied(
     return read, found
 
 
-def late_core(
+def delayed_core(
     causal: CausalLM, settings: EngineConfig | None = None, clock: ManualClock | None = None
 ) -> EngineCore:
-    return EngineCore(LateRunner(causal), settings or config_of(causal), clock or ManualClock())
+    return EngineCore(DelayedRunner(causal), settings or config_of(causal), clock or ManualClock())

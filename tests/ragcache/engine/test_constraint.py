@@ -17,7 +17,7 @@ from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
-from tests.ragcache.engine.delayed_runner import late_core
+from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
@@ -91,7 +91,7 @@ class Broken(Rising):
         super().accept(token)
 
 
-@pytest.fixture(params=[core_of, late_core])
+@pytest.fixture(params=[core_of, delayed_core])
 def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
     made: EngineCore = request.param(causal)
     return made

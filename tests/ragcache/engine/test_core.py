@@ -27,7 +27,7 @@ from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import scaled
-from tests.ragcache.engine.delayed_runner import late_core
+from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     Answer,
@@ -222,7 +222,7 @@ class Run:
         self.states.append((job, RequestHandle(channel)))
 
 
-@pytest.mark.parametrize("make", [core_of, pytest.param(late_core, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [core_of, pytest.param(delayed_core, marks=pytest.mark.slow)])
 @settings(max_examples=scaled(50, quick=0.1), derandomize=True)
 @given(day=DAYS)
 def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:

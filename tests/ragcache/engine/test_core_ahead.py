@@ -36,7 +36,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.conftest import scaled
-from tests.ragcache.engine.delayed_runner import LateRunner, late_core
+from tests.ragcache.engine.delayed_runner import DelayedRunner, delayed_core
 from tests.ragcache.engine.stepped_engine import (
     Answer,
     ManualClock,
@@ -61,8 +61,8 @@ def causal() -> CausalLM:
     return wrap_causal(tiny_model("llama", initializer_range=0.2))
 
 
-def runner_of(core: EngineCore) -> LateRunner:
-    assert isinstance(core.runner, LateRunner)
+def runner_of(core: EngineCore) -> DelayedRunner:
+    assert isinstance(core.runner, DelayedRunner)
     return core.runner
 
 
@@ -179,7 +179,7 @@ def test_answers_ahead_are_those_of_one_request(
     step_tokens: int,
 ) -> None:
     clock = ManualClock()
-    core = late_core(causal, config_of(causal, blocks, step_tokens, 256, running), clock)
+    core = delayed_core(causal, config_of(causal, blocks, step_tokens, 256, running), clock)
     for plan, handle in zip(plans, play(core, clock, plans), strict=True):
         try:
             output = handle.result(0)
@@ -195,7 +195,7 @@ def test_answers_ahead_are_those_of_one_request(
 
 
 def test_the_host_is_ahead_by_a_step(causal: CausalLM) -> None:
-    core = late_core(causal)
+    core = delayed_core(causal)
     requests = [Request(plain_context(random_tokens(5, seed=n)), 20) for n in range(3)]
     run_requests(core, *requests)
     runner = runner_of(core)
@@ -206,7 +206,7 @@ def test_the_host_is_ahead_by_a_step(causal: CausalLM) -> None:
 def test_steady_steps_need_neither_scheduler_nor_batch(
     causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = late_core(causal)
+    core = delayed_core(causal)
     requests = [Request(plain_context(random_tokens(5, seed=n)), 40) for n in range(3)]
     handles = [submit_request(core, request) for request in requests]
     core.step()
@@ -229,7 +229,7 @@ def test_steady_steps_need_neither_scheduler_nor_batch(
 
 def test_a_step_goes_on_while_requests_leave_and_join(causal: CausalLM) -> None:
     """An answer that ends, or a prompt that comes, costs no step behind the device."""
-    core = late_core(causal)
+    core = delayed_core(causal)
     early, late = (Request(plain_context(random_tokens(5, seed=n)), 9 + n) for n in range(2))
     handles = [submit_request(core, early)]
     for _ in range(4):
@@ -242,7 +242,7 @@ def test_a_step_goes_on_while_requests_leave_and_join(causal: CausalLM) -> None:
 
 def test_texts_are_delivered_in_order_while_the_device_goes_on(causal: CausalLM) -> None:
     [expected] = run_requests(core_of(causal), Request(plain_context(PROMPT), 8))
-    core = late_core(causal)
+    core = delayed_core(causal)
     handle = submit_request(core, Request(plain_context(PROMPT), 8, text=words))
     counts = []
     while core.busy:
@@ -257,7 +257,7 @@ def test_texts_are_delivered_in_order_while_the_device_goes_on(causal: CausalLM)
 def test_a_first_token_is_delivered_before_the_next_is_sampled(
     causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = late_core(causal)
+    core = delayed_core(causal)
     handle = submit_request(core, Request(plain_context(PROMPT), 3))
     shown: list[int] = []
     sample = core._sample
@@ -290,7 +290,7 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
     [output] = run_requests(core_of(causal), Request(over_modules(causal, 1), 12))
     fifth = output.token_ids[4]
     clock = ManualClock()
-    core = late_core(causal, clock=clock)
+    core = delayed_core(causal, clock=clock)
     request = Request(
         over_modules(causal, 1),
         5 if end == "limit" else 12,
@@ -318,7 +318,7 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
 @pytest.mark.slow
 def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
     """Others get them at once: what they write comes after what the row reads."""
-    core = late_core(causal, config_of(causal, blocks=12))
+    core = delayed_core(causal, config_of(causal, blocks=12))
     requests = [
         Request(plain_context(random_tokens(6, seed=n)), 20, frozenset(range(n, 128, 7)))
         for n in range(12)
@@ -330,7 +330,7 @@ def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: Ca
 
 
 def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> None:
-    core = late_core(causal, config_of(causal, step_tokens=8, prefill_tokens=8))
+    core = delayed_core(causal, config_of(causal, step_tokens=8, prefill_tokens=8))
     answer = submit_request(core, Request(plain_context(PROMPT), 20))
     jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (30, 5, 12)]
     channel = StatesChannel(lambda: None)
@@ -347,7 +347,7 @@ def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> Non
 def test_a_launch_that_fails_ends_the_requests_and_not_the_engine(
     causal: CausalLM, after: int
 ) -> None:
-    core = late_core(causal)
+    core = delayed_core(causal)
     done = submit_request(core, Request(plain_context(PROMPT), after)) if after else None
     handles = [submit_request(core, Request(plain_context(PROMPT), 12)) for _ in range(3)]
     runner_of(core).failures.extend([*[None] * after, RuntimeError("broken")])
@@ -425,7 +425,7 @@ def test_without_memory_for_a_token_the_request_fails(causal: CausalLM) -> None:
 
 @pytest.mark.parametrize("at", range(9))
 def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, at: int) -> None:
-    core = late_core(causal)
+    core = delayed_core(causal)
     runner_of(core).failures.extend([*[None] * at, torch.OutOfMemoryError("no memory")])
     requests = [Request(plain_context(random_tokens(5, seed=n)), 4 + n) for n in range(4)]
     outputs = run_requests(core, *requests)
@@ -438,7 +438,7 @@ def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, a
 def test_a_request_waits_for_the_blocks_of_one_that_only_waits_for_its_last_token(
     causal: CausalLM, limit: int
 ) -> None:
-    core = late_core(causal, config_of(causal, blocks=5))
+    core = delayed_core(causal, config_of(causal, blocks=5))
     requests = [
         Request(plain_context(random_tokens(5, seed=1)), limit),
         Request(plain_context(random_tokens(7, seed=2)), 4),
@@ -454,7 +454,7 @@ def over(states: StoredStates) -> Request:
     return Request(Context((Segment(states, 0),), (1,), (length,), length + 1), 2)
 
 
-@pytest.mark.parametrize("make", [core_of, late_core])
+@pytest.mark.parametrize("make", [core_of, delayed_core])
 def test_states_of_another_model_or_device_are_refused(
     causal: CausalLM, make: Callable[..., EngineCore]
 ) -> None:
@@ -484,12 +484,12 @@ def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM)
     ]:
         core_of(causal).checker.check_request(over(other))
         with pytest.raises(InvalidRequest, match="one after another"):
-            late_core(causal).checker.check_request(over(other))
+            delayed_core(causal).checker.check_request(over(other))
 
 
 def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:
     """Its time goes on with each piece of work: a mark, a forward pass, the sampling."""
-    core = late_core(causal)
+    core = delayed_core(causal)
     run_requests(core, Request(plain_context(PROMPT), 10))
     steps, cleared = 10, 1
     assert core.stats.steps == steps

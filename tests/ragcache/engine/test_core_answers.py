@@ -15,7 +15,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
-from tests.ragcache.engine.delayed_runner import late_core
+from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -43,7 +43,7 @@ def causal() -> CausalLM:
     return wrap_causal(sharp_model())
 
 
-@pytest.fixture(params=[core_of, late_core])
+@pytest.fixture(params=[core_of, delayed_core])
 def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
     made: EngineCore = request.param(causal)
     return made

@@ -33,7 +33,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from tests.interpreted import interpreted
-from tests.ragcache.engine.delayed_runner import late_core
+from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -137,7 +137,7 @@ def test_states_that_are_no_numbers_fail_their_own_request_alone(
     assert again.token_ids == expected[0].token_ids[:1]
 
 
-@pytest.mark.parametrize("make", [core_of, late_core])
+@pytest.mark.parametrize("make", [core_of, delayed_core])
 def test_blocks_of_states_that_are_no_numbers_are_not_read_again(
     make: Callable[[CausalLM], EngineCore],
 ) -> None:
@@ -183,7 +183,7 @@ class Words:
         return f"word{token_id}"
 
 
-@pytest.mark.parametrize("make", [core_of, late_core])
+@pytest.mark.parametrize("make", [core_of, delayed_core])
 @pytest.mark.parametrize("at", [0, 3, 11])
 def test_a_text_that_cannot_be_continued_fails_its_request_alone(
     causal: CausalLM, make: Any, at: int
@@ -202,7 +202,7 @@ def test_a_text_that_cannot_be_continued_fails_its_request_alone(
     assert_all_blocks_free(core)
 
 
-@pytest.mark.parametrize("make", [core_of, late_core])
+@pytest.mark.parametrize("make", [core_of, delayed_core])
 def test_a_text_of_a_later_answer_that_cannot_be_made_fails_its_request_alone(
     causal: CausalLM, make: Any
 ) -> None:

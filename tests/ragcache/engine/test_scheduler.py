@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.engine.scheduler import (
-    AGEING,
+    AGING_SECONDS,
     MAX_BYPASS_SECONDS,
     SchedulableRequest,
     SchedulerConfig,
@@ -20,7 +20,7 @@ from ragcache.engine.scheduler import (
 from tests.conftest import scaled
 
 BLOCK_SIZE = 4
-WIDE = SchedulerConfig(BLOCK_SIZE, step_tokens=8, prefill_tokens=32, running=16)
+WIDE = SchedulerConfig(BLOCK_SIZE, step_tokens=8, prefill_tokens=32, max_running=16)
 
 
 def decide(
@@ -34,8 +34,8 @@ def decide(
     return schedule(running, waiting, limits, free_blocks=free, now=now)
 
 
-def decoding(number: int, room: int = 1, held: int = 1) -> SchedulableRequest:
-    return SchedulableRequest(number, float(number), 1, room, held)
+def decoding(number: int, free_slots: int = 1, held_blocks: int = 1) -> SchedulableRequest:
+    return SchedulableRequest(number, float(number), 1, free_slots, held_blocks)
 
 
 def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
@@ -43,101 +43,100 @@ def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
 
 
 @pytest.mark.parametrize(
-    ("room", "tokens", "blocks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 4, 1), (0, 5, 2), (9, 5, 0)]
+    ("free_slots", "tokens", "blocks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 5, 2), (9, 5, 0)]
 )
 def test_blocks_for_counts_tokens_beyond_the_free_slots(
-    room: int, tokens: int, blocks: int
+    free_slots: int, tokens: int, blocks: int
 ) -> None:
-    assert SchedulableRequest(1, 0.0, tokens, room).blocks_for(tokens, BLOCK_SIZE) == blocks
-
-
-def test_schedule_without_requests_is_empty() -> None:
-    assert decide() == SchedulerOutput({}, (), ())
+    assert SchedulableRequest(1, 0.0, tokens, free_slots).blocks_for(tokens, BLOCK_SIZE) == blocks
 
 
 def test_decoding_comes_first_and_a_prompt_takes_the_rest() -> None:
-    prefilling = SchedulableRequest(0, 0.0, 50, room=50)
-    decision = decide([prefilling, *(decoding(n) for n in (1, 2, 3))])
-    assert decision.tokens == {1: 1, 2: 1, 3: 1, 0: 5}
-    assert sum(decision.tokens.values()) == WIDE.step_tokens
+    prefilling = SchedulableRequest(0, 0.0, 50, free_slots=50)
+    assert decide([prefilling, *(decoding(n) for n in (1, 2, 3))]).tokens == {
+        1: 1,
+        2: 1,
+        3: 1,
+        0: 5,
+    }
 
 
-def test_prompts_take_larger_chunks_where_nothing_decodes() -> None:
-    prompts = [SchedulableRequest(n, float(n), 20, room=20) for n in range(3)]
-    assert decide(prompts).tokens == {0: 20, 1: 12}
+@pytest.mark.parametrize(
+    ("slots", "free", "tokens"), [(20, 100, {0: 20, 1: 12}), (3, 2, {0: 11, 1: 3})]
+)
+def test_prompts_are_limited_by_the_budget_or_by_slots_and_blocks(
+    slots: int, free: int, tokens: dict[int, int]
+) -> None:
+    prompts = [SchedulableRequest(n, float(n), 20, free_slots=slots) for n in range(3)]
+    assert decide(prompts[: len(tokens)], free=free).tokens == tokens
 
 
 def test_all_decoding_requests_run_beyond_the_step_budget() -> None:
-    running = [decoding(n) for n in range(12)]
-    prefilling = SchedulableRequest(12, 12.0, 5, room=5)
-    decision = decide([*running, prefilling], [waits(13, 1)])
-    assert decision.tokens == dict.fromkeys(range(12), 1)
-    assert decision.admitted == ()
+    running = [*(decoding(n) for n in range(12)), SchedulableRequest(12, 12.0, 5, free_slots=5)]
+    assert decide(running, [waits(13, 1)]).tokens == dict.fromkeys(range(12), 1)
 
 
-def test_chunk_is_limited_by_free_slots_and_blocks() -> None:
-    prompts = [SchedulableRequest(0, 0.0, 20, room=2), SchedulableRequest(1, 1.0, 20, room=3)]
-    assert decide(prompts, free=2).tokens == {0: 10, 1: 3}
-
-
-def test_requests_enter_in_order_while_the_step_has_tokens_left() -> None:
-    decision = decide([decoding(0)], [waits(1, 3), waits(2, 9), waits(3, 2)])
-    assert decision.admitted == (1, 2)
-    assert decision.tokens == {0: 1, 1: 3, 2: 4}, "the second begins with a portion"
+@pytest.mark.parametrize(
+    ("running", "waiting", "free", "admitted"),
+    [
+        pytest.param(1, [3, 9, 2], 100, (1, 2), id="while the step has tokens left"),
+        pytest.param(2, [8], 5, (2,), id="with blocks for the text and one for each request"),
+        pytest.param(2, [8], 4, (), id="not without these blocks"),
+        pytest.param(0, [11, 1], 3, (0,), id="alone with the whole pool"),
+        pytest.param(0, [12], 3, (), id="not beyond the pool"),
+    ],
+)
+def test_requests_are_admitted_in_order(
+    running: int, waiting: list[int], free: int, admitted: tuple[int, ...]
+) -> None:
+    asked = [waits(running + n, pending) for n, pending in enumerate(waiting)]
+    assert decide([decoding(n) for n in range(running)], asked, free=free).admitted == admitted
 
 
 def test_running_requests_are_limited() -> None:
-    limits = SchedulerConfig(BLOCK_SIZE, 32, 32, running=3)
+    limits = SchedulerConfig(BLOCK_SIZE, 32, 32, max_running=3)
     decision = decide([decoding(0)], [waits(n, 2) for n in range(1, 6)], limits=limits)
     assert decision.admitted == (1, 2)
 
 
-def test_admission_needs_blocks_for_the_text_and_one_for_each_request() -> None:
-    running = [decoding(0), decoding(1)]
-    needed = 3  # blocks for 8 tokens and the next one
-    spare = len(running)
-    assert decide(running, [waits(2, 8)], free=needed + spare).admitted == (2,)
-    assert decide(running, [waits(2, 8)], free=needed + spare - 1).admitted == ()
+def test_the_last_admitted_prompt_begins_with_a_portion() -> None:
+    assert decide([decoding(0)], [waits(1, 3), waits(2, 9)]).tokens == {0: 1, 1: 3, 2: 4}
 
 
-def test_a_single_request_may_take_the_whole_pool() -> None:
-    assert decide([], [waits(0, 11), waits(1, 1)], free=3).admitted == (0,)
-    assert decide([], [waits(0, 12)], free=3).admitted == ()
+@pytest.mark.parametrize(
+    ("big_since", "now", "admitted"),
+    [
+        pytest.param(5.0, 5.0 + MAX_BYPASS_SECONDS, (1,), id="for a while"),
+        pytest.param(5.0, 5.1 + MAX_BYPASS_SECONDS, (), id="no longer"),
+        pytest.param(6.0 - AGING_SECONDS, 6.0, (), id="a level of priority counts as waiting"),
+    ],
+)
+def test_younger_requests_pass_one_that_does_not_fit(
+    big_since: float, now: float, admitted: tuple[int, ...]
+) -> None:
+    big, small = waits(0, 40, since=big_since), waits(1, 2, since=6.0)
+    assert decide([decoding(9)], [big, small], free=6, now=now).admitted == admitted
 
 
-def test_a_request_that_does_not_fit_is_passed_by_for_limited_time() -> None:
-    big, small = waits(0, 40, since=5.0), waits(1, 2, since=6.0)
-    assert decide([decoding(9)], [big, small], free=6, now=5.0 + MAX_BYPASS_SECONDS).admitted == (
-        1,
-    )
-    assert decide([decoding(9)], [big, small], free=6, now=5.1 + MAX_BYPASS_SECONDS).admitted == ()
-
-
-def test_priority_level_counts_as_seconds_of_waiting() -> None:
-    """Requests come in the order of seniority; the engine sorts by it."""
-    urgent, plain = waits(0, 40, since=6.0 - AGEING), waits(1, 2, since=5.0)
-    assert decide([decoding(9)], [urgent, plain], free=6, now=6.0).admitted == ()
-
-
-def test_the_youngest_is_preempted_and_none_is_admitted() -> None:
-    running = [decoding(n, room=0, held=2) for n in range(4)]
-    decision = decide(running, [waits(9, 1)], free=1)
-    assert decision.preempted == (3,), "its two blocks and the free one are enough"
-    assert decision.tokens == {0: 1, 1: 1, 2: 1}
-    assert decision.admitted == ()
-
-
-def test_no_more_are_preempted_than_needed() -> None:
-    running = [decoding(n, room=0, held=1) for n in range(4)]
-    assert decide(running, free=4).preempted == ()
-    assert decide(running, free=3).preempted == (3,)
-    assert decide(running, free=0).preempted == (3, 2)
-    assert decide([decoding(0, room=1), decoding(1, room=1)], free=0).preempted == ()
-
-
-def test_the_last_one_is_never_preempted() -> None:
-    running = [decoding(n, room=0, held=0) for n in range(2)]
-    assert decide(running, free=0).preempted == (1,)
+@pytest.mark.parametrize(
+    ("slots", "held", "free", "preempted"),
+    [
+        (0, 1, 4, ()),
+        (0, 1, 3, (3,)),
+        (0, 2, 1, (3,)),
+        (0, 1, 0, (3, 2)),
+        (1, 1, 0, ()),
+        (0, 0, 0, (3, 2, 1)),
+    ],
+)
+def test_no_more_than_needed_are_preempted_the_youngest_first(
+    slots: int, held: int, free: int, preempted: tuple[int, ...]
+) -> None:
+    running = [decoding(n, slots, held) for n in range(4)]
+    decision = decide(running, [waits(9, 1)], free=free)
+    assert decision.preempted == preempted, "never the last one"
+    assert not (preempted and decision.admitted)
+    assert decision.tokens.keys() == set(range(4 - len(preempted))) | set(decision.admitted)
 
 
 @dataclass
@@ -156,7 +155,7 @@ class Job:
 
     @property
     def seniority(self) -> float:
-        return self.arrives - AGEING * self.priority
+        return self.arrives - AGING_SECONDS * self.priority
 
     def schedulable(self) -> SchedulableRequest:
         room = self.blocks * BLOCK_SIZE - self.computed
@@ -219,7 +218,7 @@ class Machine:
         assert all(count > 0 for count in decision.tokens.values())
         most = self.limits.step_tokens if decodes else self.limits.prefill_tokens
         assert sum(decision.tokens.values()) <= max(most, len(decodes))
-        assert len(kept) + len(decision.admitted) <= self.limits.running
+        assert len(kept) + len(decision.admitted) <= self.limits.max_running
         assert not (decision.preempted and decision.admitted)
         if self.running or self.waiting:
             assert decision.tokens, "something goes on in every step"
@@ -256,7 +255,7 @@ def machines(draw: st.DrawFn) -> Machine:
         BLOCK_SIZE,
         step_tokens=draw(st.integers(1, 12)),
         prefill_tokens=draw(st.integers(1, 40)),
-        running=draw(st.integers(1, 8)),
+        max_running=draw(st.integers(1, 8)),
     )
     return Machine(jobs, limits, total, tick=0.1)
 
@@ -265,7 +264,7 @@ def machines(draw: st.DrawFn) -> Machine:
 @given(machines())
 def test_all_requests_end_and_all_blocks_come_back(machine: Machine) -> None:
     work = sum(job.prompt + job.answer for job in machine.jobs.values())
-    patience = 10 * (MAX_BYPASS_SECONDS + AGEING)
+    patience = 10 * (MAX_BYPASS_SECONDS + AGING_SECONDS)
     machine.run(rounds=int(work + 40 + patience * len(machine.jobs)))
     assert [job.number for job in machine.jobs.values() if job.ended is None] == []
     assert machine.free == machine.total
@@ -285,7 +284,7 @@ def test_a_long_prompt_goes_on_though_answers_fill_the_steps() -> None:
     """It was there first: nobody enters while the answers take the whole step."""
     long = Job(0, 0.5, 0, prompt=60, answer=2)
     stream = [Job(n, n / 10, 0, prompt=1, answer=30) for n in range(1, 100)]
-    limits = SchedulerConfig(BLOCK_SIZE, step_tokens=4, prefill_tokens=64, running=6)
+    limits = SchedulerConfig(BLOCK_SIZE, step_tokens=4, prefill_tokens=64, max_running=6)
     machine = Machine([long, *stream], limits, total=80, tick=0.1)
     machine.run(rounds=150)
     assert long.ended is not None

@@ -9,9 +9,9 @@ import torch
 
 from ragcache.attention.triton.plan import (
     KVBase,
+    KVConsumer,
     KVRead,
     KVRun,
-    Reader,
     TableCapacity,
     build_plan,
 )
@@ -124,7 +124,7 @@ def planned(step: Step, block_rows: int) -> AttentionTables:
             scales = getattr(states, "key_scales", None), getattr(states, "value_scales", None)
             base = KVBase(states.keys, states.values, *scales)
             run = KVRun(base, read.begin, read.end)
-        readers = [Reader(row, row + 1, *rest) for row, *rest in read.entries]
+        readers = [KVConsumer(row, row + 1, *rest) for row, *rest in read.entries]
         reads.append(KVRead(run, readers))
     plan = build_plan(
         reads, rows=step.rows, heads=step.scheme.heads, capacity=capacity, pool=KVBase(*step.pool),

@@ -18,9 +18,9 @@ from ragcache.attention.triton.plan import (
     AttentionPlan,
     HeadLayout,
     KVBase,
+    KVConsumer,
     KVRead,
     KVRun,
-    Reader,
     TableCapacity,
     TableOverflow,
     build_plan,
@@ -66,7 +66,7 @@ def sets_of_reads(draw: st.DrawFn) -> list[KVRead]:
             for first, last in zip(rows[::2], rows[1::2], strict=False):
                 limit = draw(st.just(ALL_TOKENS) | st.integers(0, TOKENS))
                 moved, origin = draw(st.integers(-9, 9)), draw(st.integers(0, 99))
-                read.readers.append(Reader(first, last, moved, origin, limit))
+                read.readers.append(KVConsumer(first, last, moved, origin, limit))
             reads.append(read)
     return reads
 
@@ -113,10 +113,10 @@ def lengths(plan: AttentionPlan) -> list[int]:
 
 def test_long_items_come_first_and_those_in_eight_bits_last() -> None:
     reads = [
-        KVRead(run_of(3, 0, 1500), [Reader(0, 2)]),
-        KVRead(run_of(0, 0, 10), [Reader(0, 2)]),
-        KVRead(run_of(1, 0, 700), [Reader(0, 2)]),
-        KVRead(run_of(3, 1500, 1600), [Reader(0, 2)]),
+        KVRead(run_of(3, 0, 1500), [KVConsumer(0, 2)]),
+        KVRead(run_of(0, 0, 10), [KVConsumer(0, 2)]),
+        KVRead(run_of(1, 0, 700), [KVConsumer(0, 2)]),
+        KVRead(run_of(3, 1500, 1600), [KVConsumer(0, 2)]),
     ]
     plan = build_plan(reads, rows=2, heads=HEADS, capacity=CAPACITY, min_keys=2000)
     assert lengths(plan) == [700, 10, 1500, 100]
@@ -128,7 +128,7 @@ def test_long_items_come_first_and_those_in_eight_bits_last() -> None:
 
 
 def test_runs_are_cut_evenly_for_the_programs() -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [Reader(0, 4)]) for base in (0, 1)]
+    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
     cut = build_plan(reads, rows=4, heads=HEADS, capacity=CAPACITY, programs=16, min_keys=128)
     assert lengths(cut) == [512] * 6 + [64] * 2, "3,200 keys x 2 heads / 16 programs = 400"
     assert [item[:3] for item in cut.items.tolist()] == [
@@ -142,7 +142,7 @@ def test_runs_are_cut_evenly_for_the_programs() -> None:
 
 
 def test_blocks_of_a_causal_run_end_with_their_last_row() -> None:
-    own = KVRead(run_of(0, 100, 112), [Reader(0, 12, limit=101)])
+    own = KVRead(run_of(0, 100, 112), [KVConsumer(0, 12, limit=101)])
     plan = build_plan([own], rows=12, heads=HEADS, capacity=CAPACITY, block_rows=12)
     assert [item[1:5] for item in plan.items.tolist()] == [
         [100, 112, 0, 4],
@@ -155,7 +155,7 @@ def test_blocks_of_a_causal_run_end_with_their_last_row() -> None:
 def test_the_pool_is_base_zero_and_views_of_one_memory_are_one_base() -> None:
     keys, values = BASES[1]
     part = KVRun(KVBase(keys[:, :, :50], values[:, :, :50]), 0, 50)
-    reads = [KVRead(part, [Reader(0, 1)]), KVRead(run_of(1, 50, 60), [Reader(0, 1)])]
+    reads = [KVRead(part, [KVConsumer(0, 1)]), KVRead(run_of(1, 50, 60), [KVConsumer(0, 1)])]
     plan = build_plan(reads, rows=1, heads=HEADS, capacity=CAPACITY, pool=KVBase(*BASES[2]))
     assert plan.bases[:, 0].tolist() == [BASES[2][0].data_ptr(), keys.data_ptr()]
     assert plan.bases[:, 2:].tolist() == [[2 * TOKENS, TOKENS]] * 2
@@ -176,13 +176,13 @@ def test_no_reads_make_an_empty_plan() -> None:
     TableCapacity(rows=9, entries=999, items=999, bases=1, pages_per_row=1),
 ])  # fmt: skip
 def test_what_does_not_fit_raises(small: TableCapacity) -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [Reader(0, 4)]) for base in (0, 1)]
+    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
     with pytest.raises(TableOverflow, match=r"4 rows, 2 bases, . items and . entries"):
         build_plan(reads, rows=4, heads=HEADS, capacity=small, programs=4)
 
 
 def test_runs_are_cut_less_where_pieces_would_not_fit() -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [Reader(0, 4)]) for base in (0, 1)]
+    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
     room = TableCapacity(rows=4, entries=16, items=1024, bases=2, pages_per_row=1)
     plan = build_plan(reads, rows=4, heads=HEADS, capacity=room, programs=999, min_keys=128)
     assert lengths(plan) == [896, 896, 704, 704]
@@ -227,7 +227,7 @@ def test_sections_do_not_overlap_and_keep_their_addresses() -> None:
     before = [view.data_ptr() for view in views]
     spans = sorted((view.data_ptr(), view.data_ptr() + view.nbytes) for view in views)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    reads = [KVRead(run_of(0, 0, 40), [Reader(0, 4)])]
+    reads = [KVRead(run_of(0, 0, 40), [KVConsumer(0, 4)])]
     tables.set_plan(build_plan(reads, rows=4, heads=HEADS, capacity=CAPACITY))
     tables.upload()
     assert [getattr(tables.views, name).data_ptr() for name in names] == before
