@@ -1,4 +1,4 @@
-"""The plots of docs/benchmarks.md, drawn from the JSON of `ragcache bench`.
+"""The plots of docs/measurements/benchmarks.md, drawn from the JSON of `ragcache bench`.
 
 python benchmarks/plots.py decode benchmarks/results/decode-cpu.json docs/images/decode.png
 python benchmarks/plots.py serve benchmarks/results/serve-cpu.json docs/images/serve.png

@@ -1,4 +1,4 @@
-"""What answers are worth, set by set and mode by mode: the figures of docs/quality.md.
+"""What answers are worth, set by set and mode by mode: the figures of docs/measurements/quality.md.
 
     python benchmarks/quality.py --data DATA --json FILE
 

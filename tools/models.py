@@ -1,4 +1,4 @@
-"""The table of docs/models.md, made from the registry of families.
+"""The table of docs/guides/models.md, made from the registry of families.
 
 python tools/models.py          # prints the page with the table as it should be
 python tools/models.py --write  # writes it
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragcache.models.families import FAMILIES, LEARNED
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- begin: python tools/models.py --write -->\n", "<!-- end -->\n"
 
 

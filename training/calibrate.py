@@ -4,7 +4,7 @@
 
 Asks the questions of the handbook, of held-out paragraphs and of XQuAD English, with and without the
 document that answers each, and the handbook the questions of the others. Writes `calibration.json` beside
-the reader, the curves to `docs/images/refusals.svg`, and prints the tables of docs/quality.md. `--reader`
+the reader, the curves to `docs/images/refusals.svg`, and prints the tables of docs/measurements/quality.md. `--reader`
 takes the folder of another reader, whose calibration is written there; `--examples` keeps what was collected,
 and reads it again.
 

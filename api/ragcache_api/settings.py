@@ -1,4 +1,4 @@
-"""Settings of the service and the command line; docs/operating.md lists them.
+"""Settings of the service and the command line; docs/guides/operate.md lists them.
 
 Each is an option, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in the working folder;
 the first of these counts.
@@ -182,7 +182,7 @@ class ServiceSettings(BaseSettings):
             first = error.errors()[0]
             name = str(first["loc"][0])
             raise ConfigurationError(
-                f"setting {name!r} ({_place(name, given)}): {first['msg']}; docs/operating.md "
+                f"setting {name!r} ({_place(name, given)}): {first['msg']}; docs/guides/operate.md "
                 "lists the settings"
             ) from None
         except TOMLDecodeError as error:

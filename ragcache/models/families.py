@@ -157,7 +157,7 @@ class Family:
             no way.
         kernels: Whether the kernels of a GPU compute its attention. They know neither scores
             without a key (attention sinks) nor heads as wide as a latent.
-        positions: How docs/models.md names the positions.
+        positions: How docs/guides/models.md names the positions.
         tiny: Configuration values of the tiny model on which the family is tried, where the values
             that follow from the model's own do not fit.
 

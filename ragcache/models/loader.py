@@ -264,7 +264,7 @@ def render_undated(
     kwargs: Mapping[str, Any] | None = None, day: datetime = FIXED_DAY,
 ) -> str:  # fmt: skip
     """The chat template's text of some messages, as it would be on a fixed day: states that follow
-    it keep their keys at midnight (docs/adr/0027). kwargs: variables of the template."""
+    it keep their keys at midnight (docs/internals/adr/0027). kwargs: variables of the template."""
     template = tokenizer.get_chat_template()
     if "strftime_now" in template:
         template = _strftime_macro(day) + template

@@ -43,7 +43,7 @@ SHARE = 0.5
 """How far a mode may be from `exact`, as a share of how far answers over other documents are."""
 
 LEAST_LIMIT, MOST_LIMIT = 0.5, 2.0
-"""The bounds of that limit, in nats (docs/adr/0038-a-gate-for-modes.md)."""
+"""The bounds of that limit, in nats (docs/internals/adr/0038-a-gate-for-modes.md)."""
 
 WAVE = 8  # requests that are submitted at once, beside those of callers
 

@@ -96,7 +96,7 @@ def test_only_what_was_given_reaches_the_opening() -> None:
 
 
 def test_every_setting_is_in_the_documented_list_and_no_other() -> None:
-    page = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/guides/operate.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert listed == list(ServiceSettings.model_fields)
 

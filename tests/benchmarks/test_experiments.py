@@ -70,7 +70,7 @@ def test_every_policy_is_between_a_prefix_cache_and_the_optimum() -> None:
 
 
 def test_two_queues_find_more_than_lru_in_every_draw() -> None:
-    """A tenth less than what docs/benchmarks.md says of 10,000 prompts."""
+    """A tenth less than what docs/measurements/benchmarks.md says of 10,000 prompts."""
     rates = bench_hit_rate(ZipfWorkload(prompts=2_000))["hit_rate"]
     for kind, least in (("steady", 0.60), ("drifting", 0.57), ("scan", 0.45)):
         assert rates[kind]["2q"] > max(least, rates[kind]["lru"])

@@ -36,6 +36,7 @@ from ragcache_schemas import (
 from tests.api.http.server_process import start_server
 from tests.conftest import REPOSITORY, write_notes
 
+GUIDES = REPOSITORY / "docs" / "guides"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
@@ -88,7 +89,7 @@ def test_readme_commands_exist() -> None:
         assert name in commands.commands
 
 
-PML = (REPOSITORY / "docs/pml.md").read_text(encoding="utf-8")
+PML = (REPOSITORY / "docs/guides/pml.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```([a-z ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -157,7 +158,7 @@ def test_pml_examples_are_all_of_known_kinds() -> None:
     assert {block.kind for block in pml_examples()} == {"xml", "xml error", "python", "text"}
 
 
-STRUCTURED = (REPOSITORY / "docs/structured.md").read_text(encoding="utf-8")
+STRUCTURED = (REPOSITORY / "docs/guides/structured.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -183,7 +184,7 @@ def test_structured_examples_print_what_the_page_says(
 
 
 def page_blocks(page: str, kind: str) -> list[str]:
-    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    text = (GUIDES / page).read_text(encoding="utf-8")
     return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
 
 
@@ -203,7 +204,7 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
             names["rag"].close()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/langchain.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/langchain.md"])
 def test_links_lead_to_files(page: str) -> None:
     file = REPOSITORY / page
     links = re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8"))
@@ -221,14 +222,14 @@ def test_structured_styles_are_described() -> None:
 def test_types_of_documents_are_listed() -> None:
     from ragcache.documents.formats import TEXT_SUFFIXES, is_supported
 
-    page = (REPOSITORY / "docs/documents.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/guides/documents.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `.")]
     listed = re.findall(r"\.\w+", " ".join(rows))
     assert all(is_supported(f"a{suffix}") for suffix in listed)
     assert set(listed) > TEXT_SUFFIXES & {".md", ".txt", ".rst"}
 
 
-LANGCHAIN = (REPOSITORY / "docs/langchain.md").read_text(encoding="utf-8")
+LANGCHAIN = (REPOSITORY / "docs/guides/langchain.md").read_text(encoding="utf-8")
 LANGCHAIN_BLOCKS = re.findall(
     r"^```python( no-run)?\n(.*?)^```$", LANGCHAIN, re.MULTILINE | re.DOTALL
 )
@@ -241,7 +242,7 @@ def test_langchain_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     names: dict[str, Any] = {"__name__": "langchain_doc"}
     for skipped, code in LANGCHAIN_BLOCKS:
         if not skipped:
-            exec(compile(code, "docs/langchain.md", "exec"), names)
+            exec(compile(code, "docs/guides/langchain.md", "exec"), names)
     assert len(LANGCHAIN_BLOCKS) > 8
 
 
@@ -256,11 +257,11 @@ def test_langchain_example_for_another_model_runs_with_one(
         names = {"model": ChatRagCache(rag=rag, max_tokens=200), "note": "x", "__name__": "doc"}
         [code] = [code for skipped, code in LANGCHAIN_BLOCKS if skipped]
         *lines, last = code.rstrip().splitlines()
-        exec(compile("\n".join(lines), "docs/langchain.md", "exec"), names)
+        exec(compile("\n".join(lines), "docs/guides/langchain.md", "exec"), names)
         assert eval(last, names) == names["Berth"](boat=STRING, quay=STRING)
 
 
-SERVICE_PAGES = ("rest.md", "operating.md")
+SERVICE_PAGES = ("rest.md", "operate.md")
 
 
 @pytest.mark.enable_socket
@@ -297,7 +298,7 @@ def test_service_commands_exist(page: str) -> None:
 
 
 def test_operating_settings_file_is_valid() -> None:
-    [text] = page_blocks("operating.md", "toml")
+    [text] = page_blocks("operate.md", "toml")
     assert ServiceSettings.read(**tomllib.loads(text)).host
 
 
@@ -306,9 +307,7 @@ def test_every_route_is_documented() -> None:
 
     from ragcache_api.http.app import ROUTERS
 
-    text = "".join(
-        (REPOSITORY / "docs" / page).read_text(encoding="utf-8") for page in SERVICE_PAGES
-    )
+    text = "".join((GUIDES / page).read_text(encoding="utf-8") for page in SERVICE_PAGES)
     for router in ROUTERS:
         for route in router.routes:
             assert isinstance(route, APIRoute)

@@ -190,7 +190,7 @@ def test_the_interleaved_slopes_are_mpts(heads: int, bias_max: int) -> None:
 
 
 def test_falcons_distances_are_exact_where_hugging_face_rounds_them() -> None:
-    """Beyond 256 positions, which bfloat16 does not hold (docs/models.md)."""
+    """Beyond 256 positions, which bfloat16 does not hold (docs/guides/models.md)."""
     model = tiny_model("falcon-rw")
     scheme = wrap_causal(model).scheme
     assert scheme.slopes is not None
