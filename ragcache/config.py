@@ -29,7 +29,8 @@ DEFAULT_K = 4
 
 DEFAULT_RELATIVE_THRESHOLD = 0.5
 """The share of the best score that a module must have to be retrieved. With it BM25 loses the
-modules of 4 of the 1,434 questions of the handbook, XQuAD and QED (docs/measurements/benchmarks.md)."""
+modules of 4 of the 1,434 questions of the handbook, XQuAD and QED (see the
+benchmarks in the docs)."""
 
 DEFAULT_RERANK = 20
 """The number of candidates that a reranker reads."""

@@ -4,7 +4,7 @@ All scores of a row are taken relative to one value that is known first: about t
 Numerators and denominators over all states then simply add up, and nothing is rescaled
 (FlashDecoding++ §3, unified maximum). Where a score exceeds that value by more than an exponent
 holds, the sum shows it, and the layer is computed again by definition. PyTorch's fused kernel takes
-1.5 times as long over shared states (docs/internals/adr/0011).
+1.5 times as long over shared states (ADR 11).
 
 Everything is multiplied in the dtype in which the machine's products are quick (`product_dtype`).
 States in another dtype are converted piece by piece, in the processor's cache.
@@ -213,7 +213,7 @@ def _base(
 def _causal(
     block: CausalBlock, rows: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> _OwnTokens:
-    """PyTorch's fused attention (docs/internals/adr/0005) of new tokens over themselves.
+    """PyTorch's fused attention (ADR 5) of new tokens over themselves.
 
     A causal mask needs whole query heads. The heads of a group become heads of one batch row, and
     the keys are broadcast over them by a stride of zero: no copy.
@@ -251,7 +251,7 @@ def _paged(paged: PagedQueries, layer: int, rows: Tensor, scale: float) -> _OwnT
 def _fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's fused attention (docs/internals/adr/0005). query, key, value: [B, H, N or S, D]; returns
+    """PyTorch's fused attention (ADR 5). query, key, value: [B, H, N or S, D]; returns
     [B, H, N, D] and lse [B, H, N]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, scale=scale

@@ -1,7 +1,7 @@
 """The embedded reader on a CPU, in plain torch.
 
 transformers takes longer to import than a cached question takes to answer, so the one checkpoint
-that ships in the package is read without it (docs/internals/adr/0035): a Llama with plain rotary positions,
+that ships in the package is read without it (ADR 35): a Llama with plain rotary positions,
 tied embeddings and no biases. `tests/ragcache/models/test_reader.py` holds its tokens, texts and
 log-probabilities equal to those of transformers over the same files.
 """
