@@ -27,7 +27,6 @@ from ragcache_schemas.scanner import (
     CDATA_ADVICE,
     ScanLimits,
     Tag,
-    apply_edits,
     balance_turns,
     decode_text,
     scan_tags,
@@ -133,13 +132,9 @@ def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLD
     ForbiddenMarkup or LimitExceeded."""
     text = decode_text(text, source, limits)
     tags = scan_tags(text, source, limits)
-    edits, warnings = balance_turns(tags)
+    text, tags, warnings = balance_turns(text, tags)
     for warning in warnings:
         warn(warning)
-    if edits:
-        edited = apply_edits(text, edits)
-        tags = scan_tags(text, source, limits, edited=edited, edits=edits)
-        text = edited
     return XMLDocument(_parse(text, source, tags), tags)
 
 

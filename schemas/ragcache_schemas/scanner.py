@@ -13,9 +13,8 @@ to write them in well-formed PML.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from ragcache_schemas.errors import (
@@ -65,7 +64,7 @@ class ScanLimits:
 
 @dataclass(slots=True)
 class Tag:
-    """One tag: its offsets, its place, and the place of the text after it, if any."""
+    """One tag of the text, or of a turn that `balance_turns` completes."""
 
     kind: Literal["start", "end", "empty"]
     name: str
@@ -73,14 +72,7 @@ class Tag:
     end: int
     location: Location
     text: Location | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TextEdit:
-    """An insertion at an offset of the original text."""
-
-    offset: int
-    insert: str
+    """Place of the text between this tag and the next one. None if it is blank."""
 
 
 def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
@@ -129,19 +121,11 @@ def _at(text: str, offset: int, source: str) -> Location:
 class _Cursor:
     """Turns offsets into locations; they must not decrease, which keeps the scan linear."""
 
-    def __init__(self, text: str, source: str, edits: Sequence[TextEdit]) -> None:
+    def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
         self.line, self.line_start, self.offset = 1, 0, 0
-        self.edits = edits
-        self.edited: list[int] = []  # where each insertion begins in the edited text
-        shift = 0
-        for edit in edits:
-            self.edited.append(edit.offset + shift)
-            shift += len(edit.insert)
 
     def at(self, offset: int) -> Location:
-        if self.edited:
-            offset = self._original(offset)
         if offset > self.offset:
             newlines = self.text.count("\n", self.offset, offset)
             if newlines:
@@ -150,20 +134,10 @@ class _Cursor:
             self.offset = offset
         return Location(self.line, offset - self.line_start + 1, self.source)
 
-    def _original(self, offset: int) -> int:
-        index = bisect_right(self.edited, offset) - 1
-        if index < 0:
-            return offset
-        edit = self.edits[index]
-        return edit.offset + max(0, offset - self.edited[index] - len(edit.insert))
 
-
-def scan_tags(
-    text: str, source: str, limits: ScanLimits, *, edited: str = "", edits: Sequence[TextEdit] = ()
-) -> list[Tag]:
-    """The tags of `text`, or of `edited` (`text` after `edits`) with their places in `text`."""
-    cursor = _Cursor(text, source, edits)
-    text = edited or text
+def scan_tags(text: str, source: str, limits: ScanLimits) -> list[Tag]:
+    """List the tags of a text. Raises `PMLSyntaxError`, `ForbiddenMarkup` or `LimitExceeded`."""
+    cursor = _Cursor(text, source)
     tags: list[Tag] = []
     depth = elements = pos = 0
     while True:
@@ -273,16 +247,21 @@ def _not_a_tag(text: str, begin: int, location: Location, tags: list[Tag]) -> PM
     return PMLSyntaxError(problem, location, element, CDATA_ADVICE)
 
 
-@dataclass(slots=True)
-class _Open:
-    tag: Tag
-    anchor: int  # where a turn begins that is closed in here and was never opened
+def balance_turns(text: str, tags: list[Tag]) -> tuple[str, list[Tag], list[PMLWarning]]:
+    """Complete unbalanced turns.
 
+    Args:
+        text: PML.
+        tags: Its tags.
 
-def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
-    """The edits that complete unbalanced turns, in order, with a warning for each. Raises
-    PMLSyntaxError for any other tag that does not match."""
-    balancer = _TurnBalancer()
+    Returns:
+        The text and the tags with every turn opened and closed, and a warning for each turn that
+        was not. Places are those of the text before.
+
+    Raises:
+        PMLSyntaxError: Any other tag does not match.
+    """
+    balancer = _TurnBalancer(text)
     for tag in tags:
         if not balancer.stack and tag is not tags[0] and tag.kind != "end":
             problem = f"<{tag.name}> after the end of <{tags[0].name}>"
@@ -297,67 +276,86 @@ def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
         expected = f"add </{tag.name}>; in text, {CDATA_ADVICE}"
         problem = f"<{tag.name}> is never closed"
         raise PMLSyntaxError(problem, tag.location, tag.name, expected)
-    return sorted(balancer.edits, key=lambda edit: edit.offset), balancer.warnings
+    if balancer.added:
+        tags = sorted([*balancer.added, *tags], key=lambda tag: tag.start)
+    return balancer.balanced(), tags, balancer.warnings
+
+
+@dataclass(slots=True)
+class _Open:
+    """An element that is open. anchor: the tag after which a turn begins that is closed in here and
+    was never opened."""
+
+    tag: Tag
+    anchor: Tag
 
 
 class _TurnBalancer:
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self.text = text
         self.stack: list[_Open] = []
-        self.edits: list[TextEdit] = []
+        self.inserts: list[tuple[int, str]] = []  # by offset
+        self.added: list[Tag] = []
         self.warnings: list[PMLWarning] = []
 
     def start(self, tag: Tag) -> None:
         turn = tag.name in ROLES
         if turn and self._in_turn():
-            self._close_turn(tag.start)
+            self._close_turn(tag)
         if tag.kind == "start":
-            self.stack.append(_Open(tag, tag.end))
+            self.stack.append(_Open(tag, tag))
         elif turn:
-            self._move_anchor(tag.end)
+            self._move_anchor(tag)
 
     def end(self, tag: Tag) -> None:
         turn = tag.name in ROLES
         if self._in_turn() and not turn:
-            self._close_turn(tag.start)
+            self._close_turn(tag)
         if self.stack and self.stack[-1].tag.name == tag.name:
             self.stack.pop()
             if turn:
-                self._move_anchor(tag.end)
+                self._move_anchor(tag)
         elif turn and self.stack and not any(one.tag.name in ROLES for one in self.stack):
             self._open_turn(tag)
         else:
             raise _mismatch(tag, self.stack)
 
+    def balanced(self) -> str:
+        """The text with everything that was inserted."""
+        parts: list[str] = []
+        done = 0
+        for offset, insert in sorted(self.inserts, key=itemgetter(0)):
+            parts += self.text[done:offset], insert
+            done = offset
+        return "".join(parts) + self.text[done:]
+
     def _in_turn(self) -> bool:
         return bool(self.stack) and self.stack[-1].tag.name in ROLES
 
-    def _move_anchor(self, offset: int) -> None:
+    def _move_anchor(self, tag: Tag) -> None:
         if self.stack:
-            self.stack[-1].anchor = offset
+            self.stack[-1].anchor = tag
 
-    def _open_turn(self, tag: Tag) -> None:
-        self.edits.append(TextEdit(self.stack[-1].anchor, f'<{tag.name} opens="no">'))
-        self._move_anchor(tag.end)
-        problem = f'</{tag.name}> was never opened; write <{tag.name} opens="no">...</{tag.name}>'
-        self.warnings.append(PMLWarning(problem, tag.location))
+    def _open_turn(self, end: Tag) -> None:
+        """Begin the turn that `end` closes after the anchor, whose text it takes."""
+        anchor = self.stack[-1].anchor
+        self.inserts.append((anchor.end, f'<{end.name} opens="no">'))
+        begin = Tag("start", end.name, anchor.end, anchor.end, end.location, anchor.text)
+        self.added.append(begin)
+        anchor.text = None
+        self._move_anchor(end)
+        problem = f'</{end.name}> was never opened; write <{end.name} opens="no">...</{end.name}>'
+        self.warnings.append(PMLWarning(problem, end.location))
 
-    def _close_turn(self, offset: int) -> None:
-        tag = self.stack.pop().tag
-        self.edits.append(TextEdit(tag.end - 1, ' closes="no"'))
-        self.edits.append(TextEdit(offset, f"</{tag.name}>"))
-        self._move_anchor(offset)
+    def _close_turn(self, following: Tag) -> None:
+        """End the open turn before the tag that follows it."""
+        tag, at = self.stack.pop().tag, following.start
+        self.inserts += (tag.end - 1, ' closes="no"'), (at, f"</{tag.name}>")
+        end = Tag("end", tag.name, at, at, following.location)
+        self.added.append(end)
+        self._move_anchor(end)
         problem = f'<{tag.name}> is never closed; write <{tag.name} closes="no">...</{tag.name}>'
         self.warnings.append(PMLWarning(problem, tag.location))
-
-
-def apply_edits(text: str, edits: list[TextEdit]) -> str:
-    """`text` after the edits."""
-    parts: list[str] = []
-    done = 0
-    for edit in edits:
-        parts += text[done : edit.offset], edit.insert
-        done = edit.offset
-    return "".join(parts) + text[done:]
 
 
 def _mismatch(tag: Tag, stack: list[_Open]) -> PMLSyntaxError:
