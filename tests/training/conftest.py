@@ -10,6 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 
+SHAPE = {
+    "vocabulary": 600, "hidden": 32, "inner": 64, "layers": 2, "heads": 4, "kv_heads": 2,
+    "head_dim": 8,
+}  # fmt: skip
 WORDS = (
     "harbour lantern keeper ledger meadow ferry orchard copper signal garden window letter".split()
 )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gather import Cleaner, Shingles, Source, clone, gather, load_sources, words
+from markup import CONVERTERS
 
 PARAGRAPH = (
     "The keeper of the {0} light writes in the book at noon and at dusk, and the boats that come "
@@ -48,14 +50,10 @@ def clones(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source() -> Any:
-    from gather import Source
-
     return Source("someone/prose", "CC0-1.0", "markdown", ("*.md",), skip=("notes/*",))
 
 
 def test_gather_keeps_new_prose_alone(clones: Path, source: Any, tmp_path: Path) -> None:
-    from gather import Cleaner, Shingles, clone, gather, words
-
     held_out = set(Shingles(12, 4).of(words(f"Asked: {MEASURED}")))
     cleaner = Cleaner(held_out)
     repository = clone(source, tmp_path / "new", clones)
@@ -72,24 +70,7 @@ def test_gather_keeps_new_prose_alone(clones: Path, source: Any, tmp_path: Path)
     assert {"repeated", "held out"} <= set(cleaner.dropped)
 
 
-def test_a_missing_clone_is_fetched_from_github(
-    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gather import clone
-
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
-    clone(source, tmp_path, None)
-    assert commands[0][-2:] == [
-        "https://github.com/someone/prose",
-        str(tmp_path / "someone+prose"),
-    ]
-
-
 def test_every_source_names_its_licence_and_a_known_format() -> None:
-    from gather import load_sources
-    from markup import CONVERTERS
-
     sources = load_sources()
     assert len({s.repository for s in sources}) == len(sources)
     for source in sources:

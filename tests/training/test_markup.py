@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from markup import CONVERTERS, markdown
 
 MARKDOWN = """---
 title: Leave
@@ -82,12 +83,8 @@ secret
     ],
 )
 def test_formats_become_readable_blocks(form: str, text: str, expected: list[str]) -> None:
-    from markup import CONVERTERS
-
     assert CONVERTERS[form](text) == expected
 
 
 def test_wrapped_chinese_is_joined_without_a_space() -> None:
-    from markup import markdown
-
     assert markdown("年假共有\n二十五天。\n") == ["年假共有二十五天。"]

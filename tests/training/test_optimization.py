@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from model import Reader, Shape
+from optimization import Clock, Muon, Run, save_checkpoint
 
 
 def ticking(step: float = 1.0, start: float = 0.0) -> Callable[[], float]:
@@ -19,8 +21,6 @@ def ticking(step: float = 1.0, start: float = 0.0) -> Callable[[], float]:
 
 
 def test_muon_in_stacks_is_torchs_matrix_by_matrix() -> None:
-    from optimization import Muon
-
     torch.manual_seed(0)
     ours = [torch.randn(s, requires_grad=True) for s in ((24, 12), (24, 12), (12, 36))]
     theirs = [m.detach().clone().requires_grad_() for m in ours]
@@ -40,8 +40,6 @@ def test_muon_in_stacks_is_torchs_matrix_by_matrix() -> None:
 
 
 def test_minutes_count_the_loading() -> None:
-    from optimization import Clock
-
     times = iter([950.0, 960.0, 1000.0, 1060.0, 1090.0])
     clock = Clock(minutes=3, steps=0, now=lambda: next(times), begun=900.0)  # until 1080
     progress = []
@@ -51,20 +49,8 @@ def test_minutes_count_the_loading() -> None:
     assert progress == pytest.approx([0, 0, 0, 60 / 80, 1])
 
 
-def test_progress_is_the_same_for_all_who_ask_within_a_step() -> None:
-    from optimization import Clock
-
-    clock = Clock(minutes=0.5, steps=0, now=ticking(), begun=0.0)
-    while clock.progress < 1:
-        clock.tick()
-        assert len({clock.progress for _ in range(5)}) == 1
-    assert clock.step == 31
-
-
 @pytest.mark.parametrize("minutes", [0.0, 1.0])
 def test_a_run_that_loaded_too_long_ends_at_the_third_step(minutes: float) -> None:
-    from optimization import Clock
-
     clock = Clock(minutes, steps=0, now=ticking(start=100), begun=0.0)
     steps = 0
     while clock.progress < 1:
@@ -74,8 +60,6 @@ def test_a_run_that_loaded_too_long_ends_at_the_third_step(minutes: float) -> No
 
 
 def test_models_are_saved_at_intervals_and_once_at_the_end() -> None:
-    from optimization import Clock, Run
-
     clock, saved = Clock(1.0, steps=0, now=ticking(), begun=0.0), []
     with Run(clock, lambda: saved.append(clock.step), every=10) as run:
         while not run.over:
@@ -85,11 +69,12 @@ def test_models_are_saved_at_intervals_and_once_at_the_end() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_a_run_after_its_step_with_the_model_saved(number: int) -> None:
-    from optimization import Clock, Run
-
     clock, saved = Clock(9.0, steps=0), []
     before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended, Run(clock, lambda: saved.append(clock.step), 60) as run:
+    with (
+        pytest.raises(SystemExit) as ended,
+        Run(clock, lambda: saved.append(clock.step), 60) as run,
+    ):
         while not run.over:
             if clock.step == 4:
                 os.kill(os.getpid(), number)
@@ -99,30 +84,17 @@ def test_signals_end_a_run_after_its_step_with_the_model_saved(number: int) -> N
     assert signal.getsignal(number) is before
 
 
-def test_models_are_saved_after_errors_too() -> None:
-    from optimization import Clock, Run
-
+@pytest.mark.parametrize(("steps", "expected"), [(2, [2]), (0, [])])
+def test_a_model_is_saved_after_an_error_if_it_made_a_step(steps: int, expected: list[int]) -> None:
     clock, saved = Clock(9.0, steps=0), []
     with pytest.raises(MemoryError), Run(clock, lambda: saved.append(clock.step), 60) as run:
-        run.tick()
-        run.tick()
+        for _ in range(steps):
+            run.tick()
         raise MemoryError
-    assert saved == [2]
-
-
-def test_a_run_without_a_step_saves_nothing() -> None:
-    from optimization import Clock, Run
-
-    saved: list[int] = []
-    with pytest.raises(MemoryError), Run(Clock(9.0, 0), lambda: saved.append(1), 60):
-        raise MemoryError
-    assert saved == []
+    assert saved == expected
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> None:
-    from model import Reader, Shape
-    from optimization import save_checkpoint
-
     model: Any = Reader(Shape(64, 16, 32, 1, 2, 1, 8))
     file = tmp_path / "checkpoint.pt"
     save_checkpoint(model, file)

@@ -10,18 +10,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pretrain
 import pytest
 import torch
+from int8 import quantize_rows
+from model import Reader, Shape
+from pack import divide, read_documents, read_shard, shard_tokens, write_pack
+from tokenizer import save
+from transformers import LlamaConfig, LlamaForCausalLM
 
-SHAPE = {
-    "vocabulary": 600,
-    "hidden": 32,
-    "inner": 64,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-}
+from tests.training.conftest import SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +34,6 @@ def text_folder(passages: list[Any], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def pack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pack import divide, read_documents, write_pack
-
     folder = tmp_path_factory.mktemp("pack")
     documents = list(read_documents(text_folder))
     assert write_pack(divide(documents, {}, 1e9, 1)[0], folder) > 0
@@ -46,16 +42,12 @@ def pack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved_tokenizer(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizer import save
-
     folder = tmp_path_factory.mktemp("tokenizer")
     save(tokenizer, folder)
     return folder
 
 
 def test_packs_hold_every_document_once_and_keep_their_size(text_folder: Path) -> None:
-    from pack import divide, read_documents
-
     documents = list(read_documents(text_folder))
     size = sum(d.packed for d in documents) / 2.5
     packs = divide(documents, {}, size, 5)
@@ -64,19 +56,9 @@ def test_packs_hold_every_document_once_and_keep_their_size(text_folder: Path) -
     assert all(sum(d.packed for d in p) <= size for p in packs)
 
 
-def test_sources_with_a_larger_share_come_first() -> None:
-    from pack import Document, divide
-
-    documents = [Document(f"s{i % 2}", "en", f"{i:04d}" * 10) for i in range(2000)]
-    first = divide(documents, {"s0": 4.0, "s1": 0.5}, sum(d.packed for d in documents) / 2, 2)[0]
-    assert sum(d.source == "s0" for d in first) > 0.8 * len(first)
-
-
 def test_shards_give_back_their_texts_and_tokens(
     pack: Path, saved_tokenizer: Path, tokenizer: Any
 ) -> None:
-    from pack import read_shard, shard_tokens
-
     shard = sorted(pack.glob("*.bz2"))[0]
     texts = read_shard(shard)
     tokens = shard_tokens(shard, saved_tokenizer / "tokenizer.json")
@@ -87,9 +69,7 @@ def test_shards_give_back_their_texts_and_tokens(
 
 
 def run(pack: Path, tokenizer: Path, out: Path, *more: str) -> list[dict[str, float]]:
-    from pretrain import arguments_of, pretrain
-
-    return pretrain(arguments_of([
+    return pretrain.pretrain(pretrain.arguments_of([
         "--packs", str(pack), "--tokenizer", str(tokenizer), "--out", str(out), "--workers", "1",
         "--shape", json.dumps(SHAPE), "--batch", "4", "--length", "32", "--lr", "1e-2", *more,
     ]))  # fmt: skip
@@ -109,8 +89,6 @@ def test_pretraining_lowers_the_loss_and_goes_on(
 def test_pretraining_keeps_its_model_when_it_is_asked_to_end(
     pack: Path, saved_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pretrain
-
     loss_of, asked = pretrain.next_token_loss, itertools.count()
 
     def loss(*inputs: Any) -> torch.Tensor:
@@ -127,9 +105,7 @@ def test_pretraining_keeps_its_model_when_it_is_asked_to_end(
 
 
 def test_each_epoch_reads_every_window_cut_elsewhere() -> None:
-    from pretrain import Windows
-
-    windows = iter(Windows(torch.arange(330), 10, 8, seed=0))
+    windows = iter(pretrain.Windows(torch.arange(330), 10, 8, seed=0))
     epochs = [torch.cat([next(windows) for _ in range(4)]) for _ in range(2)]
     for rows in epochs:
         assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)
@@ -138,9 +114,6 @@ def test_each_epoch_reads_every_window_cut_elsewhere() -> None:
 
 
 def test_the_exported_model_is_hugging_faces_llama() -> None:
-    from model import Reader, Shape
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     reader = Reader(Shape(**SHAPE)).eval()
     config = LlamaConfig(**{k: v for k, v in reader.shape.config().items() if k != "dtype"})
@@ -155,8 +128,6 @@ def test_the_exported_model_is_hugging_faces_llama() -> None:
 
 
 def test_int8_rows_are_within_half_a_step() -> None:
-    from int8 import quantize_rows
-
     weights = {"a": torch.randn(7, 33), "norm": torch.ones(7)}
     kept = quantize_rows(weights)
     assert kept["a"].dtype == torch.int8

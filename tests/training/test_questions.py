@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from questions import chinese_questions, english_questions
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,6 @@ import pytest
     ],
 )
 def test_english_sentences_are_turned_round(sentence: str, question: str, answer: str) -> None:
-    from questions import english_questions
-
     asked = {
         pair for seed in range(40) for pair in english_questions(sentence, random.Random(seed))
     }
@@ -53,8 +52,6 @@ def test_english_sentences_are_turned_round(sentence: str, question: str, answer
     ],
 )
 def test_chinese_sentences_keep_their_order(sentence: str, question: str, answer: str) -> None:
-    from questions import chinese_questions
-
     asked = {
         pair for seed in range(60) for pair in chinese_questions(sentence, random.Random(seed))
     }
@@ -65,14 +62,10 @@ def test_chinese_sentences_keep_their_order(sentence: str, question: str, answer
     "sentence", ["He was there in 1920.", "if x = 3; then {y} was built in 1920.", "Short one."]
 )
 def test_sentences_without_a_clear_subject_give_no_questions(sentence: str) -> None:
-    from questions import english_questions
-
     assert english_questions(sentence, random.Random(1)) == []
 
 
 def test_answers_are_words_of_the_sentence_alone() -> None:
-    from questions import english_questions
-
     sentence = (
         "The harbour master was appointed in March 1921 by Ann Lee and kept seven boats in Oban."
     )

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from corpus import lose_sentence
+from registers import draw_entries
+from samples import Builder, _only_naming, answer_tokens
+from special_tokens import NO_ANSWER
+from templates import Filled
+from tokenizer import train
 
 
 @pytest.fixture
 def builder(corpus: Any, tokenizer: Any) -> Any:
-    from samples import Builder
-
     return Builder(corpus, tokenizer, 1024)
 
 
@@ -27,8 +31,6 @@ def contains(row: list[int], run: list[int]) -> bool:
 
 
 def test_answers_are_runs_of_the_context_or_the_no_answer_token(builder: Any) -> None:
-    from special_tokens import NO_ANSWER
-
     nothing = [builder.tokenizer.token_to_id(NO_ANSWER)]
     rng = random.Random(0)
     found = vain = 0
@@ -54,9 +56,6 @@ def test_questions_start_where_the_context_ends(builder: Any) -> None:
 
 
 def test_near_copies_are_asked_by_what_tells_them_apart() -> None:
-    from registers import draw_entries
-    from samples import _only_naming
-
     rng = random.Random(5)
     for _ in range(30):
         entries = _only_naming(draw_entries(rng, 5))
@@ -70,9 +69,6 @@ def test_near_copies_are_asked_by_what_tells_them_apart() -> None:
 
 
 def test_a_lost_sentence_makes_its_question_unanswerable(passages: list[Any]) -> None:
-    from corpus import lose_sentence
-    from templates import Filled
-
     passage = passages[0]
     section = lose_sentence(Filled("", passage.text, passage.questions), random.Random(0))
     (question,) = section.unanswerable
@@ -84,9 +80,6 @@ def test_a_lost_sentence_makes_its_question_unanswerable(passages: list[Any]) ->
 def test_any_run_of_chinese_or_digits_can_be_an_answer(
     tokenizer: Any,
 ) -> None:
-    from samples import answer_tokens
-    from tokenizer import train
-
     texts = ["消防演习在三月十四日上午九点举行。", "北京市图书馆成立于1909年。"] * 3
     chinese = train(iter(texts), vocabulary=400)
     text = texts[1]
@@ -96,8 +89,6 @@ def test_any_run_of_chinese_or_digits_can_be_an_answer(
 
 
 def test_an_answer_inside_a_word_is_no_run_of_tokens(tokenizer: Any) -> None:
-    from samples import answer_tokens
-
     text = "The harbour office was opened."
     encoded = tokenizer.encode(text)
     assert answer_tokens(encoded, text, "arbou", 384) == []

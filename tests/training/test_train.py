@@ -5,46 +5,40 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sequences
 import torch
+import train
+from model import Reader, Shape, block_mask
+from optimization import Clock, make_optimizers
+from safetensors.torch import load_file
+from samples import Builder
+from sequences import stacked
+from train import as_batch, run, training_batches
+
+from tests.training.conftest import SHAPE as SMALL
 
 Batch = dict[str, torch.Tensor]
 Rows = list[dict[str, float]]
-SHAPE = {
-    "vocabulary": 600,
-    "hidden": 64,
-    "inner": 128,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-}
+SHAPE = SMALL | {"hidden": 64, "inner": 128, "head_dim": 16}
 
 
 @pytest.fixture
 def batch(corpus: Any, tokenizer: Any) -> Batch:
-    from samples import Builder
-    from sequences import stacked
-    from train import as_batch
-
     rng = random.Random(3)
     drawn = [Builder(corpus, tokenizer, 1024).training(rng) for _ in range(8)]
     return as_batch(stacked(sorted(drawn, key=lambda s: -s.blocks[s.kinds == 1].max())[:2]))
 
 
 def test_rooted_modules_see_the_preamble_and_themselves(batch: Batch) -> None:
-    from model import Reader, Shape, block_mask
-
     torch.manual_seed(0)
     model = Reader(Shape(**SHAPE)).eval()
     blocks = batch["blocks"][:1]
@@ -60,12 +54,10 @@ def test_rooted_modules_see_the_preamble_and_themselves(batch: Batch) -> None:
         assert torch.allclose(*rows, atol=1e-5) == same
 
 
-def finetune(batches: Iterable[Batch], sets: dict[str, list[Batch]], out: Path, **more: Any) -> Rows:
+def finetune(
+    batches: Iterable[Batch], sets: dict[str, list[Batch]], out: Path, **more: Any
+) -> Rows:
     """The rows of the log."""
-    from model import Reader, Shape
-    from optimization import make_optimizers
-    from train import run
-
     torch.manual_seed(0)
     model = Reader(Shape(**SHAPE))
     usual = {"minutes": 9.0, "steps": 0, "lr": 1e-2, "evaluate_every": 1.0, "save_every": 1.0}
@@ -84,8 +76,6 @@ FILES = ["checkpoint.pt", "config.json", "log.jsonl", "model.safetensors"]
 
 @pytest.mark.slow
 def test_a_tiny_reader_learns_a_batch(batch: Batch, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     sets = {"same": [batch]}
     rows = finetune([batch] * 12, sets, tmp_path, steps=12, evaluate_every=0.5)
     assert [row["step"] for row in rows] == [6, 12]
@@ -95,42 +85,17 @@ def test_a_tiny_reader_learns_a_batch(batch: Batch, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["int8_rows"] is True
 
 
-@pytest.mark.parametrize(
-    ("times", "steps"),
-    [
-        (itertools.count(1.0, 1.0), 5),  # of six seconds, five steps of a second
-        (itertools.count(70.0, 1.0), 3),  # loading took longer than the minutes
-        (itertools.chain([1.0, 2.0, 3.0], itertools.count(80.0)), 4),  # so did the fourth step
-    ],
-)
 def test_a_run_of_minutes_saves_and_reports_at_its_end(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: Any, steps: int
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train
-    from optimization import Clock
-
+    times = itertools.count(1.0)  # of six seconds, five steps of a second
     monkeypatch.setattr(
         train, "Clock", lambda minutes, steps: Clock(minutes, steps, times.__next__, 0.0)
     )
     small = {name: column[:1, :256] for name, column in batch.items()}
     rows = finetune(itertools.repeat(small), {"same": [small]}, tmp_path, minutes=5 / 60)
-    assert [row["step"] for row in rows] == [steps]
+    assert [row["step"] for row in rows] == [5]
     assert {"same_exact", "same_rooted"} < rows[0].keys()
-    assert sorted(f.name for f in tmp_path.iterdir()) == FILES
-
-
-def test_finetuning_keeps_its_model_when_it_is_asked_to_end(batch: Batch, tmp_path: Path) -> None:
-    small = {name: column[:1, :256] for name, column in batch.items()}
-
-    def batches() -> Iterator[Batch]:
-        yield small
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield small
-
-    with pytest.raises(SystemExit, match="143"):
-        finetune(batches(), {"same": [small]}, tmp_path)
-    assert [row["step"] for row in log_of(tmp_path)] == [2]
-    assert "same_exact" not in log_of(tmp_path)[0]  # there is little time to evaluate
     assert sorted(f.name for f in tmp_path.iterdir()) == FILES
 
 
@@ -138,9 +103,6 @@ def test_finetuning_keeps_its_model_when_it_is_asked_to_end(batch: Batch, tmp_pa
 def test_the_command_keeps_its_model_after_sigterm(
     corpus: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    import sequences
-    from samples import Builder
-
     builder = Builder(corpus, tokenizer, 512)
     rows = sequences.stacked([builder.training(random.Random(i)) for i in range(4)])
     np.save(tmp_path / "training-00000.npy", rows)
@@ -161,14 +123,12 @@ def test_the_command_keeps_its_model_after_sigterm(
 def test_sequences_written_ahead_are_all_read_and_then_again(
     corpus: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sequences
-    from samples import Builder
-    from train import training_batches
-
     monkeypatch.setattr(sequences, "SHARD", 5)
     builder = Builder(corpus, tokenizer, 512)
     with pytest.raises(SystemExit, match=r"sequences\.py writes them"):
         next(training_batches([tmp_path], 4, 0))
+    sequences.write_shards(builder, tmp_path, range(3), 1, until=0.0)
+    assert not list(tmp_path.iterdir()), "the time is up"
     sequences.write_shards(builder, tmp_path, range(1), 1, until=float("inf"))
     batches = training_batches([tmp_path], 4, 0)
     first = next(batches)["tokens"]
@@ -178,14 +138,3 @@ def test_sequences_written_ahead_are_all_read_and_then_again(
     assert len(written) == 15
     assert {tuple(r) for r in read[:15].tolist()} == {tuple(r) for r in written.tolist()}
     assert tuple(read[15].tolist()) in {tuple(r) for r in written.tolist()}
-
-
-def test_no_shard_is_written_once_the_time_is_up(
-    corpus: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sequences
-    from samples import Builder
-
-    monkeypatch.setattr(sequences, "SHARD", 1)
-    sequences.write_shards(Builder(corpus, tokenizer, 512), tmp_path, range(3), 1, until=0.0)
-    assert not list(tmp_path.iterdir())

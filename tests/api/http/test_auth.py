@@ -75,6 +75,9 @@ def test_a_users_key_opens_nothing_of_the_operators(locked: tuple[TestClient, Ra
     assert client.get("/v1/collections", headers=bearer(secret)).status_code == 200
 
 
+POLICY = "content-security-policy"
+
+
 def test_the_files_of_the_page_are_open_and_nothing_beside_them(
     locked: tuple[TestClient, RagCache],
 ) -> None:
@@ -83,9 +86,13 @@ def test_the_files_of_the_page_are_open_and_nothing_beside_them(
     page = client.get("/admin/")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
-    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
-    for linked in re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text):
-        assert client.get(f"/admin/{linked}").status_code == 200, linked
+    for linked in ("", *re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text)):
+        file = client.get(f"/admin/{linked}")
+        assert file.status_code == 200, linked
+        policy = dict(each.split(" ", 1) for each in file.headers[POLICY].split("; "))
+        assert (policy["default-src"], policy["frame-ancestors"]) == ("'self'", "'none'"), linked
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert file.headers["referrer-policy"] == "no-referrer"
     for path in ("/admin/../stats", "/admin/%2e%2e/app.py", "/admin/stats"):
         assert client.get(path).status_code == 401, path
 

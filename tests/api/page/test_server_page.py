@@ -36,28 +36,6 @@ def drop(page: Page, *files: Path) -> None:
         )
 
 
-def test_dropped_files_become_documents(page: Page, server: httpx.Client, tmp_path: Path) -> None:
-    texts = {
-        "tide.md": "# Tide\n\nThe tide table hangs beside the door of the harbour office.",
-        "radio.md": "# Radio\n\nThe harbour listens on channel 12 from seven in the morning.",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    page.open("ingestion")
-    page.find("[name=collection]").send_keys("harbour")
-    drop(page, *(tmp_path / name for name in texts))
-    page.click(".ingestform [type=submit]", "Ingest 2 files")
-    assert "2 of 2" in page.find(".job[data-status=done]", "harbour").text
-    documents = get(server, "/v1/collections/harbour/documents")["items"]
-    assert {each["id"] for each in documents} == set(texts)
-    page.open("modules?collection=harbour&sort=name&descending=false")
-    page.find(".gridbox footer", "2 in all")
-    listed = get(server, "/admin/modules", collection="harbour", sort="name")["items"]
-    assert page.names() == [each["name"] for each in listed]
-    page.click(".grid tr[data-id] .name")
-    assert page.find(".drawer pre").text.split() == texts[listed[0]["document"]].split()
-
-
 def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client) -> None:
     before = get(server, "/admin/stats")
     asked(page, QUESTION, "notes")
@@ -118,16 +96,6 @@ def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client)
     assert "Disk" in page.find("[aria-label='Evictions by tier and reason']").text
     latest = page.find("[aria-label='Latest evictions'] tbody tr")
     assert row["name"] in latest.text
-
-
-def test_the_page_is_told_to_trust_nobody_else(server: httpx.Client) -> None:
-    for path in ("/admin/", "/admin/js/main.js", "/admin/parts.css"):
-        headers = server.get(path).headers
-        policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
-        assert policy["default-src"] == "'self'"
-        assert policy["frame-ancestors"] == "'none'"
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
 
 
 def test_the_page_works_with_the_key_it_asked_for(
@@ -234,7 +202,9 @@ def test_the_share_of_tokens_that_were_kept(page: Page, server: httpx.Client) ->
     assert page.find("[data-figure=kept] dd").text == f"{share:.0f} %"
 
 
-def test_files_are_dropped_asked_and_cited_with_their_pages(page: Page, tmp_path: Path) -> None:
+def test_files_are_dropped_asked_and_cited_with_their_pages(
+    page: Page, server: httpx.Client, tmp_path: Path
+) -> None:
     names = ("guide/handbook.pdf", "slides.pptx", "notes.md")
     files = [tmp_path / Path(name).name for name in names]
     for file, name in zip(files, names, strict=True):
@@ -246,6 +216,14 @@ def test_files_are_dropped_asked_and_cited_with_their_pages(page: Page, tmp_path
     page.click(".ingestform [type=submit]", f"Ingest {len(files) + 1} files")
     job = page.find(".job[data-status=done]", "papers").text
     assert "broken.pdf: it is damaged, or no PDF" in job
+    listed = get(server, "/admin/modules", collection="papers", sort="name")["items"]
+    assert {each["document"] for each in listed} == {file.name for file in files}
+    page.open("modules?collection=papers&sort=name&descending=false")
+    page.find(".gridbox footer", f"{len(listed)} in all")
+    assert page.names() == [each["name"] for each in listed]
+    page.click(".grid tr[data-id] .name")
+    told = get(server, f"/admin/modules/{listed[0]['id']}")["text"]
+    assert page.find(".drawer pre").text.split() == told.split()
     for name in names:
         question, _ = FACTS[name]
         asked(page, question, "papers")
