@@ -95,25 +95,14 @@ def test_prompts_hold_different_documents_low_ranks_most_often() -> None:
     assert (drawn == SMALL.draw()).all()
 
 
-def test_lru_by_hand() -> None:
-    """Two places: 0 1 | 0 2 drops 1 | 1 0 drops 2 | 2 1 drops 0. Found: 0, 0, 1."""
+def test_policies_by_hand() -> None:
+    """LRU with two places: 0 1 | 0 2 drops 1 | 1 0 drops 2 | 2 1 drops 0. Found: 0, 0, 1."""
     prompts = np.array([[0, 1], [0, 2], [1, 0], [2, 1]])
     assert encoding_saved(prompts, LruIndex(), np.ones(3, np.int64), 2) == 3 / 8
-
-
-def test_belady_by_hand() -> None:
-    """Two places, one a prompt: 0 1 2 0 1: 2 is never asked for again and does not stay."""
-    assert belady(np.array([[0], [1], [2], [0], [1]]), 2) == 2 / 5
-
-
-def test_a_prefix_is_found_only_from_the_start_and_in_order() -> None:
-    prompts = np.array([[0, 1], [0, 1], [1, 0], [0, 2], [2, 1]])
-    assert prefix(prompts, 100) == 3 / 10
-
-
-def test_the_leaf_that_was_used_least_recently_goes() -> None:
-    """Three places: 0 1, then 0 2 fill them; 3 4 leaves 0 only, if leaves go first."""
-    assert prefix(np.array([[0, 1], [0, 2], [3, 4], [0, 1]]), 3) == pytest.approx(2 / 8)
+    assert prefix(np.array([[0, 1], [0, 1], [1, 0], [0, 2], [2, 1]]), 100) == 3 / 10, "in order"
+    leaves_first = np.array([[0, 1], [0, 2], [3, 4], [0, 1]])
+    assert prefix(leaves_first, 3) == pytest.approx(2 / 8), "3 4 leaves 0 only"
+    assert bench_victims(500, runs=1) > 0
 
 
 def optimum(prompts: list[int], places: int) -> int:
@@ -147,16 +136,18 @@ def test_the_drifting_draw_moves_and_a_scan_is_never_repeated() -> None:
     assert len(set(fresh.ravel().tolist())) == fresh.size
 
 
-def test_the_time_of_a_choice_is_measured() -> None:
-    assert bench_victims(500, runs=1) > 0
-
-
-def test_it_measures_what_it_says() -> None:
+def test_the_pml_script_measures_and_writes_json(tmp_path: Path) -> None:
     result = bench_pml(PmlSetting(modules=200, parse_runs=1, resolve_runs=5))
     assert result["parse_layout_s"] > 0
     assert 0 < result["resolve_ms"] <= result["resolve_worst_ms"]
     assert result["characters"] > 200 * 500
-    assert "machine" in result
+    file = tmp_path / "pml.json"
+    script = typer.Typer()
+    script.command()(pml.main)
+    done = CliRunner().invoke(script, ["--modules", "200", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "200 modules" in done.stdout
+    assert json.loads(file.read_text()).keys() == result.keys()
 
 
 @pytest.mark.slow
@@ -213,16 +204,6 @@ def test_blending_takes_the_most_deviating_second_layer_values() -> None:
     assert choose_tokens("linked", 2, [2, 4, 6, 8], exact, kept) == [4, 6]
 
 
-def test_a_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    file = tmp_path / "pml.json"
-    script = typer.Typer()
-    script.command()(pml.main)
-    done = CliRunner().invoke(script, ["--modules", "200", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert {"parse_layout_s", "resolve_ms"} <= json.loads(file.read_text()).keys()
-    assert "200 modules" in done.stdout
-
-
 def test_the_costs_of_quotations_are_measured(tiny_reader: LoadedModel) -> None:
     setting = QuotationsSetting((1, 2), tokens=64, answers=2, answer_tokens=3)
     result = bench_quotations(setting, model=tiny_reader)
@@ -238,17 +219,14 @@ HANDBOOK = REPOSITORY / "examples" / "handbook"
 @pytest.mark.slow
 def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> None:
     """The bound that docs and model card state: 95 %."""
+    with pytest.raises(NoDocuments, match=r"questions\.jsonl"):
+        bench_quantization(reader, REPOSITORY / "docs", 1)
     result = bench_quantization(reader, HANDBOOK, 20)
     assert result["questions"] == 20
     assert result["int8"]["first_token_agreement"] >= 0.95
     assert result["int8"]["bytes_share"] < 0.54
     assert 0.001 < result["int8"]["keys_error"] < 0.01
     assert 0.001 < result["int8"]["values_error"] < 0.01
-
-
-def test_a_folder_without_questions_is_named(reader: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(NoDocuments, match=r"questions\.jsonl"):
-        bench_quantization(reader, tmp_path, 1)
 
 
 SETTING = RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2)
