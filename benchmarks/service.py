@@ -38,7 +38,7 @@ from harness import (
 from service_clients import ClientProcess, request, run_clients
 from tiers import fill_ledger
 
-from ragcache import Generation, RagCache, SourceDocument
+from ragcache import GenerationParams, RagCache, SourceDocument
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import frozen_heap
 
@@ -151,7 +151,7 @@ def _first_tokens(
 
 def _called(rag: RagCache, question: str) -> float:
     begin = time.perf_counter()
-    generation = Generation(max_tokens=2, ignore_eos=True, extractive=False)
+    generation = GenerationParams(max_tokens=2, ignore_eos=True, extractive=False)
     with rag.stream(question, collection=_COLLECTION, generation=generation) as stream:
         for piece in stream.pieces():
             if piece.text:
@@ -345,7 +345,7 @@ async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> 
         tokens = 0
         for question, length in mine:
             # no token ends an answer, so that every one of them is text, and an event over HTTP
-            generation = Generation(
+            generation = GenerationParams(
                 max_tokens=length, min_tokens=length, ignore_eos=True, extractive=False
             )
             stream = await rag.astream(question, collection=collection, generation=generation)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache.documents import SourceDocument
+    from ragcache.params import GenerationParams
     from ragcache.pipeline import (
         Answer,
         AnswerSpan,
         AnswerStream,
         AsyncAnswerStream,
         Citation,
-        Generation,
         Ingestion,
         Reuse,
         Timings,
@@ -33,7 +33,7 @@ __all__ = [
     "AnswerStream",
     "AsyncAnswerStream",
     "Citation",
-    "Generation",
+    "GenerationParams",
     "Ingestion",
     "RagCache",
     "Reuse",
@@ -43,6 +43,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "ragcache.pipeline"),
+    "GenerationParams": "ragcache.params",
     "RagCache": "ragcache.rag",
     "SourceDocument": "ragcache.documents",
 }

@@ -18,7 +18,7 @@ from ragcache.answers.confidence import FEATURES, Calibration, CheckedOutput, Co
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question, f1
-from ragcache.pipeline import Generation
+from ragcache.params import GenerationParams
 from ragcache.rag import RagCache
 from ragcache.retrieval import SearchParams
 
@@ -68,7 +68,7 @@ def collect_examples(
     Raises:
         UnknownCollection: There is no such collection.
     """
-    generation = Generation.of(extractive=extractive, confidence=True, min_confidence=0.0)
+    generation = GenerationParams(extractive=extractive, confidence=True, min_confidence=0.0)
     asked = [(each, frozenset[str]()) for each in questions]
     asked += [
         (replace(each, answers=()), frozenset({each.document}))

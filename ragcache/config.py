@@ -45,8 +45,6 @@ _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
 _LINKED = re.compile(r"linked:([1-9]\d{0,5})")
 _BLEND = re.compile(r"blend:([1-9]\d?)")
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,23 +201,3 @@ def blend_percent(mode: str) -> int:
     """R of the mode `blend:R`, 0 for any other mode."""
     match = _BLEND.fullmatch(mode)
     return 0 if match is None else int(match[1])
-
-
-def parse_bytes(size: int | str) -> int:
-    """Parses a size such as `8GiB`, `512 MB` or 1048576. Raises `ConfigurationError`.
-
-    Example:
-        >>> parse_bytes("1.5 KiB")
-        1536
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigurationError(f"cannot read the size {size!r}; write it like 8GiB or 512MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_optional_bytes(size: int | str | None) -> int | None:
-    """`parse_bytes`, or None for no limit."""
-    return None if size is None else parse_bytes(size)

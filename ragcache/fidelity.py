@@ -53,8 +53,8 @@ def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -
             `first_logprobs`.
 
     Example:
-        >>> from ragcache import Generation
-        >>> first = Generation.of(first_logprobs=True, max_tokens=1)
+        >>> from ragcache import GenerationParams
+        >>> first = GenerationParams(first_logprobs=True, max_tokens=1)
         >>> asked = {"collection": "handbook", "generation": first}
         >>> exact = rag.ask("How many days of leave?", mode="exact", **asked)  # doctest: +SKIP
         >>> rooted = rag.ask("How many days of leave?", **asked)  # doctest: +SKIP

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
-from ragcache.pipeline import Generation
+from ragcache.params import GenerationParams
 from ragcache.pipeline.ingest import Preparing, Progress
 from ragcache.retrieval import Filters, SearchKind, Selection
 
@@ -41,7 +41,7 @@ class AskOptions(TypedDict, total=False):
             `blend:R`: likewise, but the R percent of their tokens that it changes most;
             `isolated`: without the preamble; `exact`: no states are reused.
         generation: How the answer is generated; one greedy answer by default, which the embedded
-            reader quotes from the documents (`Generation.extractive`).
+            reader quotes from the documents (`GenerationParams.extractive`).
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
         threshold: The lowest score of a module, as in `SearchOptions` for `hybrid`: fused from
             ranks, with an embedder or without. `relative_threshold` says more.
@@ -57,7 +57,7 @@ class AskOptions(TypedDict, total=False):
     collection: Required[str]
     k: int
     mode: str
-    generation: Generation
+    generation: GenerationParams
     selection: Selection | None
     filters: Filters | None
     threshold: float | None
@@ -121,7 +121,7 @@ class ChatOptions(TypedDict, total=False):
     mode: str
     recognize: bool
     tools: Sequence[Mapping[str, Any]] | None
-    generation: Generation
+    generation: GenerationParams
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -136,4 +136,4 @@ class PromptOptions(TypedDict, total=False):
 
     mode: str
     source: str
-    generation: Generation
+    generation: GenerationParams

@@ -25,8 +25,6 @@ from ragcache.config import (
     check_options,
     check_placement,
     check_texts,
-    parse_bytes,
-    parse_optional_bytes,
 )
 from ragcache.db import (
     ApiKeys,
@@ -55,8 +53,8 @@ from ragcache.options import (
     PromptOptions,
     SearchOptions,
 )
+from ragcache.params import GenerationParams, parse_bytes, parse_optional_bytes
 from ragcache.pipeline import (
-    GREEDY,
     Answer,
     AnswerStream,
     AsyncAnswerStream,
@@ -535,7 +533,7 @@ class RagCache:
             questions, options["collection"], params, mode, options.get("chat_template_kwargs"),
             selection,
         )  # fmt: skip
-        return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
+        return self.internals.submitter.run(prompts, options.get("generation"))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answers a conversation, formatted by the model's own chat template.
@@ -611,7 +609,7 @@ class RagCache:
     ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
         mode = check_mode(options.get("mode", "rooted"))
-        generation = options.get("generation", GREEDY)
+        generation = options.get("generation") or GenerationParams()
         if generation.extractive and options.get("tools"):
             raise InvalidRequest(
                 "an extractive answer is a quotation and calls no tools; leave out either"
@@ -710,7 +708,7 @@ class RagCache:
         mode = check_mode(options.get("mode", "isolated"))
         source = options.get("source", "<string>")
         prompt = self.internals.pml.prepare_prompt(text, mode, source)
-        [pending] = self.internals.submitter.run([prompt], options.get("generation", GREEDY))
+        [pending] = self.internals.submitter.run([prompt], options.get("generation"))
         return pending
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:

@@ -23,10 +23,10 @@ from ragcache.config import (
     blend_percent,
     check_mode,
     linked_tokens,
-    parse_bytes,
 )
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
+from ragcache.params import parse_bytes
 from ragcache_schemas import layout, parser, text
 
 PACKAGES = (
@@ -59,7 +59,7 @@ def test_the_public_names_are_these() -> None:
         "AnswerStream",
         "AsyncAnswerStream",
         "Citation",
-        "Generation",
+        "GenerationParams",
         "Ingestion",
         "RagCache",
         "Reuse",

@@ -23,12 +23,11 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
 from ragcache.models.reader import READER
+from ragcache.params import REFUSAL
 
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
 
-REFUSAL = "The documents do not answer this question."
-"""The text of a refused answer, unless `Generation.refusal` is another one."""
 
 _ALTERNATIVES = 20  # likeliest tokens among which the no-answer token is looked for
 _LEAST = -20.0  # log-probabilities and odds below count as this
@@ -118,7 +117,8 @@ class Calibration:
         bias: The log-odds of an answer whose evidence is the mean one.
         weights: Of each kind of evidence, by its name in `ConfidenceFeatures`.
         means: Of each kind with a weight; evidence that is not known counts as its mean.
-        min_confidence: Answers below are refused, unless `Generation.min_confidence` is another.
+        min_confidence: Answers below are refused, unless `GenerationParams.min_confidence` is
+            another.
         questions: How many questions it was fitted on.
     """
 

@@ -21,7 +21,8 @@ from ragcache.evaluation.metrics import (
     rouge_l,
 )
 from ragcache.fidelity import compare_first_tokens
-from ragcache.pipeline import Answer, Generation, Message
+from ragcache.params import GenerationParams
+from ragcache.pipeline import Answer, Message
 from ragcache.rag import RagCache
 
 Through = Literal["ask", "chat"]
@@ -222,7 +223,7 @@ def ask_questions(
         questions: What to ask; each over its own documents if it has such.
         mode, k, relative_threshold: As in `AskOptions`.
         through: `chat` puts the `k` retrieved modules into a message.
-        extractive: As in `Generation`.
+        extractive: As in `GenerationParams`.
         reference: The choices that mode `exact` gave to the same questions.
         progress: Called with the numbers of marked and of all questions.
 
@@ -234,7 +235,7 @@ def ask_questions(
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
-    generation = Generation.of(
+    generation = GenerationParams(
         extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
     )  # nothing is refused: what the model says is marked
     search = {"collection": collection, "k": k, "relative_threshold": relative_threshold}
@@ -260,7 +261,7 @@ class _Asking:
     search: Mapping[str, Any]
     mode: str
     through: Through
-    generation: Generation
+    generation: GenerationParams
 
     def ask(self, question: Question) -> Answer:
         filters = question.filters

@@ -20,12 +20,12 @@ from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
 from ragcache.pipeline.pml import PmlPipeline, generated_schema, members
 from ragcache.pipeline.prompt import BuiltPrompt
-from ragcache.pipeline.submit import GREEDY, Generation, Submitter
+from ragcache.pipeline.submit import Submitter
 
 __all__ = [
-    "GREEDY", "Answer", "AnswerSpan", "AnswerStream", "AskPipeline", "AsyncAnswerStream",
+    "Answer", "AnswerSpan", "AnswerStream", "AskPipeline", "AsyncAnswerStream",
     "BuiltPrompt", "ChatCall", "ChatPipeline", "ChatTemplate", "Citation", "Conversation",
-    "DeferredReleases", "Generation", "Ingestion", "Message", "ModuleEncoder", "Modules",
+    "DeferredReleases", "Ingestion", "Message", "ModuleEncoder", "Modules",
     "Namespace", "PendingAnswer", "PmlPipeline", "Reuse", "ScopeEncoder", "SharedServices", "Stats",
     "Submitter", "Timings", "generated_schema", "members",
 ]  # fmt: skip

@@ -118,7 +118,7 @@ class Answer:
         mode: The mode of the call, or `recognized:MODE`.
         finish_reason: `stop`, `length`, `no_documents` where retrieval found nothing, or
             `no_answer` where the answer was refused: the confidence in it was too low, and the text
-            says so (`Generation.min_confidence`, `refusal`).
+            says so (`GenerationParams.min_confidence`, `refusal`).
         reuse: Tokens of the prompt that were read and computed.
         timings: In seconds.
         choices: All `n` answers as they were generated, with tokens and log-probabilities where

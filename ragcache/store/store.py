@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch
 from sqlalchemy import func, select
 
-from ragcache.config import check_options, parse_optional_bytes
+from ragcache.config import check_options
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
@@ -34,6 +34,7 @@ from ragcache.errors import (
     StoreFull,
     StoreUnwritable,
 )
+from ragcache.params import parse_optional_bytes
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest

@@ -23,6 +23,7 @@ from ragcache.engine import MakeConstraint
 from ragcache.engine.detokenizer import token_to_bytes
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
+from ragcache.params import GenerationParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -62,6 +63,25 @@ class Grammar:
             raise InvalidRequest(
                 f"the {self.kind} has {len(self.text)} characters; a grammar has at most {LONGEST}"
             )
+
+    @classmethod
+    def of(cls, params: GenerationParams) -> Grammar | None:
+        """The grammar that an answer keeps to, None if any text is allowed.
+
+        Raises:
+            InvalidRequest: The grammar is empty, too long, or one that decoding cannot enforce.
+        """
+        if params.json_schema is not None:
+            return cls.json_schema(params.json_schema)
+        if params.json_object:
+            return cls.json_object()
+        if params.regex is not None:
+            return cls.regex(params.regex)
+        if params.ebnf is not None:
+            return cls.ebnf(params.ebnf)
+        if params.grammar is None or isinstance(params.grammar, Grammar):
+            return params.grammar
+        raise InvalidRequest(f"grammar is {params.grammar!r:.80}; give a `Grammar`")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:

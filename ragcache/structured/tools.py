@@ -26,7 +26,7 @@ class ToolStyle(StrEnum):
     @property
     def special(self) -> bool:
         """Whether its markers may be control tokens. Answers then need
-        `Generation(skip_special_tokens=False)`."""
+        `GenerationParams(skip_special_tokens=False)`."""
         return self is not ToolStyle.HERMES
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.cluster.services import COLLECTION, Services
@@ -70,7 +70,7 @@ def test_the_first_use_of_others_states_costs_three_transactions(
 
     def ask(word: str, tier: str) -> Cost:
         """Of the embedded reader, whose answers also read the documents that they quote."""
-        options = Generation(max_tokens=1)
+        options = GenerationParams(max_tokens=1)
         with counted(rag) as cost:
             answer = rag.ask(
                 f"Where is the {word} kept?", collection=COLLECTION, k=4, generation=options

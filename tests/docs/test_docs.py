@@ -18,8 +18,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from ragcache import RagCache, config, planning
+from ragcache import RagCache, planning
 from ragcache.models import LoadedModel
+from ragcache.params import base, generation
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app
@@ -350,7 +351,9 @@ def test_every_main_method_has_an_example() -> None:
     assert examples().keys() >= MAIN | {"submit"}
 
 
-@pytest.mark.parametrize("module", [config, filters, planning], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "module", [base, generation, filters, planning], ids=lambda each: each.__name__
+)
 def test_examples_of_functions_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache.engine import Choice
 from ragcache.errors import InvalidRequest
 from ragcache.fidelity import compare_first_tokens, kl_divergence
@@ -51,7 +51,7 @@ def test_modes_over_documents_are_compared(
     tmp_path: Path, reader: LoadedModel, notes: Path
 ) -> None:
     """All that `linked` computes in context is `exact`; isolated documents differ from it."""
-    first = Generation.of(first_logprobs=True, max_tokens=1)
+    first = GenerationParams(first_logprobs=True, max_tokens=1)
     asked = ["Where does the spare key hang?", "Who serviced the engine of the Pipit?"]
     with RagCache.open(tmp_path / "state", reader, embedding=None, force_modes=True) as rag:
         rag.ingest("notes", [notes])

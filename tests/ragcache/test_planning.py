@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ragcache import RagCache, SourceDocument
-from ragcache.config import parse_bytes
 from ragcache.db import Catalog, Database
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
+from ragcache.params import parse_bytes
 from ragcache.planning import (
     Budgets,
     CachePlan,

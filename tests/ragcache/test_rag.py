@@ -15,7 +15,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.db import Catalog
 from ragcache.errors import (
     ConfigurationError,
@@ -34,7 +34,7 @@ from tests.conftest import write_notes
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
 CHAT_BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
-LONG = Generation(max_tokens=200, ignore_eos=True)
+LONG = GenerationParams(max_tokens=200, ignore_eos=True)
 
 
 def chat(question: str) -> list[dict[str, Any]]:
@@ -372,7 +372,7 @@ class TestOptions:
 
     def test_the_defaults_are_those_that_are_documented(self, rag: RagCache) -> None:
         explicit = rag.ask(
-            QUESTION, collection="notes", k=4, mode="rooted", generation=Generation(),
+            QUESTION, collection="notes", k=4, mode="rooted", generation=GenerationParams(),
             filters=None, threshold=None, relative_threshold=0.5,
         )  # fmt: skip
         assert rag.ask(QUESTION, collection="notes").text == explicit.text
@@ -468,7 +468,7 @@ def test_a_question_is_answered_where_the_ledger_takes_no_rows(
 
 @pytest.mark.slow
 def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:
-    long = Generation(max_tokens=200, ignore_eos=True)
+    long = GenerationParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(QueueFull):
         bells_rag.ask_batch([BELL_QUESTION] * 200, collection="bells", generation=long)
     bells_rag.stats()
@@ -485,7 +485,9 @@ def test_what_one_question_computed_serves_the_next_over_the_same_documents(
     assert first.reuse.shared_tokens == 0
     assert again.reuse.shared_tokens >= 64
     assert again.text == first.text
-    alone = bells_rag.ask(question, collection="bells", k=2, generation=Generation(share=False))
+    alone = bells_rag.ask(
+        question, collection="bells", k=2, generation=GenerationParams(share=False)
+    )
     exact = bells_rag.ask(question, collection="bells", k=2, mode="exact")
     bells_rag.ask(question, collection="bells", k=2, mode="exact")
     assert alone.reuse.shared_tokens == exact.reuse.shared_tokens == 0

@@ -6,7 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -85,13 +85,14 @@ def ask(
         reranker=reranker,
         force_modes=force_modes,
     ) as rag:
-        from ragcache import Generation
+        from ragcache import GenerationParams
 
-        generation = Generation.of(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop,
-            extractive=extractive, confidence=confidence, min_confidence=min_confidence,
-            refusal=refusal,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop,
+            "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
+            "refusal": refusal,
+        }  # fmt: skip
+        generation = GenerationParams(**options)
         answer = rag.stream(
             question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted,
             relative_threshold=relative_threshold,
@@ -125,11 +126,12 @@ def prompt(
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
     with ui.open_existing_rag(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
-        from ragcache import Generation
+        from ragcache import GenerationParams
 
-        generation = Generation.of(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-        )
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop
+        }  # fmt: skip
+        generation = GenerationParams(**options)
         answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
@@ -226,11 +228,13 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
     """Asks in turn from cached modules and by an ordinary prefill."""
     from statistics import median  # slow to import
 
-    from ragcache import Generation
+    from ragcache import GenerationParams
 
     times: dict[str, list[float]] = {"rooted": [], "exact": []}
     answers = {}
-    unshared = Generation(share=False)  # else a run may find the question's states of the last one
+    unshared = GenerationParams(
+        share=False
+    )  # else a run may find the question's states of the last one
     for _ in range(RUNS):
         for mode, seconds in times.items():
             answers[mode] = rag.ask(

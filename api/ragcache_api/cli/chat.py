@@ -13,7 +13,7 @@ from ragcache.errors import PromptTooLong, RequestError
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
-    from ragcache import Answer, Generation, RagCache
+    from ragcache import Answer, GenerationParams, RagCache
 
 _PROMPT = "> "
 
@@ -55,12 +55,13 @@ def chat(
         reranker=reranker,
         force_modes=force_modes,
     ) as rag:
-        from ragcache import Generation
+        from ragcache import GenerationParams
 
-        generation = Generation.of(
-            max_tokens=max_tokens, temperature=temperature, seed=seed,
-            confidence=confidence, min_confidence=min_confidence, refusal=refusal,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+            "confidence": confidence, "min_confidence": min_confidence, "refusal": refusal,
+        }  # fmt: skip
+        generation = GenerationParams(**options)
         search = {"k": k, "filters": wanted, "relative_threshold": relative_threshold}
         talk = Talk(rag, collection, search, mode, generation)
         for text in _typed():
@@ -80,7 +81,7 @@ class Talk:
 
     def __init__(
         self, rag: RagCache, collection: str | None, search: dict[str, Any], mode: str,
-        generation: Generation,
+        generation: GenerationParams,
     ) -> None:  # fmt: skip
         """search: options of `RagCache.retrieve`."""
         self.said: list[dict[str, str]] = []

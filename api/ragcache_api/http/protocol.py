@@ -17,7 +17,7 @@ from ragcache import (
     Answer,
     AnswerSpan,
     Citation,
-    Generation,
+    GenerationParams,
     Reuse,
     SourceDocument,
     Timings,
@@ -398,7 +398,7 @@ class GenerationFields(BaseModel):
     )
 
     def options(self, deadline: float) -> dict[str, Any]:
-        """Arguments of `Generation.of`."""
+        """Arguments of `GenerationParams`."""
         given = {name: getattr(self, name) for name in GenerationFields.model_fields}
         return {"timeout": deadline, **given}
 
@@ -409,9 +409,9 @@ class AnswerOptions(RequestModel, GenerationFields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool = False
 
-    def generation(self, deadline: float) -> Generation:
+    def generation(self, deadline: float) -> GenerationParams:
         """Raises `InvalidRequest`."""
-        return Generation.of(**self.options(deadline), top_p=self.top_p)
+        return GenerationParams(**self.options(deadline) | {"top_p": self.top_p})
 
 
 class RetrievalFields(BaseModel):

@@ -12,7 +12,7 @@ from ragcache.errors import InvalidRequest
 from ragcache_connectors.langchain.structured import call_grammar
 
 if TYPE_CHECKING:
-    from ragcache import Generation, RagCache
+    from ragcache import GenerationParams, RagCache
     from ragcache.engine import SampledToken
     from ragcache.models import LoadedModel
     from ragcache.structured import Grammar, ToolStyle
@@ -80,7 +80,7 @@ class CallOptions:
     """Everything that a call says besides its messages. style: how tool calls are read; None where
     none may come."""
 
-    generation: Generation
+    generation: GenerationParams
     mode: str
     recognize: bool
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -101,7 +101,7 @@ class CallOptions:
     ) -> CallOptions:  # fmt: skip
         """Options of a call, which come before the model's own defaults. Raises `InvalidRequest`,
         and `UnsupportedModel` for tools where the model's template takes none."""
-        from ragcache import Generation
+        from ragcache import GenerationParams
         from ragcache.structured import Grammar
 
         options = _renamed(defaults) | _renamed(given)
@@ -122,7 +122,7 @@ class CallOptions:
             options["skip_special_tokens"] = False
         if grammar := grammar or form:
             options["grammar"] = grammar
-        generation = Generation.of(**options)
+        generation = GenerationParams(**options)
         return cls(generation, mode, recognize, tools, style, logprobs, variables)
 
 

@@ -74,7 +74,7 @@ class ChatRagCache(BatchingChatModel):
             that are recognized bear the answer out, by a pass without them.
         min_confidence: answers below are refused: their content is `refusal`, their
             `finish_reason` is `no_answer`.
-        Other fields: see `Generation`.
+        Other fields: see `GenerationParams`.
 
     Example:
         >>> ChatRagCache(state="state/").invoke("Where is the boat?")  # doctest: +SKIP

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.cli.chat import Talk
 from tests.api.cli.conftest import QUESTION, Run
@@ -65,7 +65,7 @@ def test_the_oldest_question_leaves_a_full_window(
     ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RagCache.open(ingested, reader) as rag:
-        talk = Talk(rag, None, {}, "rooted", Generation(max_tokens=2))
+        talk = Talk(rag, None, {}, "rooted", GenerationParams(max_tokens=2))
         long = {"role": "user", "content": "word " * 9000}
         talk.said = [long, {"role": "assistant", "content": "a"}]
         talk.say("Hello")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.openai.protocol import ChatRequest
 from ragcache_api.http.openai.routes import OutputFormat, join_deltas
@@ -31,7 +31,9 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 def test_a_chat_is_that_of_the_library(client: TestClient, rag: RagCache) -> None:
     told = ask(client).json()
-    answer = rag.chat([{"role": "user", "content": LEAVE}], generation=Generation(max_tokens=4))
+    answer = rag.chat(
+        [{"role": "user", "content": LEAVE}], generation=GenerationParams(max_tokens=4)
+    )
     [choice] = told["choices"]
     assert choice["message"]["role"] == "assistant"
     assert choice["message"]["content"] == answer.choices[0].text.lstrip()
@@ -277,7 +279,7 @@ def complete(client: TestClient, **body: Any) -> Any:
 
 def test_a_text_is_continued_without_a_template(client: TestClient, rag: RagCache) -> None:
     told = complete(client).json()
-    answer = rag.chat(PROMPT, generation=Generation(max_tokens=4))
+    answer = rag.chat(PROMPT, generation=GenerationParams(max_tokens=4))
     assert told["object"] == "text_completion"
     assert told["choices"][0]["text"] == answer.choices[0].text
     assert told["usage"]["prompt_tokens"] == answer.reuse.prompt_tokens
@@ -366,7 +368,7 @@ def test_text_without_tools_is_text() -> None:
 def test_formats_and_choices_become_grammars() -> None:
     assert shape().grammar is None
     assert shape(response_format={"type": "text"}).grammar is None
-    plain = Generation()
+    plain = GenerationParams()
     assert shape(response_format={"type": "json_object"}).apply(plain).grammar is not None
     assert shape(tools=[TOOL]).grammar is None
     assert shape(tools=[TOOL], tool_choice="none").tools is None

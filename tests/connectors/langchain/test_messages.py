@@ -23,7 +23,7 @@ from langchain_core.messages import (
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache.errors import InvalidRequest
 from ragcache.structured import ToolStyle
 from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
@@ -142,7 +142,7 @@ class FixedTextModel(BaseChatModel):
 
     @property
     def options(self) -> CallOptions:
-        return CallOptions(Generation(), "rooted", True, style=ToolStyle.HERMES)
+        return CallOptions(GenerationParams(), "rooted", True, style=ToolStyle.HERMES)
 
     def _generate(self, *_: Any, **__: Any) -> ChatResult:
         answer = self.rag.chat([{"role": "user", "content": "x"}])

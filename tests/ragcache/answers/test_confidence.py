@@ -11,7 +11,7 @@ import pytest
 import torch
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from ragcache import Generation, RagCache, SourceDocument
+from ragcache import GenerationParams, RagCache, SourceDocument
 from ragcache.answers.confidence import (
     REFUSAL,
     AnswerCheck,
@@ -159,7 +159,7 @@ def test_how_far_the_second_module_is_below_counts_where_it_is_left_out(rag: Rag
 
 
 def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
-    asked = Generation.of(extractive=True, confidence=True)
+    asked = GenerationParams(extractive=True, confidence=True)
     found = rag.retrieve(QUESTION, **ASK)
     assert found.words is not None
     support = LexicalSupport(found.words, [hit.module for hit in found.hits])
@@ -186,7 +186,7 @@ def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() ->
 def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCache) -> None:
     rag.set_calibration("notes", NOBODY, extractive=True)
     assert rag.calibration("notes", extractive=True) == NOBODY
-    generation = Generation(extractive=True)
+    generation = GenerationParams(extractive=True)
     refused = rag.ask(QUESTION, generation=generation, **ASK)
     assert (refused.text, refused.finish_reason, refused.spans) == (REFUSAL, "no_answer", ())
     assert refused.sources
@@ -194,13 +194,13 @@ def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCac
     stream = rag.stream(QUESTION, generation=generation, **ASK)
     assert list(stream) == [REFUSAL]
     assert stream.answer.finish_reason == "no_answer"
-    own = rag.ask(QUESTION, generation=replace(generation, refusal="Unknown."), **ASK)
+    own = rag.ask(QUESTION, generation=generation.replace(refusal="Unknown."), **ASK)
     assert own.text == "Unknown."
-    shown = rag.ask(QUESTION, generation=replace(generation, min_confidence=0.0), **ASK)
+    shown = rag.ask(QUESTION, generation=generation.replace(min_confidence=0.0), **ASK)
     assert shown.finish_reason != "no_answer"
     assert shown.spans
     assert shown.confidence == refused.confidence
-    ignored = rag.ask(QUESTION, generation=replace(generation, confidence=False), **ASK)
+    ignored = rag.ask(QUESTION, generation=generation.replace(confidence=False), **ASK)
     assert (ignored.text, ignored.confidence) == (shown.text, None)
     rag.set_calibration("notes", None, extractive=True)
     assert rag.ask(QUESTION, generation=generation, **ASK).confidence is None
@@ -210,7 +210,7 @@ def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCac
 
 def test_streams_hold_text_back_until_it_is_not_refused(rag: RagCache) -> None:
     rag.set_calibration("notes", replace(NOBODY, bias=50.0), extractive=True)
-    generation = Generation.of(extractive=True, logprobs=1)
+    generation = GenerationParams(extractive=True, logprobs=1)
     answer = rag.ask(QUESTION, generation=generation, **ASK)
     assert answer.confidence == pytest.approx(1.0)
     assert len(answer.choices[0].chosen[0].alternatives) == 1
@@ -226,7 +226,7 @@ def test_streams_hold_text_back_until_it_is_not_refused(rag: RagCache) -> None:
 
 
 def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag: RagCache) -> None:
-    asked = Generation.of(extractive=True, confidence=True, logprobs=0)
+    asked = GenerationParams(extractive=True, confidence=True, logprobs=0)
     answer = rag.ask(QUESTION, generation=asked, **ASK)
     [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), "rooted")
     assert prompt.bare is not None
@@ -238,8 +238,8 @@ def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag:
     beside = [float(each.logprob or 0.0) for each in answer.choices[0].chosen]
     lift = sum(b - a for a, b in zip(alone, beside, strict=True)) / count
     assert answer.confidence == pytest.approx(1 / (1 + 2.718281828**-lift), abs=1e-3)
-    assert rag.ask(QUESTION, generation=Generation(extractive=True), **ASK).confidence is None
-    strict = rag.ask(QUESTION, generation=replace(asked, min_confidence=1.0), **ASK)
+    assert rag.ask(QUESTION, generation=GenerationParams(extractive=True), **ASK).confidence is None
+    strict = rag.ask(QUESTION, generation=asked.replace(min_confidence=1.0), **ASK)
     assert strict.finish_reason == "no_answer"
     stream = rag.stream(QUESTION, generation=asked, **ASK)
     assert "".join(stream).strip() == answer.text
@@ -250,7 +250,7 @@ def test_an_answer_is_not_lost_where_the_queue_is_full_when_it_is_scored(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = rag.internals.shared.engine
-    asked = Generation.of(extractive=True, confidence=True)
+    asked = GenerationParams(extractive=True, confidence=True)
     stream = rag.stream(QUESTION, generation=asked, **ASK)
     monkeypatch.setattr(engine, "config", replace(engine.config, queue=0))
     "".join(stream)
@@ -260,7 +260,7 @@ def test_an_answer_is_not_lost_where_the_queue_is_full_when_it_is_scored(
 
 
 def test_a_chat_is_checked_by_what_its_documents_add(rag: RagCache) -> None:
-    generation = Generation.of(confidence=True)
+    generation = GenerationParams(confidence=True)
     text = f"{LEAVE.text}\n\n{QUESTION}"
     said = rag.chat([{"role": "user", "content": text}], generation=generation)
     assert said.confidence is not None
@@ -278,7 +278,7 @@ def _params() -> object:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_confidence": 1.5}, "between 0 and 1"),
+        ({"min_confidence": 1.5}, "from 0 to 1"),
         ({"min_confidence": 0.5, "confidence": False}, "leave out either"),
         ({"min_confidence": 0.5, "json_object": True}, "no grammar"),
         ({"refusal": " "}, "blank"),
@@ -286,4 +286,4 @@ def _params() -> object:
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        Generation.of(**options)
+        GenerationParams(**options)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import InvalidRequest, LedgerUnavailable
 from ragcache.models import LoadedModel, wrap_causal
@@ -114,7 +114,7 @@ def test_every_answer_is_a_run_of_words_of_a_retrieved_module(
     streams = [
         rag.stream(
             question, collection="all", k=k, mode=mode,
-            generation=Generation.of(extractive=True, **options[number % len(options)]),
+            generation=GenerationParams(extractive=True, **options[number % len(options)]),
         )
         for number, question in enumerate(questions)
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_every_answer_is_a_run_of_words_of_a_retrieved_module(
 
 
 def test_spans_name_page_and_headings(rag: RagCache) -> None:
-    generation = Generation.of(extractive=True, temperature=5.0, max_tokens=4, n=8, seed=1)
+    generation = GenerationParams(extractive=True, temperature=5.0, max_tokens=4, n=8, seed=1)
     answer = rag.ask("Which key is on page two?", collection="all", k=1, generation=generation)
     assert {span.page for span in answer.spans} == {2}
     assert len({span.choice for span in answer.spans}) > 1
@@ -137,9 +137,10 @@ def test_spans_name_page_and_headings(rag: RagCache) -> None:
 def test_what_is_not_a_quotation_has_no_spans(rag: RagCache) -> None:
     for options in ({}, {"extractive": False}):
         assert (
-            rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(**options)).spans == ()
+            rag.ask(QUESTIONS[0], collection="all", generation=GenerationParams(**options)).spans
+            == ()
         )
-    nothing = rag.ask("qwxz", collection="all", generation=Generation.of(extractive=True))
+    nothing = rag.ask("qwxz", collection="all", generation=GenerationParams(extractive=True))
     assert (nothing.finish_reason, nothing.spans) == ("no_documents", ())
 
 
@@ -150,11 +151,11 @@ def test_a_model_that_quotes_by_default_can_be_told_not_to(
         rag.internals.submitter.model, extractive=True
     ))  # fmt: skip
     monkeypatch.setattr(rag, "_internals", replace(rag.internals, submitter=quoting))
-    quoted = rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(min_confidence=0))
+    quoted = rag.ask(QUESTIONS[0], collection="all", generation=GenerationParams(min_confidence=0))
     check(rag, quoted)
     assert quoted.spans
     for options in ({"extractive": False}, {"regex": "[ab]{3}"}):
-        answer = rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(**options))
+        answer = rag.ask(QUESTIONS[0], collection="all", generation=GenerationParams(**options))
         assert answer.spans == ()
     assert rag.chat([{"role": "user", "content": "Hello."}]).spans == ()
 
@@ -166,15 +167,15 @@ def test_the_embedded_reader_quotes_by_default(reader: LoadedModel, rag: RagCach
 
 def test_a_chat_quotes_the_modules_that_stand_in_it(rag: RagCache) -> None:
     text = f"{TEXTS['leave']} Where does the key hang?"
-    generation = Generation.of(extractive=True, temperature=2.0, seed=3)
+    generation = GenerationParams(extractive=True, temperature=2.0, seed=3)
     answer = rag.chat([{"role": "user", "content": text}], generation=generation)
     check(rag, answer)
     assert {span.document for span in answer.spans} == {"leave"}
 
 
 def test_extractive_answers_keep_to_no_grammar_and_call_no_tools(rag: RagCache) -> None:
-    wanted = Generation.of(extractive=True)
-    form = Generation.of(extractive=True, json_object=True)
+    wanted = GenerationParams(extractive=True)
+    form = GenerationParams(extractive=True, json_object=True)
     with pytest.raises(InvalidRequest, match="keeps to no grammar"):
         rag.ask(QUESTIONS[0], collection="all", generation=form)
     with pytest.raises(InvalidRequest, match="calls no tools"):

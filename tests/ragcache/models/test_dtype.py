@@ -139,9 +139,9 @@ def test_the_largest_layer_is_no_embedding() -> None:
 
 def log_shares(rag: RagCache, mode: str) -> dict[int, float]:
     """The likeliest first tokens of an answer, with the logarithms of their shares."""
-    from ragcache import Generation
+    from ragcache import GenerationParams
 
-    greedy = Generation.of(max_tokens=1, logprobs=5)
+    greedy = GenerationParams(max_tokens=1, logprobs=5)
     answer = rag.ask("Where is the spare key?", collection="n", k=3, mode=mode, generation=greedy)
     return dict(answer.choices[0].chosen[0].alternatives)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache.errors import (
     EngineClosed,
     InvalidRequest,
@@ -20,7 +19,7 @@ from ragcache.errors import (
 from ragcache.models import LoadedModel
 from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
-LONG = Generation(max_tokens=300, ignore_eos=True)
+LONG = GenerationParams(max_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def test_a_stream_where_nothing_was_found_is_empty(rag: RagCache) -> None:
 
 
 def test_several_choices_come_with_their_tokens(rag: RagCache) -> None:
-    generation = Generation.of(temperature=2.0, seed=3, n=3, logprobs=2, max_tokens=5)
+    generation = GenerationParams(temperature=2.0, seed=3, n=3, logprobs=2, max_tokens=5)
     stream = rag.stream(QUESTION, collection="notes", generation=generation)
     pieces = list(stream.pieces())
     answer = stream.answer
@@ -176,7 +175,7 @@ def test_closing_fails_what_runs_and_draining_waits_for_it(
     for drain, limit in ((False, 300), (True, 60)):
         rag = RagCache.open(tmp_path / str(drain), model, private_bytes="8MiB")
         rag.ingest("notes", DOCUMENTS)
-        generation = replace(LONG, max_tokens=limit)
+        generation = LONG.replace(max_tokens=limit)
         stream = rag.stream(QUESTION, collection="notes", generation=generation)
         rag.close(drain=drain)
         if drain:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.utils import chat_template_utils
 
-from ragcache import Citation, Generation, RagCache, SourceDocument
+from ragcache import Citation, GenerationParams, RagCache, SourceDocument
 from ragcache.db import Database, ModuleRow, Stamp
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
@@ -51,7 +51,7 @@ def test_one_rooted_module_answers_as_exact_does(rag: RagCache) -> None:
 
 
 def test_a_repetition_penalty_counts_the_tokens_of_cached_modules(rag: RagCache) -> None:
-    penalty = Generation.of(repetition_penalty=0.1)  # prompt tokens come first
+    penalty = GenerationParams(repetition_penalty=0.1)  # prompt tokens come first
     rooted = rag.ask(QUESTION, collection="notes", k=1, generation=penalty)
     exact = rag.ask(QUESTION, collection="notes", k=1, mode="exact", generation=penalty)
     plain = rag.ask(QUESTION, collection="notes", k=1)

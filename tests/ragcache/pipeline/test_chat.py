@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import InvalidRequest, PromptTooLong
@@ -24,6 +24,7 @@ from ragcache.models.loader import prompt_frame
 from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
 from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, RenderedChat, lay_out_chat
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
+from ragcache.pipeline.submit import request_maker
 from ragcache.recognition import Fingerprints, FingerprintTable, find
 from tests.ragcache.pipeline.conftest import spaced_tokenizer
 from tests.tiny_models import tiny_model
@@ -31,7 +32,7 @@ from tests.tiny_models import tiny_model
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
 KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
 DOCUMENTS = [SourceDocument("boats", BOATS), SourceDocument("keys", KEYS)]
-FREE = Generation(max_tokens=8, ignore_eos=True)
+FREE = GenerationParams(max_tokens=8, ignore_eos=True)
 
 
 def user(content: str) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     placed += enumerate(end, at)
     positions, token_ids = zip(*placed, strict=True)
     context = Context(tuple(segments), token_ids, positions, positions[-1] + 1)
-    request = FREE.request_maker(model, 8, None)(context)
+    request = request_maker(FREE, model, 8, None)(context)
     [expected] = complete(model.causal, [request])
     answer = rag.chat(PASTED, mode=mode, generation=FREE)
     assert tokens(answer) == list(expected.token_ids)
@@ -167,7 +168,7 @@ def test_the_same_module_twice_is_read_twice(rag: RagCache) -> None:
 def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
     ids = model.encode_untrusted(f"{KEYS} So the key")
     context = Context((), tuple(ids), tuple(range(len(ids))), len(ids))
-    [expected] = complete(model.causal, [FREE.request_maker(model, 8, None)(context)])
+    [expected] = complete(model.causal, [request_maker(FREE, model, 8, None)(context)])
     text = f"{KEYS} So the key"
     assert tokens(rag.chat(text, mode="exact", generation=FREE)) == list(expected.token_ids)
     recognized = rag.chat(text, generation=FREE)

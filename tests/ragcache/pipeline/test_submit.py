@@ -16,10 +16,11 @@ from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Generation, Submitter
+from ragcache.params import GenerationParams
+from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Submitter
 from ragcache.pipeline.answer import Timestamps
 from ragcache.pipeline.prompt import CachedSpan
-from ragcache.pipeline.submit import prepare_answer
+from ragcache.pipeline.submit import prepare_answer, request_maker
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Lease
 from ragcache.structured import Grammar
@@ -28,18 +29,17 @@ from tests.tiny_models import tiny_model
 CONTEXT = Context((), (1, 2), (0, 1), 2)
 
 
-def test_options_by_their_plain_names() -> None:
-    made = Generation.of(temperature=0.5, seed=7, stop="\n", n=2, max_tokens=9, top_p=None)
-    assert made == Generation(
-        SamplingParams(temperature=0.5, seed=7), max_tokens=9, stop=("\n",), n=2
-    )
-    assert Generation.of() == Generation()
-    assert Generation.of(stop=["a", "b"]).stop == ("a", "b")
+def test_none_is_not_given_and_one_string_stops() -> None:
+    options: dict[str, Any] = {"temperature": 0.5, "seed": 7, "stop": "\n", "n": 2, "top_p": None}
+    made = GenerationParams(max_tokens=9, **options)
+    assert made == GenerationParams(temperature=0.5, seed=7, max_tokens=9, stop=("\n",), n=2)
+    assert GenerationParams() == GenerationParams()
+    assert GenerationParams(stop=["a", "b"]).stop == ("a", "b")
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown option 'heat'; options: .*temperature"):
-        Generation.of(heat=1)
+        GenerationParams(heat=1)
 
 
 @pytest.mark.parametrize(
@@ -59,28 +59,28 @@ def test_options_out_of_their_range_are_refused(
     model: LoadedModel, options: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest):
-        Generation.of(**options).request_maker(model, 4, "local")(CONTEXT)
+        request_maker(GenerationParams(**options), model, 4, "local")(CONTEXT)
 
 
 def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) -> None:
-    def made(generation: Generation, tenant: str = "local") -> Request:
-        return generation.request_maker(model, 4, tenant)(CONTEXT)
+    def made(generation: GenerationParams, tenant: str = "local") -> Request:
+        return request_maker(generation, model, 4, tenant)(CONTEXT)
 
-    request = made(Generation())
+    request = made(GenerationParams())
     assert (request.max_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
     assert request.stop_ids == model.stop_ids
-    assert made(Generation(max_tokens=7)).max_tokens == 7
-    assert (request.tenant, made(Generation(share=False), "x").tenant) == ("local", None)
+    assert made(GenerationParams(max_tokens=7)).max_tokens == 7
+    assert (request.tenant, made(GenerationParams(share=False), "x").tenant) == ("local", None)
 
 
 def test_grammars_by_their_plain_names() -> None:
     schema = {"type": "integer"}
-    assert Generation.of(json_schema=schema).grammar == Grammar.json_schema(schema)
-    assert Generation.of(json_object=True).grammar == Grammar.json_object()
-    assert Generation.of(regex="a+").grammar == Grammar.regex("a+")
-    assert Generation.of(ebnf='root ::= "a"').grammar == Grammar.ebnf('root ::= "a"')
-    assert Generation.of(grammar=Grammar.regex("a")).grammar == Grammar.regex("a")
-    assert Generation.of(json_object=False, regex=None) == Generation()
+    assert Grammar.of(GenerationParams(json_schema=schema)) == Grammar.json_schema(schema)
+    assert Grammar.of(GenerationParams(json_object=True)) == Grammar.json_object()
+    assert Grammar.of(GenerationParams(regex="a+")) == Grammar.regex("a+")
+    assert Grammar.of(GenerationParams(ebnf='root ::= "a"')) == Grammar.ebnf('root ::= "a"')
+    assert Grammar.of(GenerationParams(grammar=Grammar.regex("a"))) == Grammar.regex("a")
+    assert Grammar.of(GenerationParams(json_object=False, regex=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_grammars_by_their_plain_names() -> None:
 )
 def test_one_grammar_and_a_sound_one(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        Generation.of(**options)
+        Grammar.of(GenerationParams(**options))
 
 
 def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
-    made = Generation.of(regex="[ab]+").request_maker(model, 4, "local")(CONTEXT).constraint
+    made = request_maker(GenerationParams(regex="[ab]+"), model, 4, "local")(CONTEXT).constraint
     assert made is not None
     assert made() is not made()
-    assert Generation().request_maker(model, 4, "local")(CONTEXT).constraint is None
+    assert request_maker(GenerationParams(), model, 4, "local")(CONTEXT).constraint is None
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
-        Generation.of(regex="[a").request_maker(model, 4, "local")(CONTEXT)
+        request_maker(GenerationParams(regex="[a"), model, 4, "local")(CONTEXT)
 
 
 def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
@@ -111,15 +111,15 @@ def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
 ) -> None:
     assert reader.no_answer_id is not None
     assert reader.decode([reader.no_answer_id]) == ""
-    free = Generation().request_maker(reader, 4, "local")(CONTEXT)
+    free = request_maker(GenerationParams(), reader, 4, "local")(CONTEXT)
     assert free.suppress_tokens == {reader.no_answer_id}
     for least, suppressed in ((0.5, set()), (0.0, {reader.no_answer_id})):
         check = AnswerCheck(
             UNCALIBRATED, ConfidenceFeatures(), least, no_answer=reader.no_answer_id
         )
-        made = Generation().request_maker(reader, 4, "local", None, check)(CONTEXT)
+        made = request_maker(GenerationParams(), reader, 4, "local", None, check)(CONTEXT)
         assert made.suppress_tokens == suppressed
-    grammar = Generation.of(regex="[ab]+").request_maker(reader, 4, "local")(CONTEXT)
+    grammar = request_maker(GenerationParams(regex="[ab]+"), reader, 4, "local")(CONTEXT)
     assert grammar.suppress_tokens == set(), "its masks allow no control tokens"
 
 
@@ -194,14 +194,14 @@ def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) ->
 @pytest.mark.parametrize(
     ("own", "generation", "error"),
     [
-        (2, Generation(n=0), InvalidRequest),
-        (2, Generation(stop=("",)), InvalidRequest),
-        (600, Generation(), PromptTooLong),
-        (2, Generation(max_tokens=508), PromptTooLong),
+        (2, GenerationParams(max_tokens=2, min_tokens=3), InvalidRequest),
+        (2, GenerationParams(stop=("",)), InvalidRequest),
+        (600, GenerationParams(), PromptTooLong),
+        (2, GenerationParams(max_tokens=508), PromptTooLong),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
-    submitter: Submitter, own: int, generation: Generation, error: type[Exception]
+    submitter: Submitter, own: int, generation: GenerationParams, error: type[Exception]
 ) -> None:
     first, second = FakeStates(submitter.model), FakeStates(submitter.model)
     with pytest.raises(error):
@@ -212,7 +212,7 @@ def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
 def test_an_answer_without_a_limit_takes_what_the_window_leaves(reader: LoadedModel) -> None:
     causal = wrap_causal(tiny_model("llama", max_position_embeddings=64))
     model = LoadedModel("narrow", causal, reader.tokenizer)
-    generation = Generation(unbounded=True, ignore_eos=True)
+    generation = GenerationParams(unbounded=True, ignore_eos=True)
     with LLMEngine(causal, EngineConfig(pool_bytes=2**22)) as engine:
         narrow = Submitter(model, engine, DeferredReleases(), RagCacheConfig())
         [pending] = narrow.run([reading(FakeStates(model))], generation)

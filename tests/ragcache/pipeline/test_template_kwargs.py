@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragcache import Generation, RagCache
+from ragcache import GenerationParams, RagCache
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import ChatTemplate
@@ -130,7 +130,7 @@ def test_variables_of_the_folder_are_those_of_each_call(
         assert found.choices[0].token_ids == expected.choices[0].token_ids
         assert found.reuse.prompt_tokens == expected.reuse.prompt_tokens
         assert found.reuse.cached_tokens > 0
-        length = Generation(max_tokens=1)
+        length = GenerationParams(max_tokens=1)
         chats = [
             low.chat(CHAT, generation=length),
             rag.chat(CHAT, generation=length, chat_template_kwargs={"effort": "low"}),

@@ -19,11 +19,12 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ragcache.engine import LLMEngine, Request, RequestOutput, SamplingParams
+from ragcache.engine import LLMEngine, Request, RequestOutput
 from ragcache.engine.constraint import penalties, penalty_table
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
-from ragcache.pipeline import Generation
+from ragcache.params import GenerationParams
+from ragcache.pipeline.submit import request_maker
 from ragcache.structured import Grammar, compile_constraint
 from ragcache.structured.grammar import grammar_compiler, logits_width
 from tests.conftest import scaled
@@ -250,14 +251,15 @@ LONGEST = 160
 
 
 def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes: Any) -> Request:
-    generation = Generation(
-        SamplingParams(temperature=1.0, seed=seed),
+    generation = GenerationParams(
+        temperature=1.0,
+        seed=seed,
         max_tokens=tokens,
         grammar=grammar,
         **changes,
     )
     prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
-    return generation.request_maker(tiny(), tokens, "local")(plain_context(prompt))
+    return request_maker(generation, tiny(), tokens, "local")(plain_context(prompt))
 
 
 def check_person(completion: RequestOutput) -> None:
@@ -286,10 +288,10 @@ def test_batched_and_preempted_answers_equal_single_ones() -> None:
     handles: list[Answer] = []
     for seed in range(3):
         handles.append(submit_request(core, asked(seed, n=3)))
-        free = Generation(SamplingParams(temperature=1.0), max_tokens=40)
+        free = GenerationParams(temperature=1.0, max_tokens=40)
         submit_request(
             core,
-            free.request_maker(tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed))),
+            request_maker(free, tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed))),
         )
         leaves = submit_request(core, asked(90 + seed))
         for _ in range(12):
@@ -304,8 +306,8 @@ def test_batched_and_preempted_answers_equal_single_ones() -> None:
 
 
 def test_greedy_answer_is_deterministic() -> None:
-    generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_tokens=30)
-    request = generation.request_maker(tiny(), 30, "local")(plain_context([1, 2, 3]))
+    generation = GenerationParams(grammar=Grammar.regex("(ab|cd)+x"), max_tokens=30)
+    request = request_maker(generation, tiny(), 30, "local")(plain_context([1, 2, 3]))
     [first], [second] = (run_requests(core_of(tiny().causal), request)[0].choices for _ in range(2))
     assert first == second
     assert re.fullmatch("((ab|cd)+x?|(ab|cd)*[ac]|(ab|cd)+x)", first.text)
@@ -359,11 +361,13 @@ def test_grammar_ends_an_answer_without_stop_tokens() -> None:
 
 def test_concurrent_requests_with_one_grammar(reader: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
-    generation = Generation.of(json_schema=schema, temperature=1.0, seed=1, n=2)
+    generation = GenerationParams(json_schema=schema, temperature=1.0, seed=1, n=2)
     prompt = reader.encode("How many boats?")
     with LLMEngine(reader.causal) as engine:
         handles = [
-            engine.submit_request(generation.request_maker(reader, 30, None)(plain_context(prompt)))
+            engine.submit_request(
+                request_maker(generation, reader, 30, None)(plain_context(prompt))
+            )
             for _ in range(3)
         ]
         answers = [json.loads(c.text) for h in handles for c in h.result(60).choices]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine import SamplingParams
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
-from ragcache.pipeline import Generation
+from ragcache.params import GenerationParams
+from ragcache.pipeline.submit import request_maker
 from ragcache.structured import (
     Grammar,
     ToolCall,
@@ -95,10 +95,10 @@ def test_auto_allows_text_and_calls(style: ToolStyle) -> None:
 @pytest.mark.parametrize("choice", ["required", pytest.param("add", marks=pytest.mark.slow)])
 def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: str) -> None:
     grammar = tool_call_grammar(TOOLS, choice, style=style, parallel=False)
-    generation = Generation(
-        SamplingParams(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
+    generation = GenerationParams(
+        temperature=1.0, seed=5, n=3, grammar=grammar, skip_special_tokens=False
     )
-    request = generation.request_maker(tiny(), 150, "local")(plain_context([1, 2, 3]))
+    request = request_maker(generation, tiny(), 150, "local")(plain_context([1, 2, 3]))
     [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 256)), request)
     for choice_ in completion.choices:
         text, [call] = parse_tool_calls(choice_.text, style)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache import Answer, Generation
+from ragcache import Answer, GenerationParams
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
@@ -123,7 +123,7 @@ class GenerationRequest(OpenAIModel, GenerationFields, RetrievalFields):
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
 
     def options(self, deadline: float) -> dict[str, Any]:
-        """Arguments of `Generation.of`."""
+        """Arguments of `GenerationParams`."""
         return super().options(deadline) | {
             "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
             "n": self.n, "stop": self.stop or None,
@@ -154,7 +154,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     function_call: Any = None
 
-    def generation(self, deadline: float) -> Generation:
+    def generation(self, deadline: float) -> GenerationParams:
         """Without a limit in the request, the answer ends where the model or the window does.
 
         Raises `InvalidRequest` or `HTTPProblem` (400).
@@ -167,7 +167,7 @@ class ChatRequest(GenerationRequest):
         most = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         given = self.options(deadline) | {"max_tokens": most, "logprobs": logprobs}
-        return Generation.of(**given, unbounded=most is None)
+        return GenerationParams(**given, unbounded=most is None)
 
     @property
     def question(self) -> str:
@@ -187,7 +187,7 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = None
     best_of: int | None = None
 
-    def generation(self, deadline: float) -> Generation:
+    def generation(self, deadline: float) -> GenerationParams:
         """Raises `InvalidRequest` or `HTTPProblem` (400)."""
         self.refuse("logit_bias")
         if self.suffix:
@@ -196,7 +196,7 @@ class CompletionRequest(GenerationRequest):
             raise unsupported("best_of")
         if self.echo and self.logprobs is not None:
             raise unsupported("echo with logprobs")
-        return Generation.of(**self.options(deadline), logprobs=self.logprobs)
+        return GenerationParams(**self.options(deadline), logprobs=self.logprobs)
 
     @property
     def prompts(self) -> list[str]:

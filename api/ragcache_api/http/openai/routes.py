@@ -15,7 +15,7 @@ from uuid import uuid4
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ragcache import Answer, AnswerSpan, AsyncAnswerStream, Generation, structured
+from ragcache import Answer, AnswerSpan, AsyncAnswerStream, GenerationParams, structured
 from ragcache.engine import Choice, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar, TextDelta, ToolCallStream, ToolStyle
@@ -103,7 +103,7 @@ def _model_card(service: Service) -> ModelCard:
 
 
 def _opening(
-    context: RequestContext, body: GenerationRequest, generation: Generation,
+    context: RequestContext, body: GenerationRequest, generation: GenerationParams,
     prompt: Any, **chat: Any,
 ) -> Opening:  # fmt: skip
     rag = context.rag
@@ -348,12 +348,12 @@ class OutputFormat:
             grammar = structured.tool_call_grammar(tools, choice, style=style)
         return cls(tools, style, grammar)
 
-    def apply(self, generation: Generation) -> Generation:
+    def apply(self, generation: GenerationParams) -> GenerationParams:
         """Options that generate text of this format."""
         if self.grammar is not None:
-            generation = replace(generation, grammar=self.grammar)
+            generation = generation.replace(grammar=self.grammar)
         if self.style is not None and self.style.special:
-            generation = replace(generation, skip_special_tokens=False)
+            generation = generation.replace(skip_special_tokens=False)
         return generation
 
     def reader(self) -> DeltaReader:

@@ -1,0 +1,197 @@
+"""Frozen sets of options, and the classes of a surface that offers them.
+
+An option is one field of a `Params` class: type, bounds, default, and its documentation under it.
+A surface (a request body, the chat model, the settings) is a pydantic class with `Surface` and the
+option sets among its bases. Imports pydantic alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+
+from ragcache.errors import ConfigurationError, InvalidRequest, RagCacheError
+
+
+class Params(BaseModel):
+    """A frozen set of options, each with a default, bounds, and its documentation under it.
+
+    `None` always means "not given": an option whose off state needs a value spells it (`0`,
+    `False`, `"none"`).
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+    error: ClassVar[type[RagCacheError]] = InvalidRequest
+    """Raised by the constructor in place of pydantic's `ValidationError`."""
+
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
+
+        def __init__(self, **options: Any) -> None:
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise self.error(explain(error, type(self))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_none(cls, options: Any) -> Any:
+        if not isinstance(options, Mapping):
+            return options
+        return {name: value for name, value in options.items() if value is not None}
+
+    @classmethod
+    def part_of(cls, wider: BaseModel) -> Self:
+        """The options of this class that a wider model, such as a request body, was given."""
+        names = cls.model_fields.keys() & wider.model_fields_set
+        return cls(**{name: getattr(wider, name) for name in names})
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, without those left at their defaults."""
+        return {name: value for name, value in self if name in self.model_fields_set}
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with changes, validated again. Raises `error` for a value that cannot be used."""
+        return type(self)(**self.given() | changes)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.given().items()
+
+
+class Surface(BaseModel):
+    """First base of a class that offers options, such as a request body.
+
+    Errors stay pydantic's, with the location of the field, for the surface to report. Only the
+    class that is used names `Surface`, and names it before every option set.
+    """
+
+    withheld: ClassVar[Mapping[str, str]] = {}
+    """Inherited options that are not offered here, each with the reason that a caller is told."""
+
+    if not TYPE_CHECKING:
+        __init__ = BaseModel.__init__  # before `Params.__init__` in the order of bases
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_withheld(cls, options: Any) -> Any:
+        given = options if isinstance(options, Mapping) else {}
+        refused = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "withheld", "{name} is not offered here: {why}", {"name": name, "why": why}
+                ),
+                loc=(name,),
+                input=given[name],
+            )
+            for name, why in cls.withheld.items()
+            if given.get(name) not in (None, cls.model_fields[name].default)
+        ]
+        if refused:
+            raise ValidationError.from_exception_data(cls.__name__, refused)
+        return options
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Required fields first, no withheld ones, and null allowed for "not given"."""
+        schema = handler(core)
+        resolved = handler.resolve_ref_schema(schema)
+        required, properties = resolved.get("required", ()), resolved.get("properties", {})
+        for name, field in cls.model_fields.items():
+            if field.is_required() or field.default is None:
+                continue
+            each = properties[name]
+            outer = {
+                key: each.pop(key) for key in ("title", "description", "default") if key in each
+            }
+            properties[name] = {"anyOf": [*each.get("anyOf", [each]), {"type": "null"}], **outer}
+        shown = [name for name in properties if name not in cls.withheld]
+        resolved["properties"] = {
+            name: properties[name] for name in sorted(shown, key=lambda name: name not in required)
+        }
+        return schema
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One sentence about the first problem: the option, its value, and what it takes."""
+    first = error.errors(include_url=False)[0]
+    name, kind, message = ".".join(map(str, first["loc"])), first["type"], first["msg"]
+    known = ", ".join(model.model_fields)
+    if kind == "extra_forbidden":
+        return f"unknown option {name!r}; options: {known}"
+    if kind == "missing":
+        return f"the option {name!r} is missing; options: {known}"
+    if kind in ("value_error", "withheld"):
+        text = message.removeprefix("Value error, ")
+        return text if not name or text.startswith(name) else f"{name}: {text}"
+    field = model.model_fields.get(str(first["loc"][0]))
+    takes = message.replace("Input should", "it must")
+    if field is not None and kind.startswith(("greater_than", "less_than")):
+        takes = f"it must be {bounds(field)}"
+    return f"{name} is {first['input']!r:.80}; {takes}"
+
+
+def bounds(field: FieldInfo) -> str:
+    """The bounds of a number, such as `from 0 to 100`; empty if it has none."""
+    low, high, above = None, None, False
+    for each in field.metadata:
+        low = getattr(each, "ge", getattr(each, "gt", low))
+        high = getattr(each, "le", high)
+        above = above or hasattr(each, "gt")
+    if low is None:
+        return "" if high is None else f"at most {high}"
+    if high is None:
+        return f"above {low}" if above else f"at least {low}"
+    return f"above {low} and at most {high}" if above else f"from {low} to {high}"
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Parse a size such as `8GiB`, `512 MB` or 1048576; an integer is returned as it is.
+
+    Raises:
+        ConfigurationError: The text is no size.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigurationError(f"cannot read the size {size!r}; write it like 8GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_optional_bytes(size: int | str | None) -> int | None:
+    """`parse_bytes`, or None for no limit."""
+    return None if size is None else parse_bytes(size)
+
+
+def _checked_size(size: int | str) -> int | str:
+    if parse_bytes(size) < 1:
+        raise ValueError(f"{size!r} is no size; it must be at least 1 byte")
+    return size
+
+
+Size = Annotated[int | str, AfterValidator(_checked_size)]
+"""Bytes, or a text such as `8GiB`. Kept as given; `parse_bytes` where the number is needed."""

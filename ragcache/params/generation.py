@@ -1,0 +1,138 @@
+"""How an answer is generated: `GenerationParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol, Self
+
+from pydantic import AfterValidator, Field, GetPydanticSchema, model_validator
+from pydantic_core import core_schema
+
+from ragcache.params.base import Params
+
+REFUSAL = "The documents do not answer this question."
+"""The default text of a refused answer."""
+
+
+class AnswerGrammar(Protocol):
+    """A grammar as a value, such as `ragcache.structured.Grammar`."""
+
+    @property
+    def kind(self) -> str:
+        """The language that the text is written in."""
+
+    @property
+    def text(self) -> str:
+        """The grammar."""
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+Unchecked = GetPydanticSchema(lambda *_: core_schema.any_schema())
+StopStrings = Annotated[str | Sequence[str], AfterValidator(_stop_strings)]
+
+
+class GenerationParams(Params):
+    """How an answer is generated. The default is one greedy answer.
+
+    Penalties apply first, then the temperature, then `top_k`, then `top_p` over the renormalized k
+    likeliest, then `min_p`: the order of Hugging Face's `generate`.
+
+    Raises:
+        InvalidRequest: An option is unknown or out of its range, or two contradict each other.
+
+    Example:
+        >>> GenerationParams(temperature=0.7, n=3, stop="\\n")
+        GenerationParams(temperature=0.7, stop=('\\n',), n=3)
+    """
+
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    """Most tokens of an answer. Defaults to the setting that the state folder was opened with."""
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """Fewest tokens of an answer. No stop token is chosen before."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Spread of the distribution that tokens are drawn from. 0 takes the likeliest token."""
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Draw from the k likeliest tokens only. 0 draws from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of likeliest tokens that holds this much probability."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw only tokens at least this fraction as likely as the likeliest one."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Divide the logits of tokens in the prompt or the answer so far. 1 changes nothing."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtract this from a token's logit for each time it was generated."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtract this once from the logit of every token that was generated."""
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    """Seed of the random numbers. Defaults to a new one for every answer."""
+    stop: StopStrings = ()
+    """Strings that end an answer. They are not part of it."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Number of answers to one prompt."""
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    """Report the log-probabilities of each token and of this many alternatives."""
+    first_logprobs: bool = False
+    """Report the log-probabilities of all tokens at the first place (`Choice.first_logprobs`)."""
+    ignore_eos: bool = False
+    """Continue after the token that ends an answer."""
+    json_schema: Mapping[str, Any] | str | None = None
+    """Answer with JSON that this schema allows."""
+    json_object: bool = False
+    """Answer with any JSON object."""
+    regex: str | None = None
+    """Answer with a text that this pattern matches as a whole."""
+    ebnf: str | None = None
+    """Answer with a text of the rule `root` of this GBNF grammar."""
+    grammar: Annotated[AnswerGrammar | None, Unchecked] = None
+    """Answer with a text of this grammar (`ragcache.structured.Grammar`)."""
+    extractive: bool | None = None
+    """Answer with a quotation from the documents. By default only the embedded reader does."""
+    confidence: bool | None = None
+    """Estimate the probability that the answer is right. On by default if calibrated."""
+    min_confidence: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Refuse answers below this confidence. Defaults to the calibration's limit; 0 refuses none."""
+    refusal: Annotated[str, Field(min_length=1, max_length=2000)] = REFUSAL
+    """Text of a refused answer."""
+    timeout: Annotated[float | None, Field(gt=0)] = None
+    """Seconds from the call to the end of the answer."""
+    priority: int = 0
+    """Place in the queue. Each level counts as 10 seconds of waiting."""
+    share: bool = True
+    """Share the states of the question's own tokens with other requests."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text."""
+    unbounded: bool = False
+    """Without `max_tokens`, use all that the window and the engine's pool leave."""
+
+    @model_validator(mode="after")
+    def _check_generation(self) -> Self:
+        forms = self.forms
+        if len(forms) > 1:
+            raise ValueError(f"an answer keeps to one grammar; {' and '.join(forms)} were given")
+        if self.min_confidence and self.confidence is False:
+            raise ValueError(
+                f"min_confidence is {self.min_confidence}, which takes the confidence that "
+                "confidence=False leaves out; leave out either"
+            )
+        if self.min_confidence and forms:
+            raise ValueError(
+                "a refused answer keeps to no grammar; leave out either min_confidence or "
+                f"{forms[0]}"
+            )
+        if not self.refusal.strip():
+            raise ValueError("the refusal is blank; give the text of answers that are refused")
+        return self
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Names of the options that were given and constrain the form of the answer."""
+        names = ("json_schema", "regex", "ebnf", "grammar")
+        given = tuple(name for name in names if getattr(self, name) is not None)
+        return (*given, "json_object") if self.json_object else given
+
+    def token_limit(self, default: int) -> int:
+        """Most tokens of an answer, with the default of the state folder."""
+        return default if self.max_tokens is None else self.max_tokens
