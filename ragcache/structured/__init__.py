@@ -6,13 +6,13 @@ from ragcache.structured.tool_calls import (
     TextDelta,
     ToolCall,
     ToolCallDelta,
-    ToolCallStream,
+    ToolCallParser,
     parse_tool_calls,
 )
 from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
 
 __all__ = [
-    "Grammar", "InvalidToolCall", "TextDelta", "ToolCall", "ToolCallDelta", "ToolCallStream",
+    "Grammar", "InvalidToolCall", "TextDelta", "ToolCall", "ToolCallDelta", "ToolCallParser",
     "ToolStyle", "compile_constraint", "parse_tool_calls", "resolve_tool_choice",
     "tool_call_grammar", "tool_style",
 ]  # fmt: skip

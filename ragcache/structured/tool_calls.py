@@ -1,16 +1,17 @@
-"""Reads tool calls from a model's text: whole (`parse_tool_calls`), or streamed (`ToolCallStream`).
+"""Tool calls in a model's text: of a whole text (`parse_tool_calls`), or streamed
+(`ToolCallParser`).
 
-A reader for each style separates text from calls and emits both as soon as they are certain. The
-JSON object of a call is scanned for its end, its name and its arguments while it comes.
+A generator for each style separates text from calls. It suspends wherever it needs more text. The
+JSON object of a call is scanned for its end, its name and its arguments as it arrives.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ragcache.structured.tools import ToolStyle, known_style
 
@@ -156,97 +157,153 @@ AnyDelta = TextDelta | ToolCallDelta
 AnyToolCall = ToolCall | InvalidToolCall
 
 
-class ToolCallReader:
-    """Collects deltas and calls from text; the base of the styles' readers.
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A part of a parser. It yields whenever it needs more text."""
 
-    `step` reads as much of `rest` as is certain and returns whether to call it again; `end` reads
-    the rest when the text has ended.
+SPACE = " \t\r\n"
+
+
+@dataclass(slots=True)
+class _Call:
+    """The call that is being read."""
+
+    scan: CallScanner | None = None
+    """Scanner of its JSON object; None while there is no such object."""
+    raw: str = ""
+    """The text of the call, as the model wrote it."""
+    named: bool = False
+    """Whether a delta has reported its name."""
+    emitted: int = 0
+    """Characters of the arguments in deltas so far."""
+
+
+class ToolCallParser:
+    """Separates text and calls while the model writes.
+
+    A part of a marker is held back until it is complete or refuted. Deltas of a call begin once its
+    name is known; `calls` says whether it is valid, once it has ended. The result does not depend
+    on how the text is cut.
+
+    Attributes:
+        calls: The calls that have ended, in order.
+
+    Raises:
+        InvalidRequest: The style is unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, style: ToolStyle | str) -> None:
         self.calls: list[AnyToolCall] = []
-        self.deltas: list[AnyDelta] = []
-        self.rest = ""  # not yet read
-        self.raw = ""  # the current call, as it was written
-        self.scan: CallScanner | None = None
+        self.rest = ""
+        """Text that has not been read yet."""
+        self.ended = False
+        """Whether no more text comes."""
+        self._deltas: list[AnyDelta] = []
         self._blank = ""  # white space not emitted yet: text or a call may follow
         self._text_emitted = False  # whether there was text since the beginning or the last call
-        self._name_emitted = False
-        self._emitted = 0  # characters of the arguments
+        self._steps = _PARSERS[known_style(style)](self)
+        next(self._steps)
 
-    def step(self) -> bool:
-        raise NotImplementedError
+    def feed(self, text: str) -> list[AnyDelta]:
+        """Reads more text. Returns the deltas that are now certain."""
+        self.rest += text
+        next(self._steps)
+        return self._take_deltas()
 
-    def end(self) -> None:
-        raise NotImplementedError
+    def finish(self) -> list[AnyDelta]:
+        """Ends the text. Returns the deltas that were held back."""
+        self.ended = True
+        next(self._steps, None)
+        if self._blank and not self.calls:  # white space is text only if there is nothing else
+            self._deltas.append(TextDelta(self._blank))
+        return self._take_deltas()
+
+    def _take_deltas(self) -> list[AnyDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def emit_text(self, text: str) -> None:
         """Emits text; white space at the beginning and after a call only if text follows."""
-        text = self._blank + text
-        self._blank = ""
+        text, self._blank = self._blank + text, ""
         if not self._text_emitted and not text.strip():
             self._blank = text
             return
         if not self._text_emitted and self.calls:
             text = text.lstrip()
-        self._text_emitted = True
-        self.deltas.append(TextDelta(text))
+        if text:
+            self._text_emitted = True
+            self._deltas.append(TextDelta(text))
 
-    def emit_text_before(self, marker: str) -> bool:
-        """Emits the text before a marker, or all that cannot begin one. Returns whether it came."""
-        before, found, after = self.rest.partition(marker)
-        kept = after if found else before[len(before) - overlap(before, marker) :]
-        text_before = before if found else before[: len(before) - len(kept)]
-        if text_before:
-            self.emit_text(text_before)
-        self.rest = kept
-        return bool(found)
+    def read_text(self, marker: str = "") -> Steps[bool]:
+        """Emits the text before a marker, and skips it. Returns False at the end of the text."""
+        while True:
+            text, found, after = self.rest.partition(marker) if marker else (self.rest, "", "")
+            kept = 0 if found or self.ended else overlap(text, marker)
+            self.emit_text(text[: len(text) - kept])
+            self.rest = after if found else text[len(text) - kept :]
+            if found or self.ended:
+                return bool(found)
+            yield
 
-    def end_text(self) -> None:
-        """Ends the text; white space without other text is emitted only if there was no call."""
-        if self._blank and not self.calls:
-            self.deltas.append(TextDelta(self._blank))
-        self._blank = ""
+    def skip(self, characters: str) -> Steps[str]:
+        """Skips these characters. Returns the next one, or "" at the end of the text."""
+        while not (left := self.rest.lstrip(characters)) and not self.ended:
+            yield
+        self.rest = left
+        return left[:1]
 
-    def begin_call(self, scan: CallScanner | None = None) -> None:
+    def begin_call(self, scan: CallScanner | None = None) -> _Call:
+        """Begins a call. White space before it is left out."""
         self._blank, self._text_emitted = "", False
-        self._name_emitted, self._emitted = False, 0
-        self.raw, self.scan = "", scan
+        return _Call(scan)
 
-    def read_object(self) -> bool:
-        """Reads more of the call's object. Returns whether it ended."""
-        assert self.scan is not None
-        taken = self.scan.read(self.rest)
-        self.raw += self.rest[:taken]
-        self.rest = self.rest[taken:]
-        return self.scan.done
+    def read_object(self, call: _Call, *, needs_arguments: bool = False) -> Steps[bool]:
+        """Reads the call's object, and emits it once its name is known and, with `needs_arguments`,
+        the key of its arguments. Returns whether it ended before the text did."""
+        scan = call.scan = call.scan or CallScanner()
+        while True:
+            taken = scan.read(self.rest)
+            call.raw, self.rest = call.raw + self.rest[:taken], self.rest[taken:]
+            if scan.name and (scan.has_arguments or not needs_arguments):
+                new = scan.arguments[call.emitted :]
+                if new or not call.named:
+                    name = None if call.named else scan.name
+                    self._deltas.append(ToolCallDelta(len(self.calls), name, new))
+                call.named, call.emitted = True, call.emitted + len(new)
+            if scan.done or self.ended:
+                return scan.done
+            yield
 
-    def emit_call(self) -> None:
-        """Emits the new part of the call, once its name is known."""
-        assert self.scan is not None
-        if not self.scan.name:
-            return
-        new = self.scan.arguments[self._emitted :]
-        if new or not self._name_emitted:
-            name = None if self._name_emitted else self.scan.name
-            self.deltas.append(ToolCallDelta(len(self.calls), name, new))
-        self._name_emitted, self._emitted = True, self._emitted + len(new)
+    def read_junk(self, call: _Call, *markers: str) -> Steps[str]:
+        """Ends the call at the nearest marker, and skips it. Returns that marker, or "" at the end
+        of the text."""
+        while not (found := [m for m in markers if m in self.rest]) and not self.ended:
+            yield
+        marker = min(found, key=self.rest.find, default="")
+        junk, _, self.rest = self.rest.partition(marker) if marker else (self.rest, "", "")
+        if not marker and call.scan is not None:
+            junk = junk[: len(junk) - overlap(junk, markers[0])]
+        self.end_call(call, junk)
+        return marker
 
-    def end_call(self, junk: str = "") -> None:
+    def end_call(self, call: _Call, junk: str = "") -> None:
         """Ends the call. junk: the text between its object and its end."""
-        if self.scan is None or not self.scan.done or junk.strip():
-            name = None if self.scan is None else self.scan.name or None
-            wrong = "the call does not end" if self.scan is not None else "a call is a JSON object"
-            if self.scan is not None and self.scan.done:
-                wrong = "something follows the call's JSON"
-            self.calls.append(InvalidToolCall(name, self.raw + junk, wrong))
+        if call.scan is None:
+            wrong = "a call is a JSON object"
+        elif not call.scan.done:
+            wrong = "the call does not end"
+        elif junk.strip():
+            wrong = "something follows the call's JSON"
+        else:
+            ended = parse_call(call.scan, call.raw)
+            if isinstance(ended, ToolCall) and not call.emitted:
+                arguments = json.dumps(dict(ended.arguments), ensure_ascii=False)
+                name = None if call.named else ended.name
+                self._deltas.append(ToolCallDelta(len(self.calls), name, arguments))
+            self.calls.append(ended)
             return
-        call = parse_call(self.scan, self.raw)
-        if isinstance(call, ToolCall) and not self._emitted:
-            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-            name = None if self._name_emitted else call.name
-            self.deltas.append(ToolCallDelta(len(self.calls), name, arguments))
-        self.calls.append(call)
+        name = None if call.scan is None else call.scan.name or None
+        self.calls.append(InvalidToolCall(name, call.raw + junk, wrong))
 
 
 def overlap(text: str, marker: str) -> int:
@@ -255,271 +312,106 @@ def overlap(text: str, marker: str) -> int:
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
-SPACE = " \t\r\n"
-
-
-class HermesReader(ToolCallReader):
+def _parse_hermes(parser: ToolCallParser) -> Steps[None]:
     """`<tool_call>{...}</tool_call>`, any number of times, with text around them."""
-
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = "text"  # then "open", "call", "close"
-
-    def step(self) -> bool:
-        if self._state == "text":
-            if not self.emit_text_before(self.OPEN):
-                return False
-            self._open()
-        elif self._state == "open":
-            body = self.rest.lstrip(SPACE)
-            if not body:
-                return False
-            if body[0] == "{":
-                self.rest, self.scan = body, CallScanner()
-            self._state = "close" if self.scan is None else "call"
-        elif self._state == "call":
-            ended = self.read_object()
-            self.emit_call()
-            if not ended:
-                return False
-            self._state = "close"
-        else:
-            return self._close()
-        return True
-
-    def _open(self) -> None:
-        self.begin_call()
-        self._state = "open"
-
-    def _close(self) -> bool:
-        """Reads to the marker that ends the call, or to the next call if that marker is missing."""
-        ends = [(self.rest.find(marker), marker) for marker in (self.CLOSE, self.OPEN)]
-        place, marker = min((end for end in ends if end[0] >= 0), default=(-1, ""))
-        if place < 0:
-            return False
-        self.end_call(self.rest[:place])
-        self.rest = self.rest[place + len(marker) :]
-        self._state = "text"
-        if marker == self.OPEN:
-            self._open()
-        return True
-
-    def end(self) -> None:
-        if self._state == "call" and self.CLOSE in self.raw:
-            # a string without end swallowed the text after the call
-            self.raw, _, self.rest = self.raw.partition(self.CLOSE)
-            self.end_call()
-            self._state = "text"
-            while self.step():
-                pass
-            self.end()
-            return
-        if self._state == "text":
-            if self.rest:
-                self.emit_text(self.rest)
-        else:
-            cut = self.rest[: len(self.rest) - overlap(self.rest, self.CLOSE)]
-            self.end_call(cut if self.scan is not None else self.rest)
-        self.rest = ""
-        self.end_text()
+    begin, end = "<tool_call>", "</tool_call>"
+    marker = ""
+    while marker == begin or (yield from parser.read_text(begin)):
+        call, marker = parser.begin_call(), ""
+        if (yield from parser.skip(SPACE)) == "{":
+            complete = yield from parser.read_object(call)
+            if not complete and end in call.raw:
+                # a string without end swallowed the text after the call
+                call.raw, _, parser.rest = call.raw.partition(end)
+                parser.end_call(call)
+                continue
+        marker = yield from parser.read_junk(call, end, begin)  # the end may be missing
 
 
-class LlamaReader(ToolCallReader):
+def _parse_llama(parser: ToolCallParser) -> Steps[None]:
     """`{"name": ..., "parameters": {...}}` from the beginning, more after `;`. An object without
     these two keys is text."""
-
-    TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = "start"  # then "call", "text"
-        self._before = ""  # the text before the call, which may be text too
-
-    def step(self) -> bool:
-        if self._state == "start":
-            return self._start()
-        if self._state == "call":
-            return self._call()
-        if self.rest:
-            self.emit_text(self.rest)
-        self.rest = ""
-        return False
-
-    def _start(self) -> bool:
-        body = self.rest.lstrip(SPACE + ";" if self.calls else SPACE)
-        inner = body.removeprefix(self.TAG).lstrip(SPACE)
-        if not inner or self.TAG.startswith(body):
-            return False
-        if inner[0] != "{":
-            self._state, self.rest = "text", body if self.calls else self.rest
-            return True
-        self._before = self.rest[: len(self.rest) - len(inner)] if not self.calls else ""
-        self._state, self.rest = "call", inner
-        self.scan, self.raw = CallScanner(), ""
-        self._called = False
-        return True
-
-    def _call(self) -> bool:
-        assert self.scan is not None
-        ended = self.read_object()
-        if not self._called and self.scan.name and self.scan.has_arguments:
-            scan, raw = self.scan, self.raw
-            self.begin_call(scan)
-            self.raw, self._called = raw, True
-        if self._called:
-            self.emit_call()
-        if not ended:
-            return False
-        if self._called:
-            self.end_call()
-            self._state = "start"
-        else:
-            self._state, self.rest = "text", self._before + self.raw + self.rest
-        return True
-
-    def end(self) -> None:
-        if self._state == "call" and self._called:
-            self.end_call()
-        elif self._state == "call":
-            self.emit_text(self._before + self.raw)
-        elif left := self.rest.strip(SPACE + ";") if self.calls else self.rest:
-            self.emit_text(left)
-        self.rest = ""
-        self.end_text()
+    tag = "<|python_tag|>"
+    while True:
+        skipped = SPACE + ";" if parser.calls else SPACE
+        while not (inner := _untagged(parser.rest.lstrip(skipped), tag)) and not parser.ended:
+            yield
+        if not inner.startswith("{"):
+            if parser.calls:
+                parser.rest = parser.rest.lstrip(skipped)
+            break
+        before = "" if parser.calls else parser.rest[: len(parser.rest) - len(inner)]
+        call, parser.rest = _Call(), inner
+        yield from parser.read_object(call, needs_arguments=True)
+        if not call.named:
+            parser.rest = before + call.raw + parser.rest
+            break
+        parser.end_call(call)
+    yield from parser.read_text()
 
 
-class MistralReader(ToolCallReader):
+def _untagged(text: str, tag: str) -> str:
+    """The text after the tag, if it has one; "" where more text must tell."""
+    return "" if tag.startswith(text) else text.removeprefix(tag).lstrip(SPACE)
+
+
+def _parse_mistral(parser: ToolCallParser) -> Steps[None]:
     """Text, then `[TOOL_CALLS]` with a list of calls, or with `name[ARGS]{...}` once for each."""
-
-    OPEN = "[TOOL_CALLS]"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._state = "text"  # then "open"; "list" and "call", or "name" and "arguments"; "junk"
-
-    def step(self) -> bool:
-        if self._state == "text":
-            if not self.emit_text_before(self.OPEN):
-                return False
-            self.begin_call()
-            self._state = "open"
-            return True
-        steps = {"open": self._open, "list": self._list, "name": self._name, "junk": self._junk}
-        return steps.get(self._state, self._call)()
-
-    def _open(self) -> bool:
-        body = self.rest.lstrip(SPACE)
-        if not body:
-            return False
-        self._state = "list" if body[0] == "[" else "name"
-        self.rest = body[1:] if body[0] == "[" else body
-        return True
-
-    def _list(self) -> bool:
-        self.rest = self.rest.lstrip(SPACE + ",")
-        if not self.rest:
-            return False
-        if self.rest[0] == "{":
-            self.begin_call(CallScanner())
-            self._state = "call"
-        elif self.rest[0] == "]":
-            self._state, self.rest = "text", self.rest[1:]
+    begin = "[TOOL_CALLS]"
+    while (yield from parser.read_text(begin)):
+        call = parser.begin_call()
+        if (yield from parser.skip(SPACE)) == "[":
+            parser.rest = parser.rest[1:]
+            yield from _parse_list(parser, begin)
+            continue
+        while not (parser.ended or "{" in parser.rest or begin in parser.rest):
+            yield
+        before, brace, _ = parser.rest.partition(begin)[0].partition("{")
+        if brace:
+            name = json.dumps(before.partition("[")[0].strip())
+            call.scan, call.raw = CallScanner(f'{{"name": {name}, "arguments": '), before
+            parser.rest = parser.rest[len(before) :]
+            yield from parser.read_object(call)
+            parser.end_call(call)
         else:
-            self.begin_call()
-            self._state = "junk"
-        return True
-
-    def _name(self) -> bool:
-        brace, marker = self.rest.find("{"), self.rest.find(self.OPEN)
-        if marker >= 0 and not 0 <= brace < marker:
-            self._state = "junk"
-            return True
-        if brace < 0:
-            return False
-        name = self.rest[:brace].partition("[")[0].strip()
-        self.begin_call(CallScanner(f'{{"name": {json.dumps(name)}, "arguments": '))
-        self.raw, self.rest = self.rest[:brace], self.rest[brace:]
-        self._state = "arguments"
-        return True
-
-    def _call(self) -> bool:
-        ended = self.read_object()
-        self.emit_call()
-        if ended:
-            self.end_call()
-            self._state = "list" if self._state == "call" else "text"
-        return ended
-
-    def _junk(self) -> bool:
-        place = self.rest.find(self.OPEN)
-        if place < 0:
-            return False
-        self.end_call(self.rest[:place])
-        self.rest = self.rest[place:]
-        self._state = "text"
-        return True
-
-    def end(self) -> None:
-        if self._state == "text":
-            if self.rest:
-                self.emit_text(self.rest)
-        elif self._state != "list":
-            self.end_call(self.rest)
-        self.rest = ""
-        self.end_text()
+            parser.rest = (yield from parser.read_junk(call, begin)) + parser.rest
 
 
-_READERS: dict[ToolStyle, type[ToolCallReader]] = {
-    ToolStyle.HERMES: HermesReader,
-    ToolStyle.LLAMA: LlamaReader,
-    ToolStyle.MISTRAL: MistralReader,
+def _parse_list(parser: ToolCallParser, begin: str) -> Steps[None]:
+    """The calls of a list, to its end."""
+    while first := (yield from parser.skip(SPACE + ",")):
+        if first == "]":
+            parser.rest = parser.rest[1:]
+            return
+        call = parser.begin_call()
+        if first != "{":
+            parser.rest = (yield from parser.read_junk(call, begin)) + parser.rest
+            return
+        yield from parser.read_object(call)
+        parser.end_call(call)
+
+
+_PARSERS: dict[ToolStyle, Callable[[ToolCallParser], Steps[None]]] = {
+    ToolStyle.HERMES: _parse_hermes,
+    ToolStyle.LLAMA: _parse_llama,
+    ToolStyle.MISTRAL: _parse_mistral,
 }
 
 
-class ToolCallStream:
-    """Separates text and calls while the model writes.
-
-    A part of a marker is held back until it is complete or refuted. Deltas of a call begin once its
-    name is known; whether the call is valid shows in `calls` when it has ended. The result does not
-    depend on how the text is cut. Raises `InvalidRequest` for an unknown style.
-    """
-
-    def __init__(self, style: ToolStyle | str) -> None:
-        self._reader = _READERS[known_style(style)]()
-
-    @property
-    def calls(self) -> list[AnyToolCall]:
-        """The calls that have ended, in order."""
-        return self._reader.calls
-
-    def feed(self, text: str) -> list[AnyDelta]:
-        """Reads more text. Returns the deltas that are now certain."""
-        self._reader.rest += text
-        while self._reader.step():
-            pass
-        return self._take()
-
-    def finish(self) -> list[AnyDelta]:
-        """Ends the text. Returns the deltas that were held back."""
-        self._reader.end()
-        return self._take()
-
-    def _take(self) -> list[AnyDelta]:
-        deltas, self._reader.deltas = self._reader.deltas, []
-        return deltas
-
-
 def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
-    """Separates a text from its tool calls: the text without calls and the white space around them,
-    and the calls in order. Raises `InvalidRequest` for an unknown style.
+    """Separates a text from its tool calls.
+
+    Returns:
+        The text without calls and the white space around them, and the calls in order.
+
+    Raises:
+        InvalidRequest: The style is unknown.
 
     Example:
         >>> parse_tool_calls('Wait. <tool_call>{"name": "now"}</tool_call>', "hermes")
         ('Wait. ', [ToolCall(name='now', arguments={})])
     """
-    stream = ToolCallStream(style)
-    deltas = stream.feed(text) + stream.finish()
+    parser = ToolCallParser(style)
+    deltas = parser.feed(text) + parser.finish()
     text_before = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-    return text_before, stream.calls
+    return text_before, parser.calls

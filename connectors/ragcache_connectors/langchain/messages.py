@@ -185,9 +185,9 @@ class ChunkBuilder:
         self._arguments: dict[int, str] = {}  # of each call, as far as they were given out
         self._calls = None
         if options.style is not None:
-            from ragcache.structured import ToolCallStream
+            from ragcache.structured import ToolCallParser
 
-            self._calls = ToolCallStream(options.style)
+            self._calls = ToolCallParser(options.style)
 
     def feed(self, delta: TokenDelta) -> Iterator[ChatGenerationChunk]:
         """The chunks that a delta makes certain. Log-probabilities come with their token, though

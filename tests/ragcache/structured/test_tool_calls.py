@@ -15,7 +15,7 @@ from ragcache.structured import (
     TextDelta,
     ToolCall,
     ToolCallDelta,
-    ToolCallStream,
+    ToolCallParser,
     ToolStyle,
     parse_tool_calls,
 )
@@ -57,9 +57,9 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(edges)]
 
 
-def streamed(style: ToolStyle, pieces: Sequence[str]) -> tuple[str, dict[int, str], ToolCallStream]:
+def streamed(style: ToolStyle, pieces: Sequence[str]) -> tuple[str, dict[int, str], ToolCallParser]:
     """The text, the arguments of each call as its deltas told them, and the stream at its end."""
-    stream = ToolCallStream(style)
+    stream = ToolCallParser(style)
     deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish()
     arguments: dict[int, str] = {}
     for delta in deltas:
@@ -115,7 +115,7 @@ def test_every_opened_call_is_reported(text: str) -> None:
     ],
 )
 def test_no_part_of_a_marker_is_emitted(style: str, text: str) -> None:
-    stream, told = ToolCallStream(style), ""
+    stream, told = ToolCallParser(style), ""
     for character in text:
         for delta in stream.feed(character):
             told += delta.text if isinstance(delta, TextDelta) else ""
@@ -127,7 +127,7 @@ def test_no_part_of_a_marker_is_emitted(style: str, text: str) -> None:
 
 
 def test_arguments_are_streamed() -> None:
-    stream = ToolCallStream("hermes")
+    stream = ToolCallParser("hermes")
     assert stream.feed('<tool_call>{"name": "f", "arg') == [ToolCallDelta(0, "f", "")]
     assert stream.feed('uments": {"a"') == [ToolCallDelta(0, None, '{"a"')]
     assert stream.feed(": 1}") == [ToolCallDelta(0, None, ": 1}")]

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from ragcache import Answer, AnswerSpan, AsyncAnswerStream, GenerationParams, structured
 from ragcache.engine import Choice, TokenDelta
 from ragcache.errors import InvalidRequest
-from ragcache.structured import Grammar, TextDelta, ToolCallStream, ToolStyle
+from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.openai.protocol import (
     ChatRequest,
@@ -358,13 +358,13 @@ class OutputFormat:
 
     def reader(self) -> DeltaReader:
         """A reader for the text of one choice."""
-        return DeltaReader(None if self.style is None else ToolCallStream(self.style))
+        return DeltaReader(None if self.style is None else ToolCallParser(self.style))
 
 
 class DeltaReader:
     """Turns text into the fields of OpenAI's deltas, without white space before the first text."""
 
-    def __init__(self, calls: ToolCallStream | None) -> None:
+    def __init__(self, calls: ToolCallParser | None) -> None:
         self._calls = calls
         self._begun = False
         self.called = 0
