@@ -59,13 +59,6 @@ def test_a_pdf_without_text_says_so() -> None:
         read_document("locked.pdf", bytes(locked.output()))
 
 
-def test_word_keeps_headings_and_tables() -> None:
-    assert read("report.docx").text == (
-        "# Ferries\n\n## Pelican\n\nThe pelican ferry is painted orange.\n\n"
-        "| Ferry | Seats |\n| --- | --- |\n| Pelican | 60 |"
-    )
-
-
 def test_slides_have_pages_tables_and_notes() -> None:
     first, second = read("slides.pptx").sections
     assert first.text == "# Gulls\n\nGulls feed themselves."
@@ -81,13 +74,25 @@ def test_sheets_are_tables_under_their_names() -> None:
     assert "| Cod | 7.5 |" in prices.text
 
 
-def test_html_is_text_without_markup() -> None:
-    document = read("page.html")
-    assert document.metadata == {"title": "Breakwater"}
-    assert document.text == (
-        "# Breakwater\n\nThe granite breakwater is 7 km long.\n\n"
-        "| Pier | Depth |\n| --- | --- |\n| East | 4 m |"
-    )
+WHOLE = {
+    "report.docx": "# Ferries\n\n## Pelican\n\nThe pelican ferry is painted orange.\n\n"
+    "| Ferry | Seats |\n| --- | --- |\n| Pelican | 60 |",
+    "page.html": "# Breakwater\n\nThe granite breakwater is 7 km long.\n\n"
+    "| Pier | Depth |\n| --- | --- |\n| East | 4 m |",
+    "study.ipynb": "# Plankton study\n\n```python\n# not a heading\nprint(count())\n```\n\n"
+    "```output\n9182 plankton\n```",
+    "settings.json": "# winch\n\nvoltage: 48\nmaker: Quill & Sons\n\n# lamps\n\n"
+    "| id | watts |\n| --- | --- |\n| 1 | 5 |",
+    "crane.py": CODE.decode(),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_structure_becomes_markdown(name: str) -> None:
+    assert read(name).text == WHOLE[name]
+    assert read(name).metadata == ({"title": "Breakwater"} if name == "page.html" else {})
+    [part] = read(name).sections
+    assert part.language == ("python" if name == "crane.py" else "")
 
 
 def test_html_is_read_in_the_encoding_that_it_declares() -> None:
@@ -101,11 +106,7 @@ def test_chapters_follow_the_spine() -> None:
     ]  # fmt: skip
 
 
-def test_json_becomes_headings_lines_and_tables() -> None:
-    assert read("settings.json").text == (
-        "# winch\n\nvoltage: 48\nmaker: Quill & Sons\n\n# lamps\n\n"
-        "| id | watts |\n| --- | --- |\n| 1 | 5 |"
-    )
+def test_json_becomes_lines_and_tables() -> None:
     deep = b'{"a": {"b": {"c": {"d": [1, {"e": "x", "f": [2]}]}}}}'
     assert read_document("a.json", deep).text.endswith("d:\n  - 1\n  - e: x\n    f:\n      - 2")
     rows = b'{"id": 1, "on": true}\n{"id": 2, "note": null}\n'
@@ -124,18 +125,6 @@ def test_mail_has_headers_and_readable_attachments() -> None:
     assert message.text.endswith("on Saturday in the sail loft.")
     assert (menu.text.strip(), menu.metadata) == ("Soup, then cod.", {"attachment": "menu.txt"})
     assert document.metadata["subject"] == "Regatta dinner"
-
-
-def test_notebooks_fence_their_code_and_outputs() -> None:
-    assert read("study.ipynb").text == (
-        "# Plankton study\n\n```python\n# not a heading\nprint(count())\n```\n\n"
-        "```output\n9182 plankton\n```"
-    )
-
-
-def test_code_is_code() -> None:
-    [part] = read("crane.py").sections
-    assert (part.text, part.language) == (CODE.decode(), "python")
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.pptx", "a.xlsx", "a.epub", "a.pdf", "a.ipynb"])

@@ -119,18 +119,11 @@ def test_long_headings_are_dropped_outermost_first() -> None:
     assert "h0" not in pieces[-1]
 
 
-def test_paragraphs_are_kept_together_where_they_fit() -> None:
-    paragraphs = [numbered(n, n + 20) for n in range(0, 100, 20)]
-    pieces = split_text("\n\n".join(paragraphs), 32, words)
-    assert [piece.strip() for piece in pieces] == paragraphs
-
-
-def test_sentences_are_kept_together_where_they_fit() -> None:
-    sentences = [
-        f"{numbered(n, n + 10)}{end}" for n, end in zip(range(0, 90, 10), ".!?" * 3, strict=True)
-    ]
-    pieces = split_text(" ".join(sentences), 32, words)
-    assert [piece.strip()[-1] for piece in pieces] == ["?", "?", "?"]
+@pytest.mark.parametrize(("size", "between"), [(20, "\n\n"), (30, "! ")])
+def test_paragraphs_and_sentences_are_kept_together(size: int, between: str) -> None:
+    wholes = [numbered(n, n + size) for n in range(0, 5 * size, size)]
+    pieces = split_text(between.join(wholes), 34, words)
+    assert [piece.strip(" !\n") for piece in pieces] == wholes
 
 
 def test_chinese_is_cut_at_the_ends_of_sentences() -> None:
@@ -138,13 +131,6 @@ def test_chinese_is_cut_at_the_ends_of_sentences() -> None:
     pieces = split_text(sentence * 20, 60, len)
     assert len(pieces) == 10
     assert all(piece.strip() == sentence * 2 for piece in pieces)
-
-
-def test_one_word_of_5000_characters_is_cut_and_kept() -> None:
-    word = "".join(chr(97 + n % 26) for n in range(5000))
-    pieces = split_text(f"# T\n\n{word}", 100, len)
-    assert all(len(piece) <= 100 for piece in pieces)
-    assert "".join(piece.removeprefix("# T\n\n").strip() for piece in pieces) == word
 
 
 def check_places(document: SourceDocument, limit: int, counter: Count) -> None:
