@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding
 
 from ragcache.errors import ConstraintFailed
 
@@ -23,14 +23,18 @@ _NONE_ALLOWED = torch.zeros(0, dtype=torch.int32, device="cpu")
 class Constraint(Protocol):
     """The state of one answer under a constraint. Only the engine's thread uses it."""
 
-    def mask(self) -> Tensor | None:
-        """The tokens that may come next: on the CPU either packed, int32 [ceil(V / 32)] with token
-        t at bit t % 32 of word t // 32, or bool [V]; None where all may. Tokens beyond its end may
-        not. A stop token may come only where the answer may end. It is read before
-        this constraint is called again, so that one buffer may serve for every mask."""
+    def mask(self) -> Tensor:
+        """The tokens that may come next.
+
+        Returns:
+            Packed bits on the CPU, int32 [ceil(V / 32)]: token t is bit t % 32 of word t // 32.
+            Tokens beyond the end are not allowed. A stop token is allowed only where the answer
+            may end. The engine reads the mask before it calls the constraint again, so that one
+            buffer may hold every mask.
+        """
 
     def accept(self, token: int) -> None:
-        """Takes the token that was chosen; never a stop token."""
+        """Takes the token that was chosen. It is never a stop token."""
 
     @property
     def finished(self) -> bool:
@@ -44,20 +48,19 @@ MakeConstraint = Callable[[], Constraint]
 class GuardedConstraint:
     """A constraint whose errors fail its own request.
 
-    failure: what went wrong; from then on no token is allowed. The state lives as long as the
-    answer, so that a preempted one continues where it was.
+    It lives as long as the answer, so that a preempted answer continues where it was.
     """
 
     def __init__(self, make: MakeConstraint) -> None:
         self.failure: ConstraintFailed | None = None
+        """The error of the constraint. No token is allowed after it."""
         self._constraint = self._tried("making it", make, None)
 
-    def mask(self) -> Tensor | None:
+    def mask(self) -> Tensor:
         """See `Constraint.mask`."""
         if self._constraint is None:
             return _NONE_ALLOWED
-        none: Tensor | None = _NONE_ALLOWED
-        return self._tried("asking which tokens may follow", self._constraint.mask, none)
+        return self._tried("asking which tokens may follow", self._constraint.mask, _NONE_ALLOWED)
 
     def accept(self, token: int) -> bool:
         """Takes a token. Returns whether the answer is complete."""
@@ -92,11 +95,3 @@ def penalties(packed: Tensor, table: Tensor) -> Tensor:
     look-up for eight tokens in the table of the device."""
     eights = packed.view(torch.uint8).int()  # [R, 4 * W], the lowest byte first
     return embedding(eights, table).flatten(1)
-
-
-def pack(allowed: Tensor) -> Tensor:
-    """bool [R, V] as packed masks, int32 [R, ceil(V / 32)]."""
-    words = pad(allowed, (0, -allowed.shape[-1] % 32)).view(len(allowed), -1, 4, 8)
-    weights = torch.tensor([1 << bit for bit in range(8)], device=allowed.device)
-    eights: Tensor = (words * weights).sum(-1).to(torch.uint8)  # [R, W, 4]
-    return eights.view(torch.int32).flatten(1)

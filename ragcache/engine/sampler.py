@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ragcache.engine.constraint import pack, penalties, penalty_table
+from ragcache.engine.constraint import penalties, penalty_table
 from ragcache.engine.sampling import (
     Penalties,
     TokenCounts,
@@ -285,8 +285,8 @@ class Sampler:
             if mask is None:
                 rows[row] = -1
             else:
-                packed = (mask if mask.dtype == torch.int32 else pack(mask[None])[0])[:width]
-                rows[row, : len(packed)] = packed.numpy()
+                allowed = mask[:width].numpy()
+                rows[row, : len(allowed)] = allowed
         words = words.to(self.device, non_blocking=True)
         for begin in range(0, len(masks), GPU_ROWS):
             here = slice(begin, begin + GPU_ROWS)

@@ -286,7 +286,7 @@ class GrammarConstraint:
         self._matcher = matcher
         self._mask = torch.zeros(words, dtype=torch.int32, device="cpu")
 
-    def mask(self) -> Tensor | None:
+    def mask(self) -> Tensor:
         """See `Constraint.mask`. Raises `ValueError` where the grammar exceeds its limits."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.nbytes)
         if self._matcher.is_error():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,6 @@ from ragcache.engine import (
     complete,
     encode,
 )
-from ragcache.engine.constraint import pack
 from ragcache.models import CausalLM, wrap
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
@@ -149,14 +149,14 @@ def test_graphs_are_captured_again_for_states_in_eight_bits(
 
 
 class EveryThird:
-    """Allows the tokens with the same remainder as the place, by packed and plain masks in turn."""
+    """Allows the tokens with the same remainder as the place."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
 
     def mask(self) -> torch.Tensor:
         allowed = torch.arange(VOCABULARY) % 3 == len(self.taken) % 3
-        return pack(allowed[None])[0] if len(self.taken) % 2 else allowed
+        return torch.from_numpy(np.packbits(allowed.numpy(), bitorder="little").view(np.int32))
 
     def accept(self, token: int) -> None:
         self.taken.append(token)

@@ -111,7 +111,6 @@ def test_patterns_of_repetitions_compile_and_answer_within_limits(pattern: str) 
     constraint = compile_constraint(Grammar.regex(pattern), tiny())()
     for _ in range(20):
         mask = constraint.mask()
-        assert mask is not None
         constraint.accept(allowed(mask)[0])
 
 
@@ -141,7 +140,6 @@ def test_masks_allow_what_the_text_can_go_on_with(pattern: str, data: st.DataObj
         if constraint.finished:
             break
         mask = constraint.mask()
-        assert mask is not None
         tokens = set(allowed(mask))
         goes_on = partial(regex.fullmatch, pattern, partial=True)
         can = {token for token, more in vocabulary.items() if goes_on(text + more)}
@@ -194,7 +192,6 @@ def test_tokens_are_spelled_as_in_the_vocabulary(reader: LoadedModel) -> None:
 def test_control_tokens_are_in_no_answer_except_tool_markers() -> None:
     hidden, marker = (tokenizer().convert_tokens_to_ids(each) for each in SPECIAL[1:])
     mask = compile_constraint(Grammar.regex(r"(.|\n)*"), tiny())().mask()
-    assert mask is not None
     assert hidden not in allowed(mask)
     assert {*tiny().stop_ids, marker} < {*allowed(mask)}
     assert len(mask) == VOCABULARY // 32
