@@ -107,12 +107,6 @@ def test_the_embedded_readers_tokenizer(reader: LoadedModel, ids: list[int], ski
     assert "".join(pieces(reader.tokenizer, ids, skip)) == expected
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SENTENCEPIECE])
-def test_a_character_comes_whole(tokenizer: Any) -> None:
-    assert pieces(tokenizer, [*"界".encode(), *"é".encode()])[:2] == ["", ""]
-    assert "".join(pieces(tokenizer, "界é".encode())) == "界é"
-
-
 def test_what_precedes_an_incomplete_character_is_not_held() -> None:
     assert pieces(ByteTokenizer(), [258, 0x8C, 65, 0xE7]) == [" a", "界", "A", "", "\ufffd"]
 
@@ -273,8 +267,3 @@ def test_the_largest_allowed_are_taken_and_repeats_are_dropped() -> None:
     largest = [chr(65 + n) * 1000 for n in range(16)]
     assert check_stop_strings(largest) == tuple(largest)
     assert check_stop_strings(["b", "a", "b"]) == ("b", "a")
-
-
-def test_a_stream_refuses_unusable_stop_strings(reader: LoadedModel) -> None:
-    with pytest.raises(InvalidRequest, match="0 characters"):
-        TextStream(reader.tokenizer, [""])

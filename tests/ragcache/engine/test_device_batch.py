@@ -297,21 +297,22 @@ def test_shared_blocks_are_read_once_and_tails_follow_them() -> None:
     assert tails_of(tables, batch) == [[9], [4, 8], [6]]
 
 
-@pytest.mark.parametrize(("full", "tail"), [(LONG_SPAN - 1, LONG_SPAN), (LONG_SPAN, 1), (30, 1)])
-def test_long_pasts_are_runs_and_short_ones_tails(full: int, tail: int) -> None:
+@pytest.mark.parametrize(
+    ("full", "more", "tail"),
+    [
+        (LONG_SPAN - 1, 1, LONG_SPAN),
+        (LONG_SPAN, 1, 1),
+        (30, 1, 1),
+        pytest.param(LONG_SPAN + 1, 0, 2, id="a block just filled may yet be replaced by an equal"),
+    ],
+)
+def test_long_pasts_are_runs_and_short_ones_tails(full: int, more: int, tail: int) -> None:
     tables = new_tables()
-    batch = planned([chunk(block_table(range(5, 6 + full), range(full * BLOCK_SIZE + 1)))], tables)
-    assert [len(blocks) for blocks, _ in private_reads(batch)] == ([full] if tail == 1 else [])
-    assert tails_of(tables, batch) == [list(range(6 + full - tail, 6 + full))]
-
-
-def test_block_that_was_just_filled_stays_in_the_tail() -> None:
-    """Nobody shares it yet, so an equal block may still replace it."""
-    tables = new_tables()
-    filled = (LONG_SPAN + 1) * BLOCK_SIZE
-    private = block_table(range(5, 7 + LONG_SPAN), range(filled))
+    private = block_table(range(5, 6 + full), range(full * BLOCK_SIZE + more))
     batch = planned([chunk(private)], tables)
-    assert tails_of(tables, batch) == [private.block_ids[-2:]]
+    runs = full + 1 - tail
+    assert [len(blocks) for blocks, _ in private_reads(batch)] == ([runs] if runs else [])
+    assert tails_of(tables, batch) == [private.block_ids[-tail:]]
 
 
 def test_scattered_blocks_are_runs_of_their_own() -> None:
@@ -355,20 +356,6 @@ def test_a_gap_in_the_filling_block_makes_a_gapless_step_mixed() -> None:
     batch = planned(behind, tables, gapless=True)
     assert batch.kind == "decode"
     assert tails_of(tables, batch) == [[2]]
-
-
-def test_new_tokens_are_written_behind_the_past() -> None:
-    tables = new_tables()
-    room = ContiguousKV(torch.zeros(1, 1, 8, 1), torch.zeros(1, 1, 8, 1))
-    room.advance([0, 1])
-    batch = planned(
-        [chunk(block_table([7, 3], range(3)), 3), chunk(room, 2), chunk(block_table([5], []))],
-        tables,
-    )
-    assert batch.kind == "mixed"
-    assert tables.step.write_slot[:7].tolist() == [31, 12, 13, 2, 3, 20, -1]
-    number = batch.plan.base_number(room.keys, room.values)
-    assert tables.step.write_base[:6].tolist() == [0, 0, 0, number, number, 0]
 
 
 def test_segments_in_eight_bits_come_with_their_scales() -> None:

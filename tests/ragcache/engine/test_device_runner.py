@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.engine import Context, EncodeJob, EngineConfig, Request, SamplingParams, Segment
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Segment,
+)
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding
@@ -73,6 +81,19 @@ def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> 
     return Request(context, limit, sampling=SamplingParams(logprobs=1))
 
 
+def assert_same_states(found: list[KVStates], expected: list[KVStates]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, **CLOSE)
+        torch.testing.assert_close(one.values, other.values, **CLOSE)
+
+
+def assert_same_answers(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi", "mpt"])
 def test_answers_are_those_of_the_ragged_runner(
@@ -84,9 +105,7 @@ def test_answers_are_those_of_the_ragged_runner(
     causal = causal_of(family)
     expected_states = states_by(RaggedModelRunner(causal), causal)
     found_states = states_by(device_runner(causal), causal)
-    for found, expected in zip(found_states, expected_states, strict=True):
-        torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
-        torch.testing.assert_close(found.values, expected.values, **CLOSE)
+    assert_same_states(found_states, expected_states)
     answers = []
     for runner in (RaggedModelRunner(causal), device_runner(causal)):
         core = EngineCore(runner, EngineConfig(2**19, running=4))
@@ -98,21 +117,34 @@ def test_answers_are_those_of_the_ragged_runner(
             request_over(expected_states, (2,), 2),
         ]
         answers.append(run_requests(core, *requests))
-    for theirs, ours in zip(*answers, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert_same_answers(*answers)
 
 
-def logits_over(runner: ModelRunner, causal: CausalLM, segments: list[Segment]) -> torch.Tensor:
-    """Of three rows after the segments."""
+def logits_of_steps(
+    runner: ModelRunner, segments: Sequence[Segment], steps: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Of the last rows of one request's steps, each of tokens at some positions."""
     private = BlockTable(runner.create_pool(2**19))
     blocks = private.pool.allocate_blocks(1)
     assert blocks is not None
     private.block_ids += blocks
+    found = []
+    for positions in steps:
+        tokens = random_tokens(len(positions), seed=positions[0])
+        chunk = ScheduledChunk(tuple(segments), private, tokens, positions)
+        found.append(runner.prepare_batch([chunk])())
+        private.advance(positions)
+    return torch.cat(found)
+
+
+def assert_same_logits(runner: ModelRunner, causal: CausalLM, segments: list[Segment]) -> None:
+    """Three rows after the segments have the logits of the ragged runner."""
     end = max(segment.end for segment in segments)
-    chunk = ScheduledChunk(tuple(segments), private, (5, 6, 7), range(end, end + 3))
-    return runner.prepare_batch([chunk])()
+    found, expected = (
+        logits_of_steps(each, segments, [range(end, end + 3)])
+        for each in (runner, RaggedModelRunner(causal))
+    )
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.usefixtures("eager_layers")
@@ -140,20 +172,28 @@ def test_the_first_layers_are_those_of_the_ragged_runner() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager_layers")
-def test_states_in_eight_bits_are_read_in_place() -> None:
+@pytest.mark.parametrize("memory_ends_once", [False, True])
+def test_states_in_eight_bits_are_read_in_place(
+    memory_ends_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache.engine import device_runner as module
+
     causal = causal_of("llama")
     runner = device_runner(causal)
     first, *modules = states_by(RaggedModelRunner(causal), causal)
     plain = [Segment(first, 0), Segment(modules[0], 4), Segment(modules[1], 9)]
     eight = [plain[0], *(Segment(quantize(s.states, "int8"), s.start) for s in plain[1:])]
-    found = logits_over(runner, causal, plain)
-    torch.testing.assert_close(
-        found, logits_over(RaggedModelRunner(causal), causal, plain), **CLOSE
-    )
-    found = logits_over(runner, causal, eight)
-    torch.testing.assert_close(
-        found, logits_over(RaggedModelRunner(causal), causal, eight), **CLOSE
-    )
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    if memory_ends_once:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "TritonKernels", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                assert_same_logits(runner, causal, eight)
+    assert_same_logits(runner, causal, plain)
+    assert_same_logits(runner, causal, eight)
 
 
 @pytest.mark.usefixtures("eager_layers")
@@ -166,36 +206,7 @@ def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "GRAPH_CAPACITY", TableCapacity(4, 4, 4, 2, 9))
     monkeypatch.setattr(module, "ENTRIES_PER_ROW", 0)
     runner = module.DeviceModelRunner(causal, prefill_tokens=4)
-    found = logits_over(runner, causal, segments)
-    torch.testing.assert_close(
-        found, logits_over(RaggedModelRunner(causal), causal, segments), **CLOSE
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eager_layers")
-def test_states_in_eight_bits_are_read_after_memory_for_that_has_ended_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from ragcache.engine import device_runner as module
-
-    causal = causal_of("llama")
-    states = states_by(RaggedModelRunner(causal), causal)
-    segments = [Segment(quantize(each, "int8"), 0) for each in states]
-    runner = module.DeviceModelRunner(causal, prefill_tokens=4)
-
-    def no_memory(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "TritonKernels", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            logits_over(runner, causal, segments)
-    torch.testing.assert_close(
-        logits_over(runner, causal, segments),
-        logits_over(RaggedModelRunner(causal), causal, segments),
-        **CLOSE,
-    )
+    assert_same_logits(runner, causal, segments)
 
 
 WINDOW = 8
@@ -221,31 +232,8 @@ GAPS = ((*range(16, 20), 27, 28), (29, 33), (34,))
 LONG = (range(27, 36), (36,))
 
 
-def logits_of_steps(
-    runner: ModelRunner, segments: tuple[Segment, ...], steps: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """Of the last rows of one request's steps, each of tokens at some positions."""
-    private = BlockTable(runner.create_pool(2**19))
-    blocks = private.pool.allocate_blocks(1)
-    assert blocks is not None
-    private.block_ids += blocks
-    found = []
-    for positions in steps:
-        tokens = random_tokens(len(positions), seed=positions[0])
-        found.append(runner.prepare_batch([ScheduledChunk(segments, private, tokens, positions)])())
-        private.advance(positions)
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("mistral", marks=pytest.mark.slow),
-        pytest.param("gemma2", marks=pytest.mark.slow),
-        "gemma3",
-    ],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 @pytest.mark.usefixtures("eager_layers")
 def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
@@ -255,9 +243,7 @@ def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     runners = RaggedModelRunner(defined), device_runner(causal)
     expected_states = states_by(runners[0], defined, (7, 12))
     found_states = states_by(runners[1], causal, (7, 12))
-    for found, expected in zip(found_states, expected_states, strict=True):
-        torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
-        torch.testing.assert_close(found.values, expected.values, **CLOSE)
+    assert_same_states(found_states, expected_states)
     for steps in (GAPS, LONG):
         logits = []
         for runner, (root, *modules) in zip(runners, (found_states, expected_states), strict=True):
@@ -278,7 +264,4 @@ def test_answers_through_windows_are_those_of_the_definition(family: str) -> Non
         config = EngineConfig(2**19, step_tokens=5, prefill_tokens=5, running=4)
         requests = [request_over(states, (1, 0), WINDOW + 2), request_over(states, (2,), 3)]
         answers.append(run_requests(EngineCore(runner, config), *requests))
-    for theirs, ours in zip(*answers, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert_same_answers(*answers)

@@ -58,11 +58,10 @@ def count_passes(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return passes
 
 
-def test_states_have_the_shape_of_the_model_and_the_length_of_the_run(causal: CausalLM) -> None:
-    [states] = encode(causal, [EncodeJob(random_tokens(13), start=40)])
-    assert states.keys.shape == states.values.shape == (2, 2, 13, 16)
-    assert (states.start, states.length) == (40, 13)
-    assert states.keys.dtype == causal.dtype
+def begin_jobs(core: EngineCore, jobs: list[EncodeJob]) -> RequestHandle[KVStates, None]:
+    channel = StatesChannel(lambda: None)
+    core.add_encoding(jobs, channel)
+    return RequestHandle(channel)
 
 
 def test_jobs_of_one_pass_equal_jobs_one_by_one(causal: CausalLM) -> None:
@@ -107,11 +106,10 @@ def test_the_first_layers_are_computed_beside_requests_in_portions(causal: Causa
     [whole] = encode(causal, [EncodeJob(tokens, 3)])
     request = Request(plain_context(random_tokens(5)), 9)
     [alone] = run_requests(core_of(causal), request)
-    channel = StatesChannel(lambda: None)
-    core.add_encoding([EncodeJob(tokens, 3, layers=1), EncodeJob(tokens, 3)], channel)
+    handle = begin_jobs(core, [EncodeJob(tokens, 3, layers=1), EncodeJob(tokens, 3)])
     answer = submit_request(core, request)
     drain(core)
-    first, all_layers = RequestHandle(channel)
+    first, all_layers = handle
     same(first, KVStates(whole.keys[:1], whole.values[:1], 3))
     same(all_layers, whole)
     assert answer.result().choices[0].token_ids == alone.choices[0].token_ids
@@ -142,13 +140,6 @@ def test_more_tokens_than_one_pass_takes_are_split(
     assert passes == [20, 20, 20, 20, 5, 3], "full passes; a longer job by itself, in portions"
     assert list(encode(causal, [])) == []
     assert len(passes) == 6, "no jobs, no pass"
-
-
-def test_explicit_positions_without_gaps_equal_a_start(causal: CausalLM) -> None:
-    tokens = random_tokens(9)
-    [plain] = encode(causal, [EncodeJob(tokens, 5)])
-    [explicit] = encode(causal, [EncodeJob(tokens, 5, position_ids=range(5, 14))])
-    same(explicit, plain)
 
 
 def test_positions_with_a_gap_place_the_keys_behind_it(causal: CausalLM) -> None:
@@ -190,10 +181,7 @@ def test_encoding_does_not_stall_decoding_requests(causal: CausalLM) -> None:
     answering = submit_request(core, Request(plain_context(random_tokens(3)), 30))
     core.step()
     jobs = [EncodeJob(random_tokens(n, seed=n), 2) for n in (20, 0, 3, 12)]
-    channel = StatesChannel(lambda: None)
-    handle = RequestHandle(channel)
-    core.add_encoding(jobs, channel)
-    steps = 0
+    handle, steps = begin_jobs(core, jobs), 0
     while not handle.done:
         core.step()
         steps += 1
@@ -201,45 +189,38 @@ def test_encoding_does_not_stall_decoding_requests(causal: CausalLM) -> None:
     assert steps == 5, "35 tokens in portions of 7"
     assert core.stats.encoded_tokens == 35
     for states, expected in zip(handle, encode(causal, jobs), strict=True):
-        assert states.start == expected.start
-        torch.testing.assert_close(states.keys, expected.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states.values, expected.values, rtol=1e-4, atol=1e-5)
+        same(states, expected)
     drain(core)
 
 
 @pytest.mark.parametrize("jobs", [[], [EncodeJob([])]])
 def test_encoding_without_jobs_ends_at_once(causal: CausalLM, jobs: list[EncodeJob]) -> None:
-    core, channel = core_of(causal), StatesChannel(lambda: None)
-    handle = RequestHandle(channel)
-    core.add_encoding(jobs, channel)
+    core = core_of(causal)
+    handle = begin_jobs(core, jobs)
     core.step()
     assert not core.busy
     assert [states.length for states in handle] == [0] * len(jobs)
 
 
 def test_jobs_of_a_cancelled_call_are_dropped(causal: CausalLM) -> None:
-    core, channel = (
-        core_of(causal, config_of(causal, prefill_tokens=4)),
-        StatesChannel(lambda: None),
-    )
-    core.add_encoding([EncodeJob(random_tokens(10))], channel)
+    core = core_of(causal, config_of(causal, prefill_tokens=4))
+    handle = begin_encoding(core, [10])
     core.step()
-    channel.cancel()
+    handle.cancel()
     core.step()
     assert (core.stats.encoded_tokens, core.busy) == (4, False)
 
 
 def test_an_idle_engine_holds_no_states(causal: CausalLM) -> None:
     """Neither of what it answered nor of what it encoded last."""
-    core, channel = core_of(causal), StatesChannel(lambda: None)
-    handle = RequestHandle(channel)
-    core.add_encoding([EncodeJob(random_tokens(10))], channel)
+    core = core_of(causal)
+    handle = begin_encoding(core, [10])
     core.step()
     [states] = handle
     keys = weakref.ref(states.keys)
     context = Context((Segment(states, 0),), (1, 2), (10, 11), 12)
     run_requests(core, Request(context, 3))
-    del states, context, handle, channel
+    del states, context, handle
     gc.collect()
     assert keys() is None
 
@@ -254,9 +235,7 @@ def bounded_core(causal: CausalLM, tokens: int) -> EngineCore:
 
 
 def begin_encoding(core: EngineCore, lengths: Sequence[int]) -> RequestHandle[KVStates, None]:
-    channel = StatesChannel(lambda: None)
-    core.add_encoding([EncodeJob(random_tokens(n, seed=n)) for n in lengths], channel)
-    return RequestHandle(channel)
+    return begin_jobs(core, [EncodeJob(random_tokens(n, seed=n)) for n in lengths])
 
 
 def test_jobs_begin_within_the_budget_and_go_on_when_states_are_taken(causal: CausalLM) -> None:

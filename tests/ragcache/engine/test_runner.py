@@ -77,20 +77,6 @@ def test_an_answer_over_moved_modules_equals_the_reference(
         own = [*own, token]
 
 
-def test_text_between_modules(plain_model: Any, gemma: CausalLM) -> None:
-    modules = [(random_tokens(11, seed=1), 0), (random_tokens(9, seed=2), 15)]
-    between, after = random_tokens(4, seed=3), random_tokens(3, seed=4)
-    states = encoded(gemma, [EncodeJob(tokens) for tokens, _ in modules])
-    segments = tuple(Segment(each, start) for each, (_, start) in zip(states, modules, strict=True))
-    positions = (*range(11, 15), *range(24, 27))
-    context = Context(segments, (*between, *after), positions, 27)
-    [completion] = complete(gemma, [Request(context, 4)])
-    for token in completion.token_ids:
-        runs = [(between, 11), (after, 24)]
-        assert token == int(reference_logits(plain_model, modules, runs).argmax())
-        after = [*after, token]
-
-
 def test_encoding_behind_a_root_equals_one_pass(gemma: CausalLM) -> None:
     preamble, tokens = random_tokens(10, seed=1), random_tokens(12, seed=2)
     [root, whole] = encoded(gemma, [EncodeJob(preamble), EncodeJob([*preamble, *tokens])])
@@ -98,17 +84,6 @@ def test_encoding_behind_a_root_equals_one_pass(gemma: CausalLM) -> None:
     torch.testing.assert_close(rooted.keys, whole.keys[:, :, 10:], **CLOSE)
     torch.testing.assert_close(rooted.values, whole.values[:, :, 10:], **CLOSE)
     assert rooted.start == 10
-
-
-def test_encoding_in_portions_equals_one_pass(gemma: CausalLM) -> None:
-    [root] = encoded(gemma, [EncodeJob(random_tokens(10, seed=1))])
-    jobs = [EncodeJob(random_tokens(30, seed=2), 10, Segment(root, 0)), EncodeJob([5, 6])]
-    settings = EngineConfig(prefill_tokens=7)
-    with LLMEngine(gemma, settings) as engine:
-        portions = list(engine.encode(jobs))
-    for one, other in zip(portions, encoded(gemma, jobs), strict=True):
-        torch.testing.assert_close(one.keys, other.keys, **CLOSE)
-        torch.testing.assert_close(one.values, other.values, **CLOSE)
 
 
 def test_batched_requests_equal_single_ones(gemma: CausalLM) -> None:

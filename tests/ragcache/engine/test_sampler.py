@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
@@ -281,42 +280,6 @@ def test_a_stream_depends_only_on_how_many_tokens_were_drawn() -> None:
     assert all(0 <= number < 1 for number in numbers)
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.full((V,), -torch.inf)
-    logits[:3] = torch.tensor([0.5, 0.3, 0.2]).log()
-    state = start(RANDOM)
-    counts = Counter(one(logits, state).token for _ in range(2000))
-    assert set(counts) == {0, 1, 2}
-    for token, probability in enumerate((0.5, 0.3, 0.2)):
-        assert counts[token] / 2000 == pytest.approx(probability, abs=0.05)
-
-
-def test_repetition_penalty_concerns_prompt_and_answer() -> None:
-    logits = torch.full((V,), -10.0)
-    logits[[1, 5, 6]] = torch.tensor([8.0, 7.0, 6.0])
-    state = start(SamplingParams(repetition_penalty=2.0), prompt=[1, 1, V + 5])
-    # 1 is in the prompt: 4. Then 5 was generated: 3.5. Then 6: 3.
-    assert [one(logits, state).token for _ in range(4)] == [5, 6, 1, 1]
-
-
-def test_repetition_penalty_multiplies_negative_logits() -> None:
-    logits = torch.full((V,), -50.0)
-    logits[[4, 5]] = torch.tensor([-1.0, -1.5])
-    assert one(logits, start(SamplingParams(repetition_penalty=1.4), [4])).token == 4
-    assert one(logits, start(SamplingParams(repetition_penalty=1.6), [4])).token == 5
-
-
-def test_frequency_counts_and_presence_does_not() -> None:
-    logits = torch.full((V,), -10.0)
-    logits[[4, 5]] = torch.tensor([2.0, 0.3])
-    frequency = start(SamplingParams(frequency_penalty=0.5), prompt=[4, 4, 4, 4, 4])
-    assert [one(logits, frequency).token for _ in range(6)] == [4, 4, 4, 4, 5, 4]
-    presence = start(SamplingParams(presence_penalty=1.5), prompt=[4])
-    assert [one(logits, presence).token for _ in range(4)] == [4, 4, 4, 4]
-    stronger = start(SamplingParams(presence_penalty=1.8), prompt=[4])
-    assert [one(logits, stronger).token for _ in range(4)] == [4, 5, 4, 4]
-
-
 def test_logprobs_with_zero_or_too_many_alternatives() -> None:
     logits = torch.full((1, 12), -torch.inf)
     logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
@@ -330,40 +293,22 @@ def test_logprobs_with_zero_or_too_many_alternatives() -> None:
 
 
 @pytest.mark.parametrize("sampling", MIXED[:3])
-@pytest.mark.parametrize("trouble", ["nan", "inf", "all forbidden", "all minus inf"])
+@pytest.mark.parametrize("trouble", [torch.nan, torch.inf, None])
 @pytest.mark.parametrize("kernels", BOTH)
 def test_unusable_row_leaves_other_rows_unchanged(
-    sampling: SamplingParams, trouble: str, kernels: bool
+    sampling: SamplingParams, trouble: float | None, kernels: bool
 ) -> None:
     logits = random_logits(3)
-    fine = [logits[0].clone(), logits[2].clone()]
-    banned: list[Collection[int]] = [(), (), ()]
-    if trouble == "nan":
-        logits[1, 9] = torch.nan
-    elif trouble == "inf":
-        logits[1, 9] = torch.inf
-    elif trouble == "all forbidden":
-        banned[1] = range(V)
-    else:
-        logits[1] = -torch.inf
+    fine = logits[[0, 2]].clone()
+    if trouble is not None:
+        logits[1, 9] = trouble
+    banned = [(), () if trouble else range(V), ()]
     states = [start(sampling, index=i) for i in range(3)]
     first, failed, last = Sampler(DEVICE, kernels=kernels).launch(logits, states, banned).wait()
     assert isinstance(failed, UnusableLogits)
-    assert str(failed).startswith("after 0 tokens")
     assert [s.drawn for s in states] == [1, 0, 1]
     assert first == one(fine[0], start(sampling, index=0))
     assert last == one(fine[1], start(sampling, index=2))
-
-
-def test_prompt_tokens_are_kept_only_where_a_penalty_needs_them() -> None:
-    assert start(RANDOM).counts is None
-    logits = torch.zeros(1, V)
-    for sampling, expected in ((SamplingParams(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
-        counts = start(sampling).counts
-        assert counts is not None
-        prompt, generated = counts.tables(logits)
-        assert prompt.nonzero().squeeze(-1).tolist() == expected
-        assert generated.sum() == 0
 
 
 SHARE = st.sampled_from([0, 0, 1, 2, 3, 7, 2**23, 2**30 - 64, 2**38, SHARES // 3])
@@ -455,13 +400,6 @@ def test_filters_keep_what_their_definitions_keep(
         assert kept(filtered[row] - shares[row]).isdisjoint(kept(filtered[row]))
 
 
-def test_a_nucleus_wider_than_the_head_is_found_by_sorting() -> None:
-    shares = shares_of(torch.zeros(1, 5000) - torch.arange(5000) / 1e5, [1.0])
-    filtered = keep_likeliest(shares, [SamplingParams(temperature=1, top_p=0.6)])
-    assert 2900 < len(kept(filtered[0])) < 3000
-    assert kept(filtered[0]) == set(range(len(kept(filtered[0]))))
-
-
 def test_draws_invert_the_distribution_function() -> None:
     shares = torch.tensor([[0, 1, 0, 3, 0]]).expand(5, -1)
     uniforms = [0.0, 0.2499, 0.25, 0.9, 1 - 2**-48]
@@ -500,7 +438,7 @@ ALLOWED: dict[str, list[Any]] = {
     "logprobs": [None, 0, 20],
 }
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [-0.1, 101, math.nan, math.inf, True, "1", None, 10**400],
+    "temperature": [-0.1, 101, math.nan, math.inf, True, "1", None, 10**400, "x" * 10_000],
     "top_k": [-1, 1.0, True, 2**31],
     "top_p": [0, 1.01, math.nan, False],
     "min_p": [-1e-9, 1.5, math.nan],
@@ -526,6 +464,7 @@ def test_values_outside_the_range_are_refused_by_name(name: str, value: Any) -> 
     with pytest.raises(InvalidRequest, match=rf"^{name} is ") as raised:
         SamplingParams(**{name: value})
     assert repr(value)[:20] in str(raised.value)
+    assert len(str(raised.value)) < 200, "a long value is cut"
     assert isinstance(raised.value, RequestError)
     assert isinstance(raised.value, ValueError)
 
@@ -535,12 +474,6 @@ def test_a_message_names_the_range() -> None:
         SamplingParams(top_p=0)
     with pytest.raises(InvalidRequest, match=r"logprobs is 21; .* integer from 0 to 20$"):
         SamplingParams(logprobs=21)
-
-
-def test_a_long_value_is_cut_in_the_message() -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        SamplingParams(temperature="x" * 10_000)  # type: ignore[arg-type]
-    assert len(str(raised.value)) < 200
 
 
 def test_the_default_is_greedy_and_changes_no_logits() -> None:
