@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -48,11 +49,9 @@ def test_chunks_are_flattened_in_order(causal: CausalLM) -> None:
     assert step.position_ids.tolist() == [4, 5, 9, 7, 0, 1]
     assert step.logit_rows.tolist() == [2, 5], "the last row of each chunk that asks"
     assert step.metadata.causal_blocks == (CausalBlock(0, 3), CausalBlock(3, 4), CausalBlock(4, 6))
-    assert (step.metadata.shared_queries, step.metadata.shared_kv, step.metadata.paged_queries) == (
-        None,
-        (),
-        None,
-    )
+    metadata = step.metadata
+    assert metadata.shared_queries is metadata.paged_queries is None
+    assert metadata.shared_kv == ()
     assert step.metadata.shared_index.shape == (0, 6)
     assert step.metadata.own_index is None, "causal blocks in the order of the rows"
 
@@ -227,110 +226,89 @@ def test_a_tail_is_every_short_span_and_the_filling_block(numbered_pool: BlockPo
     assert layout.groups == ()
 
 
-def test_shared_blocks_are_one_group_for_their_readers(numbered_pool: BlockPool) -> None:
-    mine, yours = (
-        block_table(numbered_pool, [0, 1, 5], 10),
-        block_table(numbered_pool, [0, 1, 8], 9),
-    )
-    layout = lay_out_batch([chunk(mine), chunk(yours), chunk(block_table(numbered_pool, [9], 2))])
-    assert private_groups(layout) == [([0, 1], [(0, 1), (1, 2)])]
-    assert (layout.groups[0].deltas, layout.groups[0].starts) == ([0, 0], [100, 100])
-    assert tails(layout) == [(0, [5]), (1, [8]), (2, [9])]
+LONG_IDS = list(range(8, 8 + LONG_SPAN))
+LONG_TOKENS = LONG_SPAN * BLOCK_SIZE
+LONG_GAPS = [*range(6), *range(40, 40 + LONG_TOKENS - 6)]
 
 
-def test_a_prefilling_and_a_decoding_request_share(numbered_pool: BlockPool) -> None:
-    layout = lay_out_batch(
+@dataclass(frozen=True)
+class Layout:
+    """Requests as (blocks, filled tokens or their positions, new tokens), and what is laid out:
+    groups as (blocks, readers), tails as (row, blocks)."""
+
+    requests: list[tuple[list[int], int | list[int], int]]
+    groups: list[tuple[list[int], Readers]]
+    tails: list[tuple[int, list[int]]]
+    gapless: bool = False
+
+
+LAYOUTS = {
+    "shared blocks are one group for their readers": Layout(
+        [([0, 1, 5], 10, 1), ([0, 1, 8], 9, 1), ([9], 2, 1)],
+        [([0, 1], [(0, 1), (1, 2)])],
+        [(0, [5]), (1, [8]), (2, [9])],
+    ),
+    "also where positions have to be gapless": Layout(
+        [([0, 1, 5], 10, 1), ([0, 1, 8], 9, 1)],
+        [([0, 1], [(0, 1), (1, 2)])],
+        [(0, [5]), (1, [8])],
+        gapless=True,
+    ),
+    "a prefilling and a decoding request share": Layout(
+        [([0, 1, 5], 8, 3), ([0, 1, 8], 9, 1)], [([0, 1], [(0, 3), (3, 4)])], [(3, [8])]
+    ),
+    "blocks that are no neighbors are groups of their own": Layout(
+        [([0, 2, 1, 5], 12, 1), ([0, 2, 1, 8], 13, 1)],
+        [([0], [(0, 1), (1, 2)]), ([2], [(0, 1), (1, 2)]), ([1], [(0, 1), (1, 2)])],
+        [(0, [5]), (1, [8])],
+    ),
+    "a tree has a trunk for all, a branch for two, and leaves (Hydragen §3.3)": Layout(
+        [([0, 1, 2, 3], 16, 2), ([0, 1, 2, 4], 16, 2), ([0, 1, 6], 12, 3)],
         [
-            chunk(block_table(numbered_pool, [0, 1, 5], 8), 3),
-            chunk(block_table(numbered_pool, [0, 1, 8], 9)),
-        ]
-    )
-    assert private_groups(layout) == [([0, 1], [(0, 3), (3, 4)])]
-    turned = lay_out_batch(
-        [
-            chunk(block_table(numbered_pool, [0, 1, 8], 9)),
-            chunk(block_table(numbered_pool, [0, 1, 5], 8), 3),
-        ]
-    )
-    assert private_groups(turned) == [([0, 1], [(0, 1), (1, 4)])]
+            ([0, 1], [(0, 2), (2, 4), (4, 7)]),
+            ([2], [(0, 2), (2, 4)]),
+            ([3], [(0, 2)]),
+            ([4], [(2, 4)]),
+            ([6], [(4, 7)]),
+        ],
+        [],
+    ),
+    "the leaves of a decoding tree are tails": Layout(
+        [([0, 1, 2, 3], 14, 1), ([0, 1, 2, 4, 9], 17, 1), ([0, 6], 7, 1)],
+        [([0], [(0, 1), (1, 2), (2, 3)]), ([1, 2], [(0, 1), (1, 2)])],
+        [(0, [3]), (1, [4, 9]), (2, [6])],
+    ),
+    "a long span of one request is a group": Layout(
+        [([*LONG_IDS, 15], LONG_TOKENS + 1, 1)], [(LONG_IDS, [(0, 1)])], [(0, [15])]
+    ),
+    "a long span whose last block still fills is a tail": Layout(
+        [(LONG_IDS, LONG_TOKENS - 1, 1)], [], [(0, LONG_IDS)]
+    ),
+    "a short span beside a long one stays in the tail": Layout(
+        [([2, *LONG_IDS, 5, 17], LONG_TOKENS + 2 * BLOCK_SIZE + 1, 1)],
+        [(LONG_IDS, [(0, 1)])],
+        [(0, [2, 5, 17])],
+    ),
+    "gapless blocks of one decoding request are a tail, however long": Layout(
+        [([*LONG_IDS, 15], LONG_GAPS, 1)], [], [(0, [*LONG_IDS, 15])], gapless=True
+    ),
+}
 
 
-def test_blocks_that_are_not_neighbors_are_groups_of_their_own(numbered_pool: BlockPool) -> None:
-    layout = lay_out_batch(
-        [
-            chunk(block_table(numbered_pool, [0, 2, 1, 5], 12)),
-            chunk(block_table(numbered_pool, [0, 2, 1, 8], 13)),
-        ]
-    )
-    both = [(0, 1), (1, 2)]
-    assert private_groups(layout) == [([0], both), ([2], both), ([1], both)]
-
-
-def test_a_tree_of_three_requests_gives_the_groups_of_the_tree(numbered_pool: BlockPool) -> None:
-    """Hydragen §3.3: a trunk for all, a branch for two, and their leaves."""
-    layout = lay_out_batch(
-        [
-            chunk(block_table(numbered_pool, [0, 1, 2, 3], 16), 2),
-            chunk(block_table(numbered_pool, [0, 1, 2, 4], 16), 2),
-            chunk(block_table(numbered_pool, [0, 1, 6], 12), 3),
-        ]
-    )
-    assert private_groups(layout) == [
-        ([0, 1], [(0, 2), (2, 4), (4, 7)]),
-        ([2], [(0, 2), (2, 4)]),
-        ([3], [(0, 2)]),
-        ([4], [(2, 4)]),
-        ([6], [(4, 7)]),
-    ]
-
-
-def test_a_decoding_tree_leaves_its_leaves_to_the_tails(numbered_pool: BlockPool) -> None:
-    layout = lay_out_batch(
-        [
-            chunk(block_table(numbered_pool, [0, 1, 2, 3], 14)),
-            chunk(block_table(numbered_pool, [0, 1, 2, 4, 9], 17)),
-            chunk(block_table(numbered_pool, [0, 6], 7)),
-        ]
-    )
-    assert private_groups(layout) == [
-        ([0], [(0, 1), (1, 2), (2, 3)]),
-        ([1, 2], [(0, 1), (1, 2)]),
-    ]
-    assert tails(layout) == [(0, [3]), (1, [4, 9]), (2, [6])]
-
-
-def test_a_long_span_of_one_request_is_a_group(numbered_pool: BlockPool) -> None:
-    ids = list(range(3, 3 + LONG_SPAN))
-    layout = lay_out_batch(
-        [chunk(block_table(numbered_pool, [*ids, 12], LONG_SPAN * BLOCK_SIZE + 1))]
-    )
-    assert private_groups(layout) == [(ids, [(0, 1)])]
-    assert tails(layout) == [(0, [12])]
-
-
-def test_a_long_span_does_not_hold_the_filling_block(numbered_pool: BlockPool) -> None:
-    """LONG_SPAN blocks in a row, of which the last still fills: all are pages."""
-    ids = list(range(3, 3 + LONG_SPAN))
-    layout = lay_out_batch([chunk(block_table(numbered_pool, ids, LONG_SPAN * BLOCK_SIZE - 1))])
-    assert layout.groups == ()
-    assert tails(layout) == [(0, ids)]
-
-
-def test_a_short_span_beside_a_long_one_stays_in_the_tail(numbered_pool: BlockPool) -> None:
-    long = list(range(8, 8 + LONG_SPAN))
-    layout = lay_out_batch(
-        [chunk(block_table(numbered_pool, [2, *long, 5, 17], (LONG_SPAN + 2) * BLOCK_SIZE + 1))]
-    )
-    assert private_groups(layout) == [(long, [(0, 1)])]
-    assert tails(layout) == [(0, [2, 5, 17])]
-
-
-def test_spans_without_gaps_are_not_cut(numbered_pool: BlockPool) -> None:
-    chunks = [
-        chunk(block_table(numbered_pool, [0, 1, 5], 10)),
-        chunk(block_table(numbered_pool, [0, 1, 8], 9)),
-    ]
-    assert private_groups(lay_out_batch(chunks, gapless=True)) == [([0, 1], [(0, 1), (1, 2)])]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_private_blocks_are_laid_out_as_groups_and_tails(
+    numbered_pool: BlockPool, name: str
+) -> None:
+    case = LAYOUTS[name]
+    chunks = []
+    for ids, filled, count in case.requests:
+        positions = None if isinstance(filled, int) else filled
+        length = filled if isinstance(filled, int) else len(filled)
+        chunks.append(chunk(block_table(numbered_pool, ids, length, positions), count))
+    layout = lay_out_batch(chunks, gapless=case.gapless)
+    assert private_groups(layout) == case.groups
+    assert tails(layout) == case.tails
+    assert all(set(g.deltas) == {0} and set(g.starts) == {g.starts[0]} for g in layout.groups)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +340,6 @@ def test_gapless_contiguous_states_are_cut_too() -> None:
     private.advance([0, 1, 5, 6, 7])
     layout = lay_out_batch([chunk(private, 2)], gapless=True)
     assert [(group.keys.shape[2], group.starts) for group in layout.groups] == [(2, [0]), (3, [5])]
-
-
-def test_gapless_blocks_of_one_decoding_request_stay_in_the_tail_however_long(
-    numbered_pool: BlockPool,
-) -> None:
-    ids = list(range(3, 3 + LONG_SPAN + 1))
-    gaps = [*range(6), *range(40, 40 + LONG_SPAN * BLOCK_SIZE - 6)]
-    layout = lay_out_batch([chunk(block_table(numbered_pool, ids, len(gaps), gaps))], gapless=True)
-    assert layout.groups == ()
-    assert tails(layout) == [(0, ids)], "each block once"
 
 
 def test_segments_are_groups_by_the_memory_that_they_read(numbered_pool: BlockPool) -> None:

@@ -86,12 +86,15 @@ def test_batch_is_rebuilt_when_a_token_reaches_a_segment(causal: CausalLM, pool:
 
 
 def test_batch_is_rebuilt_for_an_equal_request(causal: CausalLM, pool: BlockPool) -> None:
+    """And once the batch has been forgotten."""
     builder = BatchBuilder(causal)
     for seed in (1, 2):
         [asked] = decoding(causal, pool, [5])
         asked.tokens = [*asked.tokens[:5], *random_tokens(5, seed=seed)]
         assert_same_alone(run_step(builder, [asked]), [asked])
-    assert builder.rebuilt == 2
+    builder.forget()
+    assert_same_alone(run_step(builder, [asked]), [asked])
+    assert builder.rebuilt == 3
 
 
 def test_batch_is_rebuilt_while_a_request_prefills_or_is_contiguous(
@@ -107,14 +110,6 @@ def test_batch_is_rebuilt_while_a_request_prefills_or_is_contiguous(
     for _ in range(2):
         run_step(builder, [asked, room])
     assert builder.rebuilt == 4
-
-
-def test_forget_rebuilds_the_batch(causal: CausalLM, pool: BlockPool) -> None:
-    builder, asked = BatchBuilder(causal), decoding(causal, pool, [5])
-    run_step(builder, asked)
-    builder.forget()
-    assert_same_alone(run_step(builder, asked), asked)
-    assert builder.rebuilt == 2
 
 
 BACKENDS = (

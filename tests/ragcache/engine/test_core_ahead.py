@@ -194,13 +194,12 @@ def test_answers_ahead_are_those_of_one_request(
     assert_all_blocks_free(core)
 
 
-def test_the_host_is_ahead_by_a_step(causal: CausalLM) -> None:
-    core = delayed_core(causal)
-    requests = [Request(plain_context(random_tokens(5, seed=n)), 20) for n in range(3)]
-    run_requests(core, *requests)
-    runner = runner_of(core)
-    assert core.stats.steps == runner.prepared + runner.continued == 20
-    assert runner.ahead == 19
+def assert_answers_alone(core: EngineCore, requests: list[Request]) -> None:
+    """All at once have the answers that each has alone, and no block stays in use."""
+    outputs = run_requests(core, *requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.choices == run_requests(core_of(core.runner.model), request)[0].choices
+    assert_all_blocks_free(core)
 
 
 def test_steady_steps_need_neither_scheduler_nor_batch(
@@ -323,10 +322,7 @@ def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: Ca
         Request(plain_context(random_tokens(6, seed=n)), 20, frozenset(range(n, 128, 7)))
         for n in range(12)
     ]
-    outputs = run_requests(core, *requests)
-    for request, output in zip(requests, outputs, strict=True):
-        assert output.choices == run_requests(core_of(causal), request)[0].choices
-    assert_all_blocks_free(core)
+    assert_answers_alone(core, requests)
 
 
 def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> None:
@@ -360,13 +356,7 @@ def test_a_launch_that_fails_ends_the_requests_and_not_the_engine(
             handle.result(0)
     if done is not None and after > 1:
         assert len(list_of(done)) >= after - 1, "what was accepted was delivered"
-    [output] = run_requests(core, Request(plain_context(PROMPT), 12))
-    assert (
-        output.choices
-        == run_requests(core_of(causal), Request(plain_context(PROMPT), 12))[0].choices
-    )
-    runner_of(core).late.synchronize()
-    assert_all_blocks_free(core)
+    assert_answers_alone(core, [Request(plain_context(PROMPT), 12)])
 
 
 def list_of(handle: Answer) -> list[TokenDelta]:
@@ -401,9 +391,7 @@ def test_a_step_is_tried_with_less_where_memory_ends(causal: CausalLM, most_rows
     requests = [Request(plain_context(random_tokens(3 * n, seed=n)), 6) for n in range(1, 5)]
     channel = StatesChannel(lambda: None)
     core.add_encoding([EncodeJob(random_tokens(9))], channel)
-    outputs = run_requests(core, *requests)
-    for request, output in zip(requests, outputs, strict=True):
-        assert output.choices == run_requests(core_of(causal), request)[0].choices
+    assert_answers_alone(core, requests)
     assert len(list(RequestHandle(channel))) == 1
     assert runner.failures
     assert_all_blocks_free(core)
@@ -428,10 +416,7 @@ def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, a
     core = delayed_core(causal)
     runner_of(core).failures.extend([*[None] * at, torch.OutOfMemoryError("no memory")])
     requests = [Request(plain_context(random_tokens(5, seed=n)), 4 + n) for n in range(4)]
-    outputs = run_requests(core, *requests)
-    for request, output in zip(requests, outputs, strict=True):
-        assert output.choices == run_requests(core_of(causal), request)[0].choices
-    assert_all_blocks_free(core)
+    assert_answers_alone(core, requests)
 
 
 @pytest.mark.parametrize("limit", range(5, 12))
@@ -443,10 +428,7 @@ def test_a_request_waits_for_the_blocks_of_one_that_only_waits_for_its_last_toke
         Request(plain_context(random_tokens(5, seed=1)), limit),
         Request(plain_context(random_tokens(7, seed=2)), 4),
     ]
-    outputs = run_requests(core, *requests)
-    for request, output in zip(requests, outputs, strict=True):
-        assert output.choices == run_requests(core_of(causal), request)[0].choices
-    assert_all_blocks_free(core)
+    assert_answers_alone(core, requests)
 
 
 def over(states: StoredStates) -> Request:

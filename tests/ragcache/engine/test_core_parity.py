@@ -122,28 +122,19 @@ def test_tokens_that_a_repetition_penalty_cannot_count_are_refused(
         replace(request, context=context, sampling=SamplingParams(frequency_penalty=0.5))
 
 
-def test_stop_tokens_end_answers_as_in_generate(llama: tuple[Any, CausalLM]) -> None:
+@pytest.mark.parametrize("least", [0, 8])
+def test_stop_tokens_end_answers_as_in_generate(llama: tuple[Any, CausalLM], least: int) -> None:
     model, causal = llama
     for prompt in PROMPTS[2:]:
         stop = reference(model, prompt)[4]
-        expected = reference(model, prompt, eos_token_id=stop)
-        [completion] = run_requests(
-            core_of(causal), Request(plain_context(prompt), LIMIT, frozenset({stop}))
-        )
-        assert (*completion.token_ids, stop) == expected
-        assert completion.choices[0].stopped_by == stop
-
-
-def test_early_stop_tokens_are_put_off_as_in_generate(llama: tuple[Any, CausalLM]) -> None:
-    model, causal = llama
-    for prompt in PROMPTS[2:]:
-        stop = reference(model, prompt)[4]
-        expected = reference(model, prompt, eos_token_id=stop, min_new_tokens=8)
-        request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_tokens=8)
+        options = {"min_new_tokens": least} if least else {}
+        expected = reference(model, prompt, eos_token_id=stop, **options)
+        request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_tokens=least)
         [completion] = run_requests(core_of(causal), request)
         ended = completion.finish_reason == "stop"
         assert completion.token_ids == (expected[:-1] if ended else expected)
-        assert len(completion.token_ids) >= 8
+        assert completion.choices[0].stopped_by == (stop if ended else None)
+        assert len(completion.token_ids) >= least
 
 
 PROMPT = random_tokens(22)  # five full blocks, and one that fills
@@ -154,30 +145,19 @@ def sharing_core(causal: CausalLM) -> EngineCore:
     return core_of(causal)
 
 
-def test_identical_prompts_submitted_together_share_their_blocks(
-    sharing_core: EngineCore,
+@pytest.mark.parametrize(("steps", "full"), [(1, 5), (12, 8)])
+def test_identical_prompts_and_answers_share_their_full_blocks(
+    sharing_core: EngineCore, steps: int, full: int
 ) -> None:
-    handles = [
-        submit_request(sharing_core, Request(plain_context(PROMPT), 9, tenant="a"))
-        for _ in range(4)
-    ]
-    sharing_core.step()
-    assert sharing_core.pool.used_count == 5 + 4, "full blocks once, one that fills for each"
+    """Though each request wrote its own 22 and 33 tokens."""
+    request = Request(plain_context(PROMPT), 20, tenant="a")
+    handles = [submit_request(sharing_core, request) for _ in range(4)]
+    for _ in range(steps):
+        sharing_core.step()
+    assert sharing_core.pool.used_count == full + 4, "and one that fills for each"
     drain(sharing_core)
     assert len({handle.result(0).token_ids for handle in handles}) == 1
     assert_all_blocks_free(sharing_core)
-
-
-def test_answers_that_go_on_alike_go_on_sharing(sharing_core: EngineCore) -> None:
-    handles = [
-        submit_request(sharing_core, Request(plain_context(PROMPT), 20, tenant="a"))
-        for _ in range(3)
-    ]
-    for _ in range(12):
-        sharing_core.step()
-    assert sharing_core.pool.used_count == 8 + 3, "33 tokens, though each request wrote its own"
-    drain(sharing_core)
-    assert len({handle.result(0).token_ids for handle in handles}) == 1
 
 
 def test_a_later_prompt_finds_retained_blocks(sharing_core: EngineCore) -> None:
@@ -239,7 +219,7 @@ def test_blocks_behind_other_segments_are_not_found(
 
 @pytest.mark.parametrize("tenant", [None, "a"])
 def test_the_answers_of_one_request_share_its_prompt(
-    sharing_core: EngineCore, tenant: str | None
+    sharing_core: EngineCore, causal: CausalLM, tenant: str | None
 ) -> None:
     sampling = SamplingParams(temperature=3, seed=4)
     request = Request(plain_context(PROMPT), 3, n=4, sampling=sampling, tenant=tenant)
@@ -250,18 +230,12 @@ def test_the_answers_of_one_request_share_its_prompt(
     assert sharing_core.stats.prompt_tokens == 22 + 3, "only the last token is computed for each"
     choices = [choice.token_ids for choice in handle.result(0).choices]
     assert len(set(choices)) == 4, "each has random numbers of its own"
+    for index, answer in enumerate(choices):
+        own = [p.chosen.token for p in handle if p.choice == index and p.chosen is not None]
+        assert tuple(own) == answer
     assert_all_blocks_free(sharing_core)
-
-
-def test_the_first_of_several_answers_is_that_of_one(
-    sharing_core: EngineCore, causal: CausalLM
-) -> None:
-    sampling = SamplingParams(temperature=3, seed=4)
-    [several] = run_requests(
-        sharing_core, Request(plain_context(PROMPT), 6, n=3, sampling=sampling)
-    )
-    [one] = run_requests(core_of(causal), Request(plain_context(PROMPT), 6, sampling=sampling))
-    assert several.choices[0].token_ids == one.token_ids
+    [one] = run_requests(core_of(causal), replace(request, n=1))
+    assert one.token_ids == choices[0]
 
 
 def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None:
@@ -274,16 +248,6 @@ def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None
         assert narrow.running <= 2
     [wide] = run_requests(core_of(causal), request)
     assert handle.result(0).choices == wide.choices
-
-
-def test_token_deltas_name_their_choice(sharing_core: EngineCore) -> None:
-    request = Request(plain_context(PROMPT), 5, n=3, sampling=SamplingParams(temperature=3, seed=4))
-    handle = submit_request(sharing_core, request)
-    drain(sharing_core)
-    pieces = list(handle)
-    for index, choice in enumerate(handle.result(0).choices):
-        own = [p.chosen.token for p in pieces if p.choice == index and p.chosen is not None]
-        assert tuple(own) == choice.token_ids
 
 
 def test_retained_blocks_never_keep_a_request_out(causal: CausalLM) -> None:
