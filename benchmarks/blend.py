@@ -28,7 +28,7 @@ from harness import (
     run_benchmark,
 )
 
-from ragcache.config import blend_percent
+from ragcache.modes import ReuseMode
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
@@ -66,17 +66,17 @@ class Asker:
         self.session = session
         self.states = session.encode(session.texts)
 
-    def ask(self, mode: str, count: int, new_tokens: int) -> Asked:
+    def ask(self, mode: ReuseMode, count: int, new_tokens: int) -> Asked:
         """A question over so many documents."""
         session = self.session
         order = session.rng.sample(range(len(self.states)), count)
         question = session.tokens(session.load.question)
         begin = time.perf_counter()
-        layout = self._lay_out(order, question, exact=mode == "exact")
-        read = [] if mode == "exact" else [session.root, *(self.states[n] for n in order)]
+        layout = self._lay_out(order, question, mode)
+        read = [] if not mode.reads_states else [session.root, *(self.states[n] for n in order)]
         prompt = BuiltPrompt("", mode, tuple(layout.own), layout.length, tuple(layout.spans))
         laid_out = time.perf_counter()
-        if percent := blend_percent(mode):
+        if percent := mode.blend_percent:
             token_ids = [group.token_ids for group in layout.groups]
             prompt = blend_prompt(prompt, percent, read, token_ids, session.causal, session.engine)
         chosen = time.perf_counter()
@@ -85,7 +85,7 @@ class Asker:
         return Asked(end - begin, chosen - laid_out, len(prompt.own), len(prompt.spans))
 
     def _lay_out(
-        self, order: Sequence[int], question: Sequence[int], *, exact: bool
+        self, order: Sequence[int], question: Sequence[int], mode: ReuseMode
     ) -> PromptLayout:
         session = self.session
         layout, groups = PromptLayout([0] * session.load.preamble), []
@@ -94,7 +94,7 @@ class Asker:
             text = tuple(session.texts[number])
             groups.append(ModuleGroup((number,), text, start))
             start += len(text)
-        lay_out(layout, groups, question, 0, exact=exact)
+        lay_out(layout, groups, question, mode)
         return layout
 
     def _answer(self, prompt: BuiltPrompt, read: Sequence[KVStates], new_tokens: int) -> None:
@@ -119,14 +119,14 @@ def bench_blend(
                     progress(f"{name}: {count} documents, {mode}")
                     rows.append(
                         {"shape": name, "documents": count, "mode": mode}
-                        | _measured(asker, mode, count, setting)
+                        | _measured(asker, ReuseMode.parse(mode), count, setting)
                     )
         finally:
             session.close()
     return {"rows": rows, "machine": describe_machine()}
 
 
-def _measured(asker: Asker, mode: str, count: int, setting: BlendSetting) -> dict[str, float]:
+def _measured(asker: Asker, mode: ReuseMode, count: int, setting: BlendSetting) -> dict[str, float]:
     for _ in range(setting.warm):
         asker.ask(mode, count, 2)
     first = [asker.ask(mode, count, 1) for _ in range(setting.runs)]

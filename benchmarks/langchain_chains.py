@@ -289,7 +289,7 @@ def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
     for name in names:
         text = text_of(name, rng.choices(names, k=3), words)
         ids = encoder.model.encode_untrusted(text)
-        module = NewModule(f"{name}#1", text, ids, encoder.key(ids, "rooted"))
+        module = NewModule(f"{name}#1", text, ids, encoder.key(ids))
         rows.append(NewDocument(name, name, name, [module], {}, text))
     rag.internals.catalog.replace_documents(collection, rows)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache.documents import SourceDocument
+    from ragcache.modes import ReuseMode
     from ragcache.params import GenerationParams
     from ragcache.pipeline import (
         Answer,
@@ -37,6 +38,7 @@ __all__ = [
     "Ingestion",
     "RagCache",
     "Reuse",
+    "ReuseMode",
     "SourceDocument",
     "Timings",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
     **dict.fromkeys(__all__, "ragcache.pipeline"),
     "GenerationParams": "ragcache.params",
     "RagCache": "ragcache.rag",
+    "ReuseMode": "ragcache.modes",
     "SourceDocument": "ragcache.documents",
 }
 

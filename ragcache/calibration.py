@@ -18,6 +18,7 @@ from ragcache.answers.confidence import FEATURES, Calibration, CheckedOutput, Co
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question, f1
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.rag import RagCache
 from ragcache.retrieval import SearchParams
@@ -48,8 +49,9 @@ class CalibrationExample:
 
 
 def collect_examples(
-    rag: RagCache, collection: str, questions: Sequence[Question], *, mode: str = "rooted",
-    k: int = DEFAULT_K, relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
+    rag: RagCache, collection: str, questions: Sequence[Question], *,
+    mode: str | ReuseMode = ROOTED, k: int = DEFAULT_K,
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
     extractive: bool | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> list[CalibrationExample]:  # fmt: skip
     """Asks questions with and without the documents that answer them.
@@ -84,7 +86,7 @@ def collect_examples(
                 left_out=left_out,
             )  # fmt: skip
             prompts += rag.internals.ask.prepare_prompts(
-                [question.question], collection, params, mode
+                [question.question], collection, params, ReuseMode.parse(mode)
             )
         pending = rag.internals.submitter.run(prompts, generation)
         for (question, _), each in zip(part, pending, strict=True):

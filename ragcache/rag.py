@@ -21,7 +21,6 @@ from ragcache.config import (
     DEFAULT_RERANK,
     RagCacheConfig,
     check_instruction,
-    check_mode,
     check_options,
     check_placement,
     check_texts,
@@ -46,6 +45,7 @@ from ragcache.documents import FileFilter, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, EngineClosed, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
+from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.options import (
     AskOptions,
     ChatOptions,
@@ -522,7 +522,7 @@ class RagCache:
             relative_threshold=options.get("relative_threshold", DEFAULT_RELATIVE_THRESHOLD),
             rerank=options.get("rerank", DEFAULT_RERANK),
         )
-        mode = check_mode(options.get("mode", "rooted"))
+        mode = ReuseMode.parse(options.get("mode", ROOTED))
         ask = self.internals.ask
         selection = options.get("selection")
         if selection is not None and len(questions) != 1:
@@ -608,7 +608,7 @@ class RagCache:
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
-        mode = check_mode(options.get("mode", "rooted"))
+        mode = ReuseMode.parse(options.get("mode", ROOTED))
         generation = options.get("generation") or GenerationParams()
         if generation.extractive and options.get("tools"):
             raise InvalidRequest(
@@ -705,7 +705,7 @@ class RagCache:
 
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
-        mode = check_mode(options.get("mode", "isolated"))
+        mode = ReuseMode.parse(options.get("mode", ISOLATED))
         source = options.get("source", "<string>")
         prompt = self.internals.pml.prepare_prompt(text, mode, source)
         [pending] = self.internals.submitter.run([prompt], options.get("generation"))

@@ -18,11 +18,7 @@ import ragcache
 import ragcache_schemas
 from ragcache import errors
 from ragcache.config import (
-    MODES,
     RagCacheConfig,
-    blend_percent,
-    check_mode,
-    linked_tokens,
 )
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
@@ -63,6 +59,7 @@ def test_the_public_names_are_these() -> None:
         "Ingestion",
         "RagCache",
         "Reuse",
+        "ReuseMode",
         "SourceDocument",
         "Timings",
     ]
@@ -170,28 +167,6 @@ def test_defaults_are_documented() -> None:
     config = RagCacheConfig()
     assert (config.module_tokens, config.max_tokens) == (384, 64)
     assert config.host_bytes == parse_bytes("2GiB")
-
-
-def test_every_mode_is_known() -> None:
-    assert MODES == ("rooted", "linked:N", "blend:R", "isolated", "exact")
-    modes = [mode.replace("N", "16").replace("R", "15") for mode in MODES]
-    assert [check_mode(mode) for mode in modes] == modes
-    assert [linked_tokens(mode) for mode in modes] == [0, 16, 0, 0, 0]
-    assert [blend_percent(mode) for mode in modes] == [0, 0, 15, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    ["Rooted", "", "fast", "linked", "linked:", "linked:0", "linked:-1", "linked:1.5",
-     "blend", "blend:", "blend:0", "blend:100", "blend:0.5", "blend:015"],
-)  # fmt: skip
-def test_an_unknown_mode_is_refused_with_the_known_ones(mode: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_mode(mode)
-    assert str(caught.value) == (
-        f"unknown mode {mode!r}; modes: rooted, linked:N, blend:R, isolated, exact, where N is a "
-        "number of tokens such as 16, and R a percentage from 1 to 99"
-    )
 
 
 SETTLED = """

@@ -25,8 +25,12 @@ from ragcache.engine import (
 )
 from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
+from ragcache.modes import EXACT
 from ragcache.planning import encode_modules
 from ragcache.states import KVStates
+
+COMPUTED = str(EXACT)
+"""The mode, among the figures, in which every token is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ def bench_serve(
             mode: statistics.median(_normalized(engine.submit_request(r).result()) for r in three)
             for mode, three in ((mode, requests[:3]) for mode, requests in prompts.items())
         }
-        limit = 2 * alone["exact"]
+        limit = 2 * alone[COMPUTED]
         loads: dict[str, list[LoadPoint]] = {}
         for mode, requests in prompts.items():
             first = 0.5 / (alone[mode] * setting.new_tokens)  # half the rate one after another
@@ -96,7 +100,7 @@ def bench_serve(
                     break
         knees = {mode: knee_of(found, limit) for mode, found in loads.items()}
     return {
-        "knee_ratio_to_exact": knees["cached"] / knees["exact"],
+        "knee_ratio_to_exact": knees["cached"] / knees[COMPUTED],
         "knee": knees,
         "limit_s_a_token": limit,
         "alone_s_a_token": alone,
@@ -120,12 +124,12 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
     def request(cached: Sequence[KVStates], own: Sequence[int]) -> Request:
         return Request(assemble_context(cached, own, window=causal.window, max_tokens=new), new)
 
-    requests: dict[str, list[Request]] = {"exact": [], "cached": []}
+    requests: dict[str, list[Request]] = {COMPUTED: [], "cached": []}
     for _ in range(setting.requests):
         picked = rng.sample(range(setting.documents), setting.each)
         question = tokens(setting.question_tokens)
         whole = [*preamble, *(t for each in picked for t in texts[each]), *question]
-        requests["exact"].append(request([], whole))
+        requests[COMPUTED].append(request([], whole))
         requests["cached"].append(request([root, *(states[each] for each in picked)], question))
     return requests
 

@@ -21,6 +21,7 @@ from ragcache.evaluation.metrics import (
     rouge_l,
 )
 from ragcache.fidelity import compare_first_tokens
+from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.pipeline import Answer, Message
 from ragcache.rag import RagCache
@@ -166,8 +167,8 @@ class Evaluation:
 
 
 def evaluate_modes(
-    rag: RagCache, collection: str, questions: Sequence[Question], modes: Sequence[str], *,
-    setting: Mapping[str, Any] | None = None, seed: int = 0,
+    rag: RagCache, collection: str, questions: Sequence[Question],
+    modes: Sequence[str | ReuseMode], *, setting: Mapping[str, Any] | None = None, seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
     """Asks the same questions in several modes, and compares these.
@@ -179,7 +180,7 @@ def evaluate_modes(
         rag: Where the collection is.
         collection: Its name.
         questions: What to ask.
-        modes: Of `rooted`, `linked:N`, `blend:R`, `isolated`, `exact`; each once.
+        modes: What to ask in; each once.
         setting: Kept in the result.
         seed: Of the bootstraps.
         progress: Called with the mode and the numbers of marked and of all questions.
@@ -191,27 +192,29 @@ def evaluate_modes(
     if not modes:
         raise ConfigurationError("there are no modes to ask in")
     reference, reports = None, {}
-    for mode in sorted(dict.fromkeys(modes), key=lambda each: each != "exact"):
-        shown = None if progress is None else partial(progress, mode)
+    wanted = dict.fromkeys(map(ReuseMode.parse, modes))
+    for mode in sorted(wanted, key=lambda each: each.reads_states):
+        shown = None if progress is None else partial(progress, str(mode))
         marked, choices = ask_questions(
             rag, collection, questions, mode=mode, reference=reference, progress=shown, **options
         )
         reports[mode] = EvaluationReport.of(_name(mode, options), marked, seed)
-        if mode == "exact":
+        if not mode.reads_states:
             reference = choices
-    ordered = tuple(reports[mode] for mode in dict.fromkeys(modes))
+    ordered = tuple(reports[mode] for mode in wanted)
     return Evaluation(dict(setting or {}), ordered, compare_reports(ordered, seed))
 
 
-def _name(mode: str, options: Mapping[str, Any]) -> str:
-    return f"chat:{mode}" if options.get("through") == "chat" else mode
+def _name(mode: ReuseMode, options: Mapping[str, Any]) -> str:
+    return f"chat:{mode}" if options.get("through") == "chat" else str(mode)
 
 
 def ask_questions(
     rag: RagCache, collection: str, questions: Sequence[Question], *,
-    mode: str, k: int = DEFAULT_K, relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
-    through: Through = "ask", extractive: bool | None = None,
-    reference: Sequence[Choice] | None = None, progress: Progress | None = None,
+    mode: str | ReuseMode, k: int = DEFAULT_K,
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD, through: Through = "ask",
+    extractive: bool | None = None, reference: Sequence[Choice] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[list[MarkedAnswer], list[Choice]]:  # fmt: skip
     """Asks one question after another, so that the times to first tokens are those of a request
     alone, and shares no states of questions. One whose documents had to be encoded is asked
@@ -239,7 +242,7 @@ def ask_questions(
         extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
     )  # nothing is refused: what the model says is marked
     search = {"collection": collection, "k": k, "relative_threshold": relative_threshold}
-    asking = _Asking(rag, search, mode, through, generation)
+    asking = _Asking(rag, search, ReuseMode.parse(mode), through, generation)
     asking.ask(questions[0])  # what a process makes once, such as the index, is in no time
     marked, choices = [], list[Choice]()
     for number, question in enumerate(questions):
@@ -247,7 +250,8 @@ def ask_questions(
         if answer.reuse.created_tokens:
             answer = asking.ask(question)
         choice = answer.choices[0]
-        exact = choice if mode == "exact" else None if reference is None else reference[number]
+        exact = None if reference is None else reference[number]
+        exact = exact if asking.mode.reads_states else choice
         marked.append(_mark(question, answer, exact))
         choices.append(choice)
         if progress is not None:
@@ -259,7 +263,7 @@ def ask_questions(
 class _Asking:
     rag: RagCache
     search: Mapping[str, Any]
-    mode: str
+    mode: ReuseMode
     through: Through
     generation: GenerationParams
 
@@ -309,7 +313,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 def compare_reports(reports: Sequence[EvaluationReport], seed: int = 0) -> tuple[Comparison, ...]:
     """Each mode beside `exact`, or else beside the first one. seed: of the bootstraps."""
-    named = (each for each in reports if each.mode.removeprefix("chat:") == "exact")
+    named = (each for each in reports if each.mode.removeprefix("chat:") == str(EXACT))
     reference = next(named, reports[0])
     return tuple(
         _compare(report, reference, mark, seed)

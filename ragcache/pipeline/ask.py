@@ -10,10 +10,10 @@ from typing import Any
 
 from ragcache.answers.confidence import ConfidenceFeatures
 from ragcache.answers.support import LexicalSupport
-from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
+from ragcache.modes import ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
@@ -34,7 +34,7 @@ class AskPipeline:
     today: Callable[[], date] = date.today
 
     def prepare_prompts(
-        self, questions: Sequence[str], collection: str, params: SearchParams, mode: str,
+        self, questions: Sequence[str], collection: str, params: SearchParams, mode: ReuseMode,
         template_kwargs: Mapping[str, Any] | None = None, selection: Selection | None = None,
     ) -> list[BuiltPrompt]:  # fmt: skip
         """Retrieves modules for each question, and builds its prompt. selection: the modules, where
@@ -62,19 +62,22 @@ class AskPipeline:
         return prompts
 
     def build(
-        self, selection: Selection, collection: str, mode: str, encoder: ModuleEncoder | None = None
-    ) -> BuiltPrompt:
+        self, selection: Selection, collection: str, mode: ReuseMode,
+        encoder: ModuleEncoder | None = None,
+    ) -> BuiltPrompt:  # fmt: skip
         """The prompt of one question over its selection. Nothing is leased or computed. encoder:
         of this call's template; None is that of all."""
-        exact, encoder = mode == "exact", encoder or self.encoder
+        encoder = encoder or self.encoder
         groups = self._groups(selection, collection, encoder)
         layout = PromptLayout(encoder.preamble_ids)
         question = question_ids(encoder.model, encoder.frame, selection.query, self.today)
-        recomputed = lay_out(layout, groups, question, linked_tokens(mode), exact=exact)
-        states = ModuleStates(
-            encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
-            self.scaffolds, collection,
-        )  # fmt: skip
+        recomputed = lay_out(layout, groups, question, mode)
+        states = None
+        if selection.hits and mode.encoding is not None:
+            states = ModuleStates(
+                encoder, self.catalog, tuple(layout.groups), mode.encoding,
+                self.scaffolds, collection,
+            )  # fmt: skip
         modules = tuple(hit.module for hit in selection.hits)
         return BuiltPrompt(
             question=selection.query,
@@ -83,10 +86,10 @@ class AskPipeline:
             end=layout.length,
             spans=tuple(layout.spans),
             recomputed=recomputed,
-            states=states if selection.hits and not exact else None,
-            sources=_sources(selection, groups, exact=exact),
+            states=states,
+            sources=_sources(selection, groups, read=mode.reads_states),
             collection=collection,
-            shares=not exact,
+            shares=mode.reads_states,
             answerable=bool(selection.hits),
             modules=modules,
             evidence=ConfidenceFeatures.of_selection(selection),
@@ -128,24 +131,18 @@ def question_ids(
 
 
 def lay_out(
-    layout: PromptLayout, groups: Sequence[ModuleGroup], question: Sequence[int], linked: int, *,
-    exact: bool = False,
-) -> int:  # fmt: skip
+    layout: PromptLayout, groups: Sequence[ModuleGroup], question: Sequence[int], mode: ReuseMode
+) -> int:
     """Lays out the preamble, the groups and the question; returns how many tokens of documents are
-    computed.
-
-    linked: the first tokens of each group that are computed in context and so see what comes before
-    them (EPIC's LegoLink, Hu et al., 2024); none of the first group, which was encoded after the
-    preamble already. exact: everything is computed.
-    """
+    computed."""
     preamble = layout.groups[0].token_ids
-    if exact:
-        layout.compute(preamble)
-    else:
+    if mode.reads_states:
         layout.read(0, 0, len(preamble))
+    else:
+        layout.compute(preamble)
     for number, group in enumerate(groups):
         size = len(group.token_ids)
-        count = size if exact else min(linked, size) if number else 0
+        count = mode.leading_tokens(size, follows_preamble=number == 0)
         layout.compute(group.token_ids[:count])
         layout.read(layout.add(group), count, size)
     recomputed = len(layout.own)
@@ -154,16 +151,16 @@ def lay_out(
 
 
 def _sources(
-    selection: Selection, groups: Sequence[ModuleGroup], *, exact: bool
+    selection: Selection, groups: Sequence[ModuleGroup], *, read: bool
 ) -> tuple[tuple[Citation, int | None], ...]:
     hits = iter(selection.hits)
     sources: list[tuple[Citation, int | None]] = []
     for number, group in enumerate(groups, start=1):
         members = [next(hits) for _ in group.modules]
-        single = exact or len(members) == 1
+        single = not read or len(members) == 1
         scaffold = "" if single else " ".join(hit.module.name for hit in members)
         for hit in members:
             module = hit.module
             cited = Citation.of(module, hit.score, scaffold, hit.bm25, hit.cosine, hit.rerank)
-            sources.append((cited, None if exact else number))
+            sources.append((cited, number if read else None))
     return tuple(sources)

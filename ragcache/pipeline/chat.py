@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
+from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, Message, find_mark
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
@@ -34,7 +34,7 @@ _EDGE = 3  # tokens at the front of a text that its surroundings may change
 class ChatCall:
     """What the conversations of a call have in common."""
 
-    mode: str = "rooted"
+    mode: ReuseMode = ROOTED
     recognize: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] | None = None
@@ -80,29 +80,29 @@ class ChatPipeline:
 
     def build(self, chat: RenderedChat, options: ChatCall) -> BuiltPrompt:
         """The prompt of one conversation. Nothing is leased or computed."""
-        exact, encoded = options.mode == "exact", encoded_mode(options.mode)
-        read = [] if exact else chat.found
+        mode, encoding = options.mode, options.mode.encoding
+        read = [] if encoding is None else chat.found
         layout = PromptLayout(self.encoder.preamble_ids)
         groups = lay_out_chat(
             layout, replace(chat, found=read), self.tokens.of([each.module for each in read]),
-            self.tokenizer, linked=linked_tokens(options.mode),
-            fits_at=lambda start, length: self.encoder.fits_at(start, length, encoded),
+            self.tokenizer, mode,
+            lambda start, length: self.encoder.fits_at(start, length, encoding),
         )  # fmt: skip
         found = [each.module for each in chat.found]
         cited = [Citation.of(module, 1.0) for module in found]
         states = None
-        if layout.spans:
-            states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoded)
+        if layout.spans and encoding is not None:
+            states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)
         return BuiltPrompt(
             question=chat.question,
-            mode="exact" if states is None else f"recognized:{options.mode}",
+            mode=EXACT if states is None else mode,
             own=tuple(layout.own),
             end=layout.length,
             spans=tuple(layout.spans),
             states=states,
             sources=tuple(zip(cited, groups or [None] * len(cited), strict=True)),
             kind="chat",
-            shares=not exact,
+            shares=mode.reads_states,
             modules=tuple(found),
             bare=lambda: tuple(self._bare(chat)),
         )
@@ -136,12 +136,11 @@ class ChatPipeline:
 
 def lay_out_chat(
     layout: PromptLayout, chat: RenderedChat, tokens: Sequence[tuple[int, ...]],
-    tokenizer: InContextTokenizer, *, linked: int = 0, fits_at: FitsAt,
+    tokenizer: InContextTokenizer, mode: ReuseMode, fits_at: FitsAt,
 ) -> list[int | None]:  # fmt: skip
     """Lays a conversation out; returns the group of each module, None where all is computed.
 
-    tokens: of each module. linked: first tokens of each module that are computed in context. The
-    text between modules is tokenized on its own.
+    tokens: of each module. The text between modules is tokenized on its own.
     """
     groups: list[int | None] = []
     done = 0
@@ -150,7 +149,7 @@ def lay_out_chat(
         layout.compute(tokenizer.encode(chat.text[done : each.begin], first=done == 0))
         here = chat.text[each.begin : each.end]
         agreed = tokenizer.agreement(here, ids, whole=each.whole, first=each.begin == 0)
-        groups.append(_place(layout, each.module.id, ids, agreed, linked, fits_at))
+        groups.append(_place(layout, each.module.id, ids, agreed, mode, fits_at))
         done = each.end
     layout.compute(tokenizer.encode(chat.text[done:], first=done == 0))
     layout.close()
@@ -159,12 +158,12 @@ def lay_out_chat(
 
 def _place(
     layout: PromptLayout, module: int, token_ids: tuple[int, ...], agreed: Agreement,
-    linked: int, fits_at: FitsAt,
+    mode: ReuseMode, fits_at: FitsAt,
 ) -> int | None:  # fmt: skip
     """Continues with a module. One whose states cannot be read from here on is computed whole."""
     layout.compute(agreed.before)
     start = layout.length - agreed.begin
-    begin = min(agreed.begin + linked, agreed.end)
+    begin = agreed.begin + mode.leading_tokens(agreed.end - agreed.begin)
     if agreed.end - begin < MIN_READ_TOKENS or not fits_at(start, len(token_ids)):
         begin = agreed.end
     layout.compute(token_ids[agreed.begin : begin])

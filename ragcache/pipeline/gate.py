@@ -17,18 +17,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Self
 
-from ragcache.config import (
-    GATED_MODES,
-    blend_percent,
-    encoded_mode,
-    linked_tokens,
-    measured_mode,
-)
 from ragcache.db import Ledger
 from ragcache.engine import Choice, Context, EncodeJob, LLMEngine, Request, SamplingParams, Segment
 from ragcache.errors import ModeRefused, PromptTooLong, StoreError
 from ragcache.fidelity import compare_first_tokens
 from ragcache.models import LoadedModel, prompt_frame
+from ragcache.modes import AFTER_PREAMBLE, GATED, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
@@ -123,7 +117,7 @@ class GateResult:
     """What the built-in prompts say of a mode on a model.
 
     Attributes:
-        mode: `rooted`, `isolated`, `linked:N` or `blend:R`, where N and R are powers of two.
+        mode: As users write it. A number in it is a power of two.
         prompts: How many.
         kl_divergence: The mean Kullback-Leibler divergence of the mode's first-token distribution
             from that of `exact`, in nats.
@@ -178,24 +172,24 @@ class ModeGate:
     _known: dict[str, GateResult | None] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def check_mode(self, mode: str) -> None:
+    def check_mode(self, mode: ReuseMode) -> None:
         """Lets a mode pass, measured if need be. Raises `ModeRefused`."""
-        if self.forced or mode == "exact":
+        if self.forced or not mode.reads_states:
             return
         result = self.measure([mode])[0]
         if result is not None and not result.passes:
             raise ModeRefused(
-                f"mode {mode!r} is refused on this model: over {result.prompts} built-in prompts "
-                f"its first tokens are {result.kl_divergence:.2f} nats from those of exact (limit "
-                f"{result.limit:.2f}), and {result.agreement:.0%} agree. Ask in mode exact or in "
-                "another that `ragcache doctor` shows to be near, or force it: "
+                f"mode {str(mode)!r} is refused on this model: over {result.prompts} built-in "
+                f"prompts its first tokens are {result.kl_divergence:.2f} nats from those of exact "
+                f"(limit {result.limit:.2f}), and {result.agreement:.0%} agree. Ask in mode exact "
+                "or in another that `ragcache doctor` shows to be near, or force it: "
                 "RagCache.open(force_modes=True), --force-modes, RAGCACHE_FORCE_MODES=1"
             )
 
-    def measure(self, modes: Sequence[str] = GATED_MODES) -> list[GateResult | None]:
+    def measure(self, modes: Sequence[str | ReuseMode] = GATED) -> list[GateResult | None]:
         """The results of modes, in order, measured where none is known; None where the model's
         window or the engine's pool is too small for the prompts. Raises what the engine raises."""
-        names = [measured_mode(mode) for mode in modes]
+        names = [str(ReuseMode.parse(mode).measured) for mode in modes]
         with self._lock:
             for name in set(names) - self._known.keys():
                 self._read(name)
@@ -229,7 +223,8 @@ class ModeGate:
 
     def _measure(self, modes: Sequence[str]) -> None:
         logger.info("measuring how far %s is from exact on this model", ", ".join(modes))
-        for result in measure_modes(self.model, self.engine, modes) or ():
+        parsed = [ReuseMode.parse(mode) for mode in modes]
+        for result in measure_modes(self.model, self.engine, parsed) or ():
             self._known[result.mode] = result
             self._write(result)
         for mode in modes:
@@ -245,7 +240,7 @@ class ModeGate:
 
 
 def measure_modes(
-    model: LoadedModel, engine: LLMEngine, modes: Sequence[str]
+    model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]
 ) -> list[GateResult] | None:
     """Measures modes over the built-in prompts, of four documents each or as many as fit; None
     where two do not. Raises what the engine raises."""
@@ -273,7 +268,7 @@ class _Measurement:
             for n, order in enumerate(self.orders)
         ]
 
-    def run(self, modes: Sequence[str]) -> list[GateResult]:
+    def run(self, modes: Sequence[ReuseMode]) -> list[GateResult]:
         begin = time.perf_counter()
         exact, others = self._in_exact()
         distance = compare_first_tokens(exact, others).kl_divergence
@@ -282,7 +277,7 @@ class _Measurement:
         seconds = time.perf_counter() - begin
         return [
             GateResult(
-                mode, len(exact), each.kl_divergence, each.agreement, limit, distance, seconds
+                str(mode), len(exact), each.kl_divergence, each.agreement, limit, distance, seconds
             )
             for mode, each in found
         ]
@@ -300,37 +295,38 @@ class _Measurement:
             own[n], others[n ^ 1] = asked[: len(order)], asked[len(order) :]
         return list(chain(*own)), list(chain(*others))
 
-    def _in_mode(self, mode: str) -> list[Choice]:
+    def _in_mode(self, mode: ReuseMode) -> list[Choice]:
         """First tokens of all questions in a mode, laid out as `AskPipeline` lays out prompts."""
         [root] = self.engine.encode([EncodeJob(self.preamble)])
         layouts = [
-            self._lay_out(order, question, linked_tokens(mode))
+            self._lay_out(order, question, mode)
             for order, questions in zip(self.orders, self.questions, strict=True)
             for question in questions
         ]
         slots = list(dict.fromkeys(slot for layout in layouts for slot in self._slots(layout)))
-        before = Segment(root, 0) if encoded_mode(mode) == "rooted" else None
+        before = Segment(root, 0) if mode.encoding == AFTER_PREAMBLE else None
         jobs = [EncodeJob(self.documents[each], start, before) for each, start in slots]
         encoded = dict(zip(slots, self.engine.encode(jobs), strict=True))
         contexts = []
-        percent = blend_percent(mode)
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
             prompt = BuiltPrompt(
                 "", mode, tuple(layout.own), layout.length, spans=tuple(layout.spans)
             )
-            if percent:
+            if percent := mode.blend_percent:
                 token_ids = [group.token_ids for group in layout.groups]
                 prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
             contexts.append(build_context(prompt, [KVKey("")] * len(states), states))
         return self._first_tokens(contexts)
 
-    def _lay_out(self, order: Sequence[int], question: Sequence[int], linked: int) -> PromptLayout:
+    def _lay_out(
+        self, order: Sequence[int], question: Sequence[int], mode: ReuseMode
+    ) -> PromptLayout:
         layout, groups, start = PromptLayout(self.preamble), [], len(self.preamble)
         for each in order:
             groups.append(ModuleGroup((each,), self.documents[each], start))
             start += len(self.documents[each])
-        lay_out(layout, groups, question, linked)
+        lay_out(layout, groups, question, mode)
         return layout
 
     def _slots(self, layout: PromptLayout) -> list[tuple[int, int]]:

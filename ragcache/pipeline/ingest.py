@@ -209,14 +209,14 @@ class Ingestor:
             return 0
         rows = [row for row in self.catalog.modules(collection) if row.document in documents]
         tokens = ModuleTokens(self.catalog, self.encoder.model).of(rows)
-        keys = [self.encoder.key(ids, "rooted") for ids in tokens]
+        keys = [self.encoder.key(ids) for ids in tokens]
         held = [any(key in index.entries for index in self.store.memory.every) for key in keys]
         for row, key, is_held in zip(rows, keys, held, strict=True):
             if not is_held:
                 self.catalog.add_key(row.id, key)
         lost = [ids for ids, is_held in zip(tokens, held, strict=True) if not is_held]
         for part in portions(lost):
-            with self.encoder.lease(part, "rooted", "ingest"):
+            with self.encoder.lease(part, origin="ingest"):
                 pass
         return len(lost)
 
@@ -282,8 +282,8 @@ class Ingestor:
         with _Writing() as writing:
             for document, modules in prepared:
                 for part in portions([module.token_ids for module in modules]):
-                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
-                    lease = self.encoder.lease(part, "rooted", "ingest")
+                    jobs.expect(job, [self.encoder.key(ids) for ids in part])
+                    lease = self.encoder.lease(part, origin="ingest")
                     done += len(part)
                     encoded += sum(tier == "encoded" for tier in lease.source.values())
                     writing.follow(lease)
@@ -315,7 +315,7 @@ class Ingestor:
         rows = []
         for number, module in enumerate(modules):
             name = f"{document.id}#{number + 1}"
-            key = self.encoder.key(module.token_ids, "rooted")
+            key = self.encoder.key(module.token_ids)
             vector = None if vectors is None else vectors[number]
             details = _storable(module.metadata)
             rows.append(

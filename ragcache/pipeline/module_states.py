@@ -19,6 +19,7 @@ from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
+from ragcache.modes import AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
 from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
@@ -108,15 +109,18 @@ class ModuleEncoder(StateEncoder):
     def preamble_key(self) -> KVKey:
         return self._state_key(self.preamble_ids, "root", 0)
 
-    def key(self, token_ids: Sequence[int], mode: str, start: int | None = None) -> KVKey:
-        """The key of a module's states. mode: `rooted`, which sees the preamble, or `isolated`.
-        start: where it is encoded, None is right after the preamble."""
-        root = self.preamble_key if mode == "rooted" else None
-        return self._state_key(token_ids, mode, self._first if start is None else start, root)
+    def key(
+        self, token_ids: Sequence[int], encoding: Encoding = AFTER_PREAMBLE,
+        start: int | None = None,
+    ) -> KVKey:  # fmt: skip
+        """The key of a module's states. start: position of the first token; defaults to the place
+        right after the preamble."""
+        root = self.preamble_key if encoding == AFTER_PREAMBLE else None
+        return self._state_key(token_ids, encoding, self._first if start is None else start, root)
 
     def lease(
-        self, modules: Sequence[Sequence[int]], mode: str, origin: Origin = "question",
-        starts: Sequence[int] | None = None,
+        self, modules: Sequence[Sequence[int]], encoding: Encoding = AFTER_PREAMBLE,
+        origin: Origin = "question", starts: Sequence[int] | None = None,
     ) -> Lease:  # fmt: skip
         """The states of the preamble and then of each module (its token ids), encoded if need be.
         Raises `StoreError` where they cannot be kept, and are not for a question.
@@ -125,32 +129,34 @@ class ModuleEncoder(StateEncoder):
         the other, after the preamble.
         """
         starts = self._starts(modules, starts)
-        keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
+        keys = [self.key(ids, encoding, at) for ids, at in zip(modules, starts, strict=True)]
         if origin == "question":
             self.store.look_up([self.preamble_key, *keys])
         with ExitStack() as undo:
             lease = self.store.lease([self.preamble_key], self._request(origin, "root"))
             undo.push(lease)
             self._encode_missing(lease, {self.preamble_key: EncodeJob(self.preamble_ids)})
-            root = Segment(lease.states[0], 0) if mode == "rooted" else None
-            lease.extend(keys, self._request(origin, mode, self.preamble_key))
+            root = Segment(lease.states[0], 0) if encoding == AFTER_PREAMBLE else None
+            lease.extend(keys, self._request(origin, encoding, self.preamble_key))
             placed = zip(keys, modules, starts, strict=True)
             self._encode_missing(lease, {key: EncodeJob(ids, at, root) for key, ids, at in placed})
             undo.pop_all()
         return lease
 
     def prefetch(
-        self, modules: Sequence[Sequence[int]], mode: str, starts: Sequence[int] | None = None
-    ) -> None:
+        self, modules: Sequence[Sequence[int]], encoding: Encoding,
+        starts: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Begins to bring states to memory that a lease will ask for soon; returns at once."""
         placed = zip(modules, self._starts(modules, starts), strict=True)
-        self.store.prefetch([self.preamble_key, *(self.key(ids, mode, at) for ids, at in placed)])
+        keys = (self.key(ids, encoding, at) for ids, at in placed)
+        self.store.prefetch([self.preamble_key, *keys])
 
-    def fits_at(self, start: int, length: int, mode: str) -> bool:
+    def fits_at(self, start: int, length: int, encoding: Encoding | None) -> bool:
         """Whether a module of `length` tokens can be read at a position."""
         if self.model.causal.scheme.movable:
             return True
-        first = 0 if mode == "isolated" else self._first
+        first = 0 if encoding == WITHOUT_CONTEXT else self._first
         return first <= start and start + length <= self.model.causal.window
 
     @property

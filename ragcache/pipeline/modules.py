@@ -17,6 +17,8 @@ from ragcache.db import (
     module_detail,
     module_page,
 )
+from ragcache.errors import ConfigurationError
+from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.states import KVKey
 from ragcache.store import KVStore, admin
@@ -69,10 +71,17 @@ class Modules:
         return module_detail(self._database, module, self.catalog.namespace)
 
     def warm(
-        self, collection: str, documents: Sequence[str] | None = None, *, mode: str = "rooted",
-        dry_run: bool = False, names: Sequence[str] | None = None,
+        self, collection: str, documents: Sequence[str] | None = None, *,
+        mode: str | ReuseMode = ROOTED, dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Brings states to the first tier, encoding those that no tier has, and keeps them."""
+        """Brings states to the first tier, encoding those that no tier has, and keeps them. mode:
+        `rooted` or `isolated`. Raises `ConfigurationError` for another mode."""
+        parsed = ReuseMode.parse(mode)
+        encoding = parsed.encoding
+        if parsed not in (ROOTED, ISOLATED) or encoding is None:
+            raise ConfigurationError(
+                f"states are encoded {ROOTED} or {ISOLATED}, not {str(parsed)!r}"
+            )
         rows = [
             row
             for row in self.catalog.modules(collection)
@@ -81,7 +90,7 @@ class Modules:
         ]
         tokens = self.tokens.of(rows)
         encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
-        wanted = {encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
+        wanted = {encoder.key(ids, encoding): row for ids, row in zip(tokens, rows, strict=True)}
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
         indexes = self.store.memory.every
@@ -92,7 +101,7 @@ class Modules:
         for key in missing:
             self.catalog.add_key(wanted[key].id, key)
         for part in portions(tokens):
-            with encoder.lease(part, mode, "warm"):
+            with encoder.lease(part, encoding, "warm"):
                 pass
         return done
 
@@ -156,7 +165,7 @@ class Modules:
         indexes = self.store.memory.every
         found = []
         for ids in self.tokens.of(modules):
-            key = encoder.key(ids, "rooted")
+            key = encoder.key(ids)
             holding = (index.name for index in indexes if key in index.entries)
             found.append(Placed(len(ids), next(holding, None)))
         return found

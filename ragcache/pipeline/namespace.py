@@ -171,9 +171,9 @@ class Namespace:
         modules = scaffold_modules(self.catalog.modules(collection), ids)
         token_ids = tuple(token for each in self.ask.tokens.of(modules) for token in each)
         self.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))
-        key = encoder.key(token_ids, "rooted")
+        key = encoder.key(token_ids)
         scaffolds.keep(collection, [module.id for module in modules], key)
-        with encoder.lease([token_ids], "rooted", "warm"):
+        with encoder.lease([token_ids], origin="warm"):
             return tuple(module.name for module in modules)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from ragcache.db import ModuleRow, SchemaText, SchemaTexts
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong, UnknownSchema
 from ragcache.models import PromptFrame
+from ragcache.modes import EXACT, ISOLATED, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
@@ -136,19 +137,19 @@ class PmlPipeline:
         self.encoder.store.discard(self.texts.delete_schema(name))
         self._loaded.pop(name, None)
 
-    def prepare_prompt(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
+    def prepare_prompt(self, text: str, mode: ReuseMode, source: str = "<string>") -> BuiltPrompt:
         """As `build`, with the times when it began and ended."""
         called = time.perf_counter()
         prompt = self.build(text, mode, source)
         return replace(prompt, timestamps=Timestamps(called, time.perf_counter()))
 
-    def build(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
+    def build(self, text: str, mode: ReuseMode, source: str = "<string>") -> BuiltPrompt:
         """The prompt of a PML text. Nothing is leased or computed. Raises `PMLError`,
         `ConfigurationError` or `UnknownSchema`."""
-        if mode not in ("isolated", "exact"):
+        if mode not in (ISOLATED, EXACT):
             raise ConfigurationError(
                 "a schema's modules are encoded at their places in the schema: use the mode "
-                "`isolated`, or `exact` to compute everything"
+                f"`{ISOLATED}`, or `{EXACT}` to compute everything"
             )
         self.template.check(text)
         prompt = parse_prompt(text, source=source)
@@ -156,10 +157,9 @@ class PmlPipeline:
         spelled = render_prompt_turns(prompt, loaded.schema, self.template.render)
         return self.build_plan(loaded.index, resolve_prompt(loaded.index, spelled), mode)
 
-    def build_plan(self, index: SchemaIndex, plan: Plan, mode: str) -> BuiltPrompt:
+    def build_plan(self, index: SchemaIndex, plan: Plan, mode: ReuseMode) -> BuiltPrompt:
         """The prompt of a resolved plan."""
-        exact = mode == "exact"
-        if exact:
+        if not mode.reads_states:
             plan = replace(plan, pieces=tuple(replace(p, cached=False) for p in plan.pieces))
         groups = self.groups(index, plan)
         group_of = {path: n for n, group in enumerate(groups) for path in group.paths}
@@ -176,11 +176,11 @@ class PmlPipeline:
             own=tuple(own),
             end=max(plan.length, own[-1][0] + 1),
             spans=tuple(spans),
-            states=None if exact else states,
+            states=states if mode.reads_states else None,
             sources=tuple(zip(citations, map(group_of.get, plan.modules), strict=True)),
             kind="prompt",
             collection=plan.schema,
-            shares=not exact,
+            shares=mode.reads_states,
         )
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[ScopeGroup]:

@@ -10,6 +10,7 @@ from ragcache.answers.confidence import ConfidenceFeatures
 from ragcache.answers.support import LexicalSupport
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
+from ragcache.modes import Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.states import KVKey
@@ -85,14 +86,14 @@ class PromptStates(Protocol):
 class ModuleStates:
     """States of a namespace's modules: `PromptStates` of questions and chats.
 
-    groups: the preamble first, which is leased in any case. encoded: `rooted` or `isolated`.
+    groups: the preamble first, which is leased in any case.
     scaffolds, collection: where groups may have several modules.
     """
 
     encoder: ModuleEncoder
     catalog: Catalog
     groups: tuple[ModuleGroup, ...]
-    encoded: str
+    encoding: Encoding
     scaffolds: Scaffolds | None = None
     collection: str = ""
 
@@ -102,11 +103,11 @@ class ModuleStates:
 
     def prefetch(self) -> None:
         modules, starts = self._placed()
-        self.encoder.prefetch(modules, self.encoded, starts)
+        self.encoder.prefetch(modules, self.encoding, starts)
 
     def lease(self) -> Lease:
         modules, starts = self._placed()
-        return self.encoder.lease(modules, self.encoded, starts=starts)
+        return self.encoder.lease(modules, self.encoding, starts=starts)
 
     def record_owners(self, lease: Lease) -> None:
         for group, key in zip(self.groups, lease.keys, strict=True):
@@ -128,7 +129,7 @@ class BuiltPrompt:
     spans: what is read. recomputed: how many own tokens are those of documents. states: None where
     nothing is read.
 
-    mode, kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
+    kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
     it is read from, None where it is computed. shares: whether the states of its own tokens may be
     shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
     modules: those that an extractive answer may quote, the best first. evidence: of retrieval;
@@ -138,7 +139,7 @@ class BuiltPrompt:
     """
 
     question: str
-    mode: str
+    mode: ReuseMode
     own: tuple[tuple[int, int], ...]
     end: int
     spans: tuple[CachedSpan, ...] = ()
@@ -157,9 +158,10 @@ class BuiltPrompt:
     timestamps: Timestamps = field(default_factory=Timestamps)
 
     @property
-    def requested_mode(self) -> str:
-        """The mode that was asked for: that of a chat says `recognized:` before it."""
-        return self.mode.removeprefix("recognized:")
+    def answer_mode(self) -> str:
+        """The mode as answers name it: `recognized:MODE` for a chat that reads states."""
+        recognized = self.kind == "chat" and self.mode.reads_states
+        return f"recognized:{self.mode}" if recognized else str(self.mode)
 
     @property
     def read_tokens(self) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from ragcache.answers.confidence import UNCALIBRATED, AnswerCheck, find_calibration
 from ragcache.answers.quotation_index import Quotation, QuotationText
 from ragcache.answers.quotations import Quotations, QuotationSources
-from ragcache.config import NAMESPACE, RagCacheConfig, blend_percent
+from ragcache.config import NAMESPACE, RagCacheConfig
 from ragcache.engine import (
     Choice,
     Context,
@@ -222,13 +222,13 @@ class Submitter:
         """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
         if self.gate is not None:
             reading = [p for p in prompts if p.answerable and p.states is not None]
-            for mode in {prompt.requested_mode for prompt in reading}:
+            for mode in {prompt.mode for prompt in reading}:
                 self.gate.check_mode(mode)
 
     def _check(self, prompt: BuiltPrompt, generation: GenerationParams, plan: _Plan) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         checker = self.engine.core.checker
-        blended = most_blended(prompt, blend_percent(prompt.requested_mode))
+        blended = most_blended(prompt, prompt.mode.blend_percent)
         computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
         default = self.config.max_tokens
         if generation.unbounded:
@@ -271,7 +271,7 @@ class Submitter:
 
     def _blended(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
         """The prompt laid out in mode `blend:R`, now that there are states; any other as it is."""
-        percent = blend_percent(prompt.requested_mode)
+        percent = prompt.mode.blend_percent
         if not percent or prompt.states is None:
             return prompt
         token_ids, model = prompt.states.token_ids, self.model.causal
@@ -304,7 +304,7 @@ def prepare_answer(
             cited if group is None else replace(cited, tier=tiers[group])
             for cited, group in prompt.sources
         ),
-        mode=prompt.mode,
+        mode=prompt.answer_mode,
         prompt_tokens=len(prompt.own) + prompt.read_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
         created_tokens=tokens["encoded"], tokens=tokens,

@@ -384,6 +384,7 @@ def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> 
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
+    from ragcache.modes import ROOTED
     from ragcache.pipeline.gate import ModeGate
 
     if settings.force_modes:
@@ -397,7 +398,7 @@ def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> 
     if not results:
         return f"not measured: a window of {model.causal.window} tokens is too small"
     said = "; ".join(map(str, results))
-    if any(each.mode == "rooted" and not each.passes for each in results):
+    if any(each.mode == str(ROOTED) and not each.passes for each in results):
         raise ModeRefused(said)
     return said
 

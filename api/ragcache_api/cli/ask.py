@@ -12,8 +12,9 @@ import typer
 from rich.markup import escape
 
 import ragcache_api
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import EmptyQuestion, NoDocuments
+from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def ask(
     state: ui.StateOption = ui.DEFAULT_STATE,
     k: ui.KOption = DEFAULT_K,
     relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
-    mode: ui.ModeOption = "rooted",
+    mode: ui.ModeOption = ROOTED,
     max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
@@ -63,7 +64,7 @@ def ask(
         from ragcache_api.cli.served import ServedAnswer
 
         served = ServedAnswer.ask(server, key, {
-            "question": question, "collection": collection, "k": k, "mode": mode,
+            "question": question, "collection": collection, "k": k, "mode": str(mode),
             "filters": wanted, "relative_threshold": relative_threshold,
             "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop,
             "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
@@ -110,9 +111,7 @@ def ask(
 def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
-    mode: Annotated[
-        str, typer.Option("--mode", callback=check_mode, help="isolated or exact.")
-    ] = "isolated",
+    mode: Annotated[ReuseMode, ui.mode_option(f"{ISOLATED} or {EXACT}.")] = ISOLATED,
     max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
@@ -230,7 +229,7 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
 
     from ragcache import GenerationParams
 
-    times: dict[str, list[float]] = {"rooted": [], "exact": []}
+    times: dict[ReuseMode, list[float]] = {ROOTED: [], EXACT: []}
     answers = {}
     unshared = GenerationParams(
         share=False
@@ -242,7 +241,7 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
                 relative_threshold=0.0,  # prompts of one length: four modules each
             )  # fmt: skip
             seconds.append(answers[mode].timings.first_token)
-    return DemoAnswer(answers["rooted"], *map(median, times.values()))
+    return DemoAnswer(answers[ROOTED], *map(median, times.values()))
 
 
 def _print_demo_answer(measured: DemoAnswer) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import PromptTooLong, RequestError
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def chat(
     state: ui.StateOption = ui.DEFAULT_STATE,
     k: ui.KOption = DEFAULT_K,
     relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
-    mode: ui.ModeOption = "rooted",
+    mode: ui.ModeOption = ROOTED,
     wanted: ui.FilterOption = None,
     max_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
@@ -80,7 +81,7 @@ class Talk:
     """A conversation: messages without the documents that each was answered from."""
 
     def __init__(
-        self, rag: RagCache, collection: str | None, search: dict[str, Any], mode: str,
+        self, rag: RagCache, collection: str | None, search: dict[str, Any], mode: ReuseMode,
         generation: GenerationParams,
     ) -> None:  # fmt: skip
         """search: options of `RagCache.retrieve`."""

@@ -20,15 +20,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from typer.models import OptionInfo
 
 from ragcache.config import (
     NAMESPACE,
     check_embedding,
     check_instruction,
     check_k,
-    check_mode,
     check_reranker,
-    encoded_mode,
 )
 from ragcache.errors import (
     ConfigurationError,
@@ -36,6 +35,7 @@ from ragcache.errors import (
     NoState,
     UnreadableDocument,
 )
+from ragcache.modes import ISOLATED, WITHOUT_CONTEXT, ReuseMode, describe_kinds
 
 if TYPE_CHECKING:
     from ragcache import Answer, AnswerSpan, AnswerStream, RagCache
@@ -113,10 +113,15 @@ RelativeThresholdOption = Annotated[
 ]  # fmt: skip
 
 
-ModeOption = Annotated[
-    str, typer.Option("--mode", callback=check_mode,
-                      help="rooted, linked:N, blend:R, isolated or exact.")
-]  # fmt: skip
+def mode_option(help: str) -> OptionInfo:
+    """The option `--mode`, whose parameter is a `ReuseMode`."""
+    option: OptionInfo = typer.Option(
+        "--mode", parser=str, callback=ReuseMode.parse, metavar="MODE", help=help
+    )
+    return option
+
+
+ModeOption = Annotated[ReuseMode, mode_option(describe_kinds())]
 
 
 def _parsed_filter(text: str | None) -> dict[str, Any] | None:
@@ -367,14 +372,14 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
 
 
-def warm_command(collection: str, mode: str, **options: Any) -> str:
+def warm_command(collection: str, mode: ReuseMode, **options: Any) -> str:
     """The command that keeps what a question of this mode encoded of a collection. options: with
     which its folder was opened; those that are the settings' are left out."""
     from ragcache_api.settings import ServiceSettings
 
     settings, words = ServiceSettings.read(), ["ragcache", "warm", collection]
-    if encoded_mode(mode) == "isolated":
-        words += ["--mode", "isolated"]
+    if mode.encoding == WITHOUT_CONTEXT:
+        words += ["--mode", str(ISOLATED)]
     for name, value in options.items():
         if value not in (None, getattr(settings, name)):
             words += [f"--{name}", str(value)]

@@ -15,6 +15,7 @@ from ragcache.config import (
     check_namespace,
 )
 from ragcache.errors import ConfigurationError, DocumentError
+from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def warm(
     ids: Annotated[
         list[str] | None, typer.Argument(help="Ids of documents; without any, all of them.")
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", help="rooted or isolated.")] = "rooted",
+    mode: Annotated[ReuseMode, ui.mode_option(f"{ROOTED} or {ISOLATED}.")] = ROOTED,
     dry_run: DryRunOption = False,
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
@@ -254,8 +255,6 @@ def warm(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Encode the states that no tier has any more, and keep them on the disk."""
-    if mode not in ("rooted", "isolated"):
-        raise ConfigurationError(f"states are encoded rooted or isolated, not {mode!r}")
     opening = {"dtype": dtype, "instruction": instruction}
     with ui.open_existing_rag(state, model, None, collection, **opening) as rag:
         known = {row.source_id for row in rag.documents(collection, ids or None)}

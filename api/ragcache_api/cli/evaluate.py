@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError, NoState
+from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def evaluate_command(
     state: ui.StateOption = ui.DEFAULT_STATE,
     modes: Annotated[
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
-    ] = "rooted,exact",
+    ] = f"{ROOTED},{EXACT}",
     over: OverOption = "all",
     sample: SampleOption = None,
     seed: SeedOption = 0,
@@ -90,7 +91,7 @@ def evaluate_command(
     _check_choice("--over", over, ("all", "own"))
     if calibrate:
         _check_calibrates(collection, {"--through chat": through == "chat", "--wrong": wrong})
-    named = [check_mode(mode.strip()) for mode in modes.split(",")]
+    named = [ReuseMode.parse(mode.strip()) for mode in modes.split(",")]
     if not questions.is_file():
         raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
     from ragcache.evaluation.datasets import load_dataset

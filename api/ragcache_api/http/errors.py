@@ -130,7 +130,10 @@ def _invalid(error: RequestValidationError) -> ErrorInfo:
     if any(each["type"] == "json_invalid" for each in error.errors()):
         return ErrorInfo(422, "invalid-json", "the body is no JSON")
     problems = tuple(
-        {"loc": [str(part) for part in each["loc"]], "msg": str(each["msg"])}
+        {
+            "loc": [str(part) for part in each["loc"]],
+            "msg": str(each["msg"]).removeprefix("Value error, "),
+        }
         for each in error.errors()[:20]
     )
     first = problems[0] if problems else {"loc": [], "msg": "the request cannot be read"}

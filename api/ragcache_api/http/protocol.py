@@ -25,6 +25,7 @@ from ragcache import (
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK
 from ragcache.db import Deletion
 from ragcache.db.sql import page_of
+from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode, describe_kinds
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
 
@@ -418,8 +419,8 @@ class RetrievalFields(BaseModel):
     """How a request wants documents found and read."""
 
     k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
-    mode: Annotated[str, Field(max_length=20)] | None = Field(
-        None, description="With documents: `rooted`."
+    mode: ReuseMode | None = Field(
+        None, description=f"With documents: `{ROOTED}`. {describe_kinds()}"
     )
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -450,7 +451,13 @@ class PromptRequest(AnswerOptions):
     """A PML prompt."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=1_000_000)]
-    mode: Annotated[str, Field(max_length=20)] = "isolated"
+    mode: Annotated[
+        ReuseMode,
+        Field(
+            description=f"`{ISOLATED}` or `{EXACT}`.",
+            json_schema_extra={"default": str(ISOLATED)},
+        ),
+    ] = ISOLATED
 
 
 class AnswerResponse(ResponseModel):

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
+from ragcache.modes import ReuseMode
 from ragcache_connectors.langchain.structured import call_grammar
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class CallOptions:
     none may come."""
 
     generation: GenerationParams
-    mode: str
+    mode: ReuseMode
     recognize: bool
     tools: Sequence[Mapping[str, Any]] | None = None
     style: ToolStyle | None = None
@@ -113,7 +114,7 @@ class CallOptions:
                 f"the model {wanted!r:.80} is not open here; {info.name!r} is. Make another "
                 "ChatRagCache with its own state folder"
             )
-        mode, recognize = options.pop("mode"), options.pop("recognize")
+        mode, recognize = ReuseMode.parse(options.pop("mode")), options.pop("recognize")
         variables = options.pop("chat_template_kwargs", None)
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))

@@ -17,6 +17,7 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
 from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation
@@ -86,7 +87,7 @@ class ChatRagCache(BatchingChatModel):
     state: str | Path | None = None
     model: Any = Field(default=None, alias="model_name")
     open_options: dict[str, Any] = Field(default_factory=dict)
-    mode: str = "rooted"
+    mode: str | ReuseMode = ROOTED
     recognize: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
@@ -156,7 +157,7 @@ class ChatRagCache(BatchingChatModel):
         return {"model": self.model_name, **where, "open_options": opened, **options}
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
+        return {name: getattr(self, name) for name in _OPTIONS} | {"mode": str(self.mode)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)

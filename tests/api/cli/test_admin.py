@@ -237,8 +237,8 @@ def test_doctor_tells_how_far_modes_are_from_exact(
     assert forced == "all serve, as force_modes is set; nothing was measured"
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
 
-    def measure(_model: object, _engine: object, modes: list[str]) -> list[GateResult]:
-        return [GateResult(mode, 24, divergence, 0.75, 2.0, 6.0, 1.0) for mode in modes]
+    def measure(_model: object, _engine: object, modes: list[object]) -> list[GateResult]:
+        return [GateResult(str(mode), 24, divergence, 0.75, 2.0, 6.0, 1.0) for mode in modes]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
     for _ in range(2):

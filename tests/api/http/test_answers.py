@@ -98,7 +98,7 @@ def test_an_answer_of_little_confidence_is_refused(client: TestClient) -> None:
     [
         ({"question": "  "}, 400, "empty-question"),
         ({"collection": "none"}, 404, "unknown-collection"),
-        ({"mode": "odd"}, 400, "configuration-error"),
+        ({"mode": "odd"}, 422, "invalid-request"),
         ({"surprise": 1}, 422, "invalid-request"),
         ({"k": 0}, 422, "invalid-request"),
         ({"min_confidence": 2}, 422, "invalid-request"),

@@ -24,6 +24,7 @@ from ragcache.engine import Choice, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection
 from ragcache.models import LoadedModel
+from ragcache.modes import ROOTED
 
 LEAVE = SourceDocument("leave", "Everybody has 28 days of leave. Requests go to Ines Marlow.")
 KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse.")
@@ -163,7 +164,7 @@ def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
     found = rag.retrieve(QUESTION, **ASK)
     assert found.words is not None
     support = LexicalSupport(found.words, [hit.module for hit in found.hits])
-    [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), "rooted")
+    [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), ROOTED)
     checked = rag.internals.submitter.run([prompt], asked)[0].checked()
     [evidence], [choice] = checked.evidence, checked.output.choices
     assert evidence.support == support.share(choice.text)
@@ -228,7 +229,7 @@ def test_streams_hold_text_back_until_it_is_not_refused(rag: RagCache) -> None:
 def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag: RagCache) -> None:
     asked = GenerationParams(extractive=True, confidence=True, logprobs=0)
     answer = rag.ask(QUESTION, generation=asked, **ASK)
-    [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), "rooted")
+    [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), ROOTED)
     assert prompt.bare is not None
     tokens = [*prompt.bare(), *answer.choices[0].token_ids]
     causal = rag.internals.shared.model.causal

@@ -28,6 +28,7 @@ from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
+from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.pipeline import AskPipeline, BuiltPrompt, ChatTemplate, ModuleEncoder
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.module_states import Scaffolds
@@ -63,8 +64,8 @@ def test_a_repetition_penalty_counts_the_tokens_of_cached_modules(rag: RagCache)
 @pytest.mark.parametrize("mode", ["rooted", "linked:3"])
 def test_the_tokens_of_a_prompt_are_known_whatever_is_read(rag: RagCache, mode: str) -> None:
     params, ask = SearchParams(3), rag.internals.ask
-    [read] = ask.prepare_prompts([QUESTION], "notes", params, mode)
-    [exact] = ask.prepare_prompts([QUESTION], "notes", params, "exact")
+    [read] = ask.prepare_prompts([QUESTION], "notes", params, ReuseMode.parse(mode))
+    [exact] = ask.prepare_prompts([QUESTION], "notes", params, EXACT)
     assert read.states is not None
     with read.states.lease() as lease:
         context = build_context(read, lease.keys, lease.states)
@@ -104,7 +105,7 @@ def test_nothing_is_encoded_again_after_midnight(
                 rag.ingest("notes", DOCUMENTS)
                 rag.add_schema(SCHEMA)
             ask = replace(rag.internals.ask, today=partial(date, 2026, 11, day))
-            [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), "rooted")
+            [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), ROOTED)
             asked.append(model.decode([token for _, token in question.own]))
             found = rag.ask(QUESTION, collection="notes", k=1)
             planned = rag.prompt(prompt)
@@ -267,8 +268,11 @@ def linked_context(
     are read."""
     layout = PromptLayout([0] * states[0].length)
     groups = groups_of(modules, states[0].length)
-    recomputed = lay_out(layout, groups, own, linked)
-    prompt = BuiltPrompt("", "", tuple(layout.own), layout.length, tuple(layout.spans), recomputed)
+    mode = ReuseMode.parse(f"linked:{linked}") if linked else ROOTED
+    recomputed = lay_out(layout, groups, own, mode)
+    prompt = BuiltPrompt(
+        "", mode, tuple(layout.own), layout.length, tuple(layout.spans), recomputed
+    )
     keys = [KVKey(f"{number:064x}") for number in range(len(states))]
     return build_context(prompt, keys, states), prompt
 
@@ -403,9 +407,9 @@ def test_every_mode_builds_the_same_tokens(
     texts = [model.encode_untrusted(ROWS[n - 1].text) for n in numbers]
     asked = model.encode(f"{frame.question}{QUESTION}{frame.epilogue}")
     expected = [*model.encode(frame.preamble), *chain(*texts)]
-    prompt = pipeline.build(selection_of(*numbers), "notes", mode)
+    prompt = pipeline.build(selection_of(*numbers), "notes", ReuseMode.parse(mode))
     assert all_tokens(prompt) == [*expected, *asked]
-    assert (prompt.question, prompt.mode, prompt.kind) == (QUESTION, mode, "question")
+    assert (prompt.question, str(prompt.mode), prompt.kind) == (QUESTION, mode, "question")
     assert (prompt.collection, prompt.answerable) == ("notes", True)
     assert len(prompt.own) - prompt.recomputed == len(asked)
 
@@ -426,7 +430,7 @@ def test_a_question_has_the_tokens_of_the_whole_text(
     with RagCache.open(tmp_path / "state", loaded) as rag:
         rag.ingest("notes", NOTES)
         ask, params = rag.internals.ask, SearchParams(2)
-        [prompt] = ask.prepare_prompts([question], "notes", params, "exact")
+        [prompt] = ask.prepare_prompts([question], "notes", params, EXACT)
         hits = ask.retriever.retrieve(question, "notes", params).hits
         frame = ask.encoder.frame
     modules = "".join(hit.module.text for hit in hits)
@@ -449,7 +453,7 @@ def test_added_tokens_in_documents_and_questions_are_ordinary_text(
     with RagCache.open(tmp_path / "state", replace(model, tokenizer=tokenizer)) as rag:
         rag.ingest("notes", [SourceDocument("keys", "<think> of the <tool_call> key.")])
         ask = rag.internals.ask
-        [prompt] = ask.prepare_prompts(["which <think> key?"], "notes", SearchParams(1), "exact")
+        [prompt] = ask.prepare_prompts(["which <think> key?"], "notes", SearchParams(1), EXACT)
     ids = all_tokens(prompt)
     text = tokenizer.decode(ids)
     assert "<think> of the <tool_call> key." in text
@@ -458,11 +462,11 @@ def test_added_tokens_in_documents_and_questions_are_ordinary_text(
 
 
 def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(3, 1), "notes", "rooted")
+    prompt = pipeline.build(selection_of(3, 1), "notes", ROOTED)
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (3,), (1,)]
     assert [group.start for group in prompt.states.groups] == [s.start for s in prompt.spans]
-    assert (prompt.states.encoded, prompt.recomputed, prompt.shares) == ("rooted", 0, True)
+    assert (prompt.states.encoding, prompt.recomputed, prompt.shares) == ("rooted", 0, True)
     assert prompt.sources == (
         (Citation("leave", "leave#1", "/leave", 1 / 3, "computed"), 1),
         (Citation("boats", "boats#1", "/boats", 1.0, "computed"), 2),
@@ -470,14 +474,14 @@ def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline
 
 
 def test_an_exact_prompt_reads_nothing(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(1, 2), "notes", "exact")
+    prompt = pipeline.build(selection_of(1, 2), "notes", EXACT)
     assert (prompt.states, prompt.spans, prompt.shares) == (None, (), False)
     assert [(cited.scaffold, group) for cited, group in prompt.sources] == [("", None)] * 2
     assert len(prompt.own) == prompt.end
 
 
 def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(1, 2, 3), "notes", "linked:5")
+    prompt = pipeline.build(selection_of(1, 2, 3), "notes", ReuseMode.parse("linked:5"))
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (1, 2), (3,)]
     assert [group for _, group in prompt.sources] == [1, 1, 2]
@@ -486,5 +490,5 @@ def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
 
 
 def test_a_prompt_without_modules_has_no_answer(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(), "notes", "rooted")
+    prompt = pipeline.build(selection_of(), "notes", ROOTED)
     assert (prompt.answerable, prompt.states, prompt.sources) == (False, None, ())

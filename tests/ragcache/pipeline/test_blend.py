@@ -16,6 +16,7 @@ from ragcache import RagCache
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import PromptTooLong
 from ragcache.models import CausalLM, LoadedModel, prompt_frame, wrap_causal
+from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.pipeline import BuiltPrompt, blend
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import RUN, blend_prompt, choose_runs, most_blended
@@ -48,9 +49,9 @@ def built(
     layout = PromptLayout(preamble)
     starts = accumulate(map(len, modules), initial=len(preamble))
     groups = [ModuleGroup((n,), ids, next(starts)) for n, ids in enumerate(modules)]
-    recomputed = lay_out(layout, groups, QUESTION, 0)
+    recomputed = lay_out(layout, groups, QUESTION, ROOTED)
     own, spans = tuple(layout.own), tuple(layout.spans)
-    prompt = BuiltPrompt("", "blend:30", own, layout.length, spans, recomputed)
+    prompt = BuiltPrompt("", ReuseMode.parse("blend:30"), own, layout.length, spans, recomputed)
     return prompt, [group.token_ids for group in layout.groups]
 
 
@@ -70,7 +71,7 @@ def logits_of(causal: CausalLM, prompt: BuiltPrompt, states: Sequence[StoredStat
 
 def exact_logits(causal: CausalLM) -> Tensor:
     tokens = (*PREAMBLE, *chain(*MODULES), *QUESTION)
-    whole = BuiltPrompt("", "exact", tuple(enumerate(tokens)), len(tokens))
+    whole = BuiltPrompt("", EXACT, tuple(enumerate(tokens)), len(tokens))
     return logits_of(causal, whole, [])
 
 

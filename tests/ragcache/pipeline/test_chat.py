@@ -21,6 +21,7 @@ from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
+from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
 from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, RenderedChat, lay_out_chat
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
@@ -240,7 +241,8 @@ def laid_out(
     ids = [tuple(model.encode_untrusted(each.module.text)) for each in found]
     tokenizer = InContextTokenizer(ChatTemplate(model))
     layout, chat = PromptLayout(), RenderedChat("", text, found, lead)
-    groups = lay_out_chat(layout, chat, ids, tokenizer, linked=linked, fits_at=lambda *_: allowed)
+    mode = ReuseMode.parse(f"linked:{linked}") if linked else ROOTED
+    groups = lay_out_chat(layout, chat, ids, tokenizer, mode, lambda *_: allowed)
     places = dict(layout.own)
     assert len(places) == len(layout.own)
     assert [at for at, _ in layout.own] == sorted(places)
@@ -361,7 +363,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
 def test_a_chat_is_built_without_an_engine(pipeline: ChatPipeline) -> None:
     chat = user(f"Read: {MODULES[1]}{MODULES[0]}Which?")
     [prompt] = pipeline.prepare_prompts([chat], ChatCall())
-    assert (prompt.kind, prompt.mode, prompt.shares) == ("chat", "recognized:rooted", True)
+    assert (prompt.kind, prompt.answer_mode, prompt.shares) == ("chat", "recognized:rooted", True)
     assert prompt.question == chat[0]["content"]
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (1,), (0,)]
@@ -372,13 +374,13 @@ def test_a_chat_is_built_without_an_engine(pipeline: ChatPipeline) -> None:
 
 def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) -> None:
     chat = user(f"Read: {MODULES[1]}Which?")
-    [read] = pipeline.prepare_prompts([chat], ChatCall("isolated"))
-    [exact] = pipeline.prepare_prompts([chat], ChatCall("exact"))
+    [read] = pipeline.prepare_prompts([chat], ChatCall(ISOLATED))
+    [exact] = pipeline.prepare_prompts([chat], ChatCall(EXACT))
     assert isinstance(read.states, ModuleStates)
-    assert read.states.encoded == "isolated"
+    assert read.states.encoding == "isolated"
     assert (exact.states, exact.spans, exact.shares) == (None, (), False)
     assert [(cited.module, group) for cited, group in exact.sources] == [("d#1", None)]
     assert len(exact.own) == exact.end
     [plain] = pipeline.prepare_prompts([chat], ChatCall(recognize=False))
-    assert (plain.mode, plain.sources, plain.shares) == ("exact", (), True)
+    assert (plain.answer_mode, plain.sources, plain.shares) == ("exact", (), True)
     assert plain.own == exact.own

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ragcache import RagCache
 from ragcache.attention import Rotation
-from ragcache.config import measured_mode
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.errors import LedgerUnavailable, ModeRefused
 from ragcache.models import LoadedModel, Rotary, wrap_causal
+from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import DOCUMENTS, ORDERS, GateResult, ModeGate, measure_modes
 from tests.tiny_models import tiny_model
@@ -67,23 +67,13 @@ def test_every_question_is_asked_and_documents_stand_at_many_places() -> None:
         assert len({order.index(each) for order in ORDERS if each in order}) == 3
 
 
-@pytest.mark.parametrize(
-    ("mode", "measured"),
-    [("rooted", "rooted"), ("isolated", "isolated"), ("linked:1", "linked:1"),
-     ("linked:31", "linked:16"), ("linked:32", "linked:32"), ("linked:5000", "linked:32"),
-     ("blend:1", "blend:1"), ("blend:15", "blend:8"), ("blend:99", "blend:64")],
-)  # fmt: skip
-def test_few_modes_are_measured(mode: str, measured: str) -> None:
-    assert measured_mode(mode) == measured
-
-
 @pytest.mark.slow
 def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
     reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLMEngine(reader.causal) as engine:
         right = ModeGate(reader, engine, None)
-        right.check_mode("rooted")
+        right.check_mode(ROOTED)
         [result] = right.results()
         assert result.prompts == 24
         assert result.kl_divergence < 0.5
@@ -91,14 +81,14 @@ def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
         assert isinstance(reader.causal.scheme, Rotary)
         monkeypatch.setattr(reader.causal, "scheme", WrongPairs(reader.causal.scheme))
         with pytest.raises(ModeRefused, match=r"'rooted' is refused on this model: over 24 .*"):
-            ModeGate(reader, engine, None).check_mode("rooted")
+            ModeGate(reader, engine, None).check_mode(ROOTED)
 
 
 def test_what_is_all_computed_in_context_is_exact(
     tiny_reader: LoadedModel, engine: LLMEngine
 ) -> None:
     modes = ["linked:400", "blend:99", "blend:64", "rooted", "isolated"]
-    found = measure_modes(tiny_reader, engine, modes)
+    found = measure_modes(tiny_reader, engine, list(map(ReuseMode.parse, modes)))
     assert found is not None
     linked, blended, some, rooted, isolated = found
     assert linked.kl_divergence < 1e-6 < rooted.kl_divergence < isolated.kl_divergence
@@ -129,7 +119,7 @@ def test_a_small_window_gets_smaller_prompts_or_none(
     with LLMEngine(causal, EngineConfig(pool_bytes=2**23)) as engine:
         modes = ModeGate(model, engine, None)
         [result] = modes.measure(["rooted"])
-        modes.check_mode("rooted")
+        modes.check_mode(ROOTED)
     assert (0 if result is None else result.prompts) == prompts
 
 
@@ -168,16 +158,16 @@ def test_modes_are_measured_once_however_many_ask(
 ) -> None:
     measured: list[str] = []
 
-    def measure(model: LoadedModel, engine: LLMEngine, modes: list[str]) -> list[GateResult]:
-        measured.extend(modes)
-        return [replace(NEAR, mode=mode) for mode in modes]
+    def measure(model: LoadedModel, engine: LLMEngine, modes: list[ReuseMode]) -> list[GateResult]:
+        measured.extend(map(str, modes))
+        return [replace(NEAR, mode=str(mode)) for mode in modes]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
     modes = ModeGate(tiny_reader, engine, None)
     for mode in ("rooted", "rooted", "exact", "linked:17", "linked:30"):
-        modes.check_mode(mode)
+        modes.check_mode(ReuseMode.parse(mode))
     assert measured == ["rooted", "linked:16"]
-    ModeGate(tiny_reader, engine, None, forced=True).check_mode("isolated")
+    ModeGate(tiny_reader, engine, None, forced=True).check_mode(ISOLATED)
     assert "isolated" not in measured
 
 
@@ -195,6 +185,6 @@ def test_a_ledger_that_does_not_answer_refuses_nothing(
         monkeypatch.setattr(ledger, "agree", away)
         for _ in range(2):
             with pytest.raises(ModeRefused, match=r"4\.50 nats"):
-                rag.gate.check_mode("rooted")
+                rag.gate.check_mode(ROOTED)
         assert [each.passes for each in rag.gate.results()] == [False]
     assert sum("is not kept" in line for line in caplog.messages) == 1

@@ -20,6 +20,7 @@ from ragcache.db import Database, SchemaText, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
+from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import (
     Answer,
     ChatTemplate,
@@ -70,7 +71,7 @@ class Bench:
     submitter: Submitter
     plain: Any
 
-    def answer(self, prompt: str, mode: str = "isolated") -> Answer:
+    def answer(self, prompt: str, mode: ReuseMode = ISOLATED) -> Answer:
         [pending] = self.submitter.run([self.runner.prepare_prompt(prompt, mode)])
         return pending.result()
 
@@ -97,7 +98,7 @@ def plan_of(runner: PmlPipeline, prompt: str) -> Plan:
 
 
 def cached_logits(runner: PmlPipeline, plan: Plan) -> Tensor:
-    prompt = runner.build_plan(runner.load(plan.schema).index, plan, "isolated")
+    prompt = runner.build_plan(runner.load(plan.schema).index, plan, ISOLATED)
     assert prompt.states is not None
     with prompt.states.lease() as lease:
         context = build_context(prompt, lease.keys, lease.states)
@@ -232,7 +233,7 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
 
 @pytest.mark.parametrize("name", ["arguments", "nested imports", "a scaffold"])
 def test_the_tokens_of_a_prompt_are_known_whatever_is_read(bench: Bench, name: str) -> None:
-    read, exact = (bench.runner.build(PROMPTS[name], mode) for mode in ("isolated", "exact"))
+    read, exact = (bench.runner.build(PROMPTS[name], mode) for mode in (ISOLATED, EXACT))
     assert read.states is not None
     with read.states.lease() as lease:
         context = build_context(read, lease.keys, lease.states)
@@ -285,8 +286,8 @@ def pipeline(reader: LoadedModel) -> PmlPipeline:
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) -> None:
-    prompt = pipeline.build(PROMPTS[name], "isolated")
-    exact = pipeline.build(PROMPTS[name], "exact")
+    prompt = pipeline.build(PROMPTS[name], ISOLATED)
+    exact = pipeline.build(PROMPTS[name], EXACT)
     assert isinstance(prompt.states, SchemaStates)
     tokens = list(prompt.own)
     for span in prompt.spans:
@@ -304,7 +305,7 @@ def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) 
 
 
 def test_sources_name_the_group_that_they_are_read_from(pipeline: PmlPipeline) -> None:
-    prompt = pipeline.build(PROMPTS["a scaffold"], "isolated")
+    prompt = pipeline.build(PROMPTS["a scaffold"], ISOLATED)
     assert isinstance(prompt.states, SchemaStates)
     read = {
         cited.module: prompt.states.groups[group].paths
@@ -324,13 +325,13 @@ def test_a_schema_that_another_process_changes_is_read_anew(pipeline: PmlPipelin
 
 def test_other_modes_have_no_meaning_for_a_schema(pipeline: PmlPipeline) -> None:
     with pytest.raises(ConfigurationError, match="encoded at their places in the schema"):
-        pipeline.build(PROMPTS["arguments"], "rooted")
+        pipeline.build(PROMPTS["arguments"], ROOTED)
 
 
 def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
     pipeline.texts = stored("none", '<schema name="none"/>')
     with pytest.raises(InvalidRequest, match="the prompt has no text"):
-        pipeline.build('<prompt schema="none"/>', "isolated")
+        pipeline.build('<prompt schema="none"/>', ISOLATED)
 
 
 # The example schemas of the reference implementation load unchanged, and prompts over them run.

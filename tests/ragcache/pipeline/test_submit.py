@@ -16,6 +16,7 @@ from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.modes import ROOTED
 from ragcache.params import GenerationParams
 from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Submitter
 from ragcache.pipeline.answer import Timestamps
@@ -177,7 +178,7 @@ def reading(states: FakeStates | None, own: int = 2) -> BuiltPrompt:
     tokens = tuple((at, 1) for at in range(3, 3 + own))
     spans = (CachedSpan(0, 0, 3, 0, 0),)
     cited = Citation("d", "d#1", "", 1.0)
-    return BuiltPrompt("q", "rooted", tokens, 3 + own, spans, states=states, sources=((cited, 0),))
+    return BuiltPrompt("q", ROOTED, tokens, 3 + own, spans, states=states, sources=((cited, 0),))
 
 
 def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) -> None:

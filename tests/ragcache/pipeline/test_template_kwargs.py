@@ -108,7 +108,7 @@ def test_variables_before_the_documents_belong_to_the_key(rag: RagCache) -> None
     assert encoder.with_template({}) is encoder
     assert encoder.with_template(QUIET).preamble_key == encoder.preamble_key
     assert low.preamble_key != encoder.preamble_key
-    assert low.key([1, 2, 3], "rooted") != encoder.key([1, 2, 3], "rooted")
+    assert low.key([1, 2, 3]) != encoder.key([1, 2, 3])
     encoded = rag.stats().encoded
     first = ask(rag, chat_template_kwargs={"effort": "low"})
     assert rag.stats().encoded > encoded, "states behind another preamble are others"

@@ -1,0 +1,190 @@
+"""Modes of reuse: how a question reads the kept states of its documents.
+
+A mode is spelled, parsed, described and bounded in one row of `KINDS`. All other modules ask a
+`ReuseMode` for its properties and compare no names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ragcache.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+Encoding = Literal["rooted", "isolated"]
+"""How the states of a module are encoded."""
+
+AFTER_PREAMBLE: Final = "rooted"
+"""The encoding in which a module's tokens see the preamble of the prompts."""
+
+WITHOUT_CONTEXT: Final = "isolated"
+"""The encoding in which a module's tokens see only their own module."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeKind:
+    """One kind of reuse."""
+
+    name: str
+    """The mode's name, in front of the colon."""
+    encoding: Encoding | None
+    """How the states that the mode reads are encoded. With None the mode reads no states."""
+    help: str
+    """A sentence for users."""
+    unit: Literal["", "tokens", "percent"] = ""
+    """Meaning of the number after the colon. `tokens` at the front of each module are computed in
+    context; `percent` of the modules' tokens are computed again. Empty for kinds without a number.
+    """
+    most: int = 0
+    """Largest number after the colon."""
+    most_measured: int = 0
+    """Largest number whose distance from `exact` is measured."""
+
+    @property
+    def spelling(self) -> str:
+        """The form that users write, such as `linked:N`."""
+        return f"{self.name}:{'R' if self.unit == 'percent' else 'N'}" if self.unit else self.name
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression of the mode's texts."""
+        digits = len(str(self.most)) - 1
+        return f"{self.name}:[1-9][0-9]{{0,{digits}}}" if self.unit else self.name
+
+
+_ROOTED = ModeKind("rooted", AFTER_PREAMBLE, "States that were encoded after the preamble.")
+_LINKED = ModeKind(
+    "linked", AFTER_PREAMBLE, "Rooted, with the first N tokens of each module computed in context.",
+    "tokens", most=999_999, most_measured=32,
+)  # fmt: skip
+_BLEND = ModeKind(
+    "blend", AFTER_PREAMBLE, "Rooted, with the R percent of tokens that context changes most "
+    "computed again.", "percent", most=99, most_measured=99,
+)  # fmt: skip
+_ISOLATED = ModeKind("isolated", WITHOUT_CONTEXT, "States that were encoded without any context.")
+_EXACT = ModeKind("exact", None, "No states: an ordinary prefill.")
+
+KINDS = {kind.name: kind for kind in (_ROOTED, _LINKED, _BLEND, _ISOLATED, _EXACT)}
+"""All kinds of reuse by name, in the order in which users read about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseMode:
+    """A kind of reuse with its number, such as `linked:16`.
+
+    Pydantic models may declare fields of this type: they validate with `parse` and serialize to the
+    text.
+
+    Example:
+        >>> ReuseMode.parse("linked:16").linked_tokens
+        16
+    """
+
+    kind: ModeKind
+    amount: int = 0
+    """The number after the colon. 0 for kinds without a number."""
+
+    @classmethod
+    def parse(cls, text: str | ReuseMode) -> ReuseMode:
+        """Parse a mode as users write it. A `ReuseMode` is returned unchanged.
+
+        Raises:
+            ConfigurationError: The kind is unknown, or its number is missing or out of bounds.
+        """
+        if isinstance(text, ReuseMode):
+            return text
+        name, colon, number = str(text).partition(":")
+        kind = KINDS.get(name)
+        if kind is None or bool(colon) is not bool(kind.unit):
+            raise ConfigurationError(f"unknown mode {text!r:.80}; modes: {spellings()}")
+        if not kind.unit:
+            return cls(kind)
+        if not (number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10):
+            raise ConfigurationError(
+                f"mode is {text!r:.80}; write {kind.spelling}, such as {name}:16"
+            )
+        if int(number) > kind.most:
+            raise ConfigurationError(f"mode is {text!r:.80}; it takes 1 to {kind.most} {kind.unit}")
+        return cls(kind, int(number))
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}:{self.amount}" if self.kind.unit else self.kind.name
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How the states that this mode reads are encoded. None where it reads no states."""
+        return self.kind.encoding
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether kept states are read. False for `exact`, which computes every token."""
+        return self.kind.encoding is not None
+
+    @property
+    def linked_tokens(self) -> int:
+        """Number of tokens at the front of each module that are computed in context."""
+        return self.amount if self.kind.unit == "tokens" else 0
+
+    @property
+    def blend_percent(self) -> int:
+        """Percentage of the modules' tokens that are computed again."""
+        return self.amount if self.kind.unit == "percent" else 0
+
+    def leading_tokens(self, size: int, *, follows_preamble: bool = False) -> int:
+        """Number of tokens at the front of a module that are computed instead of read.
+
+        The tokens see what comes before them in the prompt (EPIC's LegoLink, Hu et al., 2024).
+
+        Args:
+            size: Number of tokens of the module.
+            follows_preamble: Whether the module comes right after the preamble. States that were
+                encoded there are then exact already.
+        """
+        if not self.reads_states:
+            return size
+        if follows_preamble and self.encoding == AFTER_PREAMBLE:
+            return 0
+        return min(self.linked_tokens, size)
+
+    @property
+    def measured(self) -> ReuseMode:
+        """The mode whose distance from `exact` stands for this one.
+
+        Numbers are rounded down to a power of two, so that few modes have to be measured.
+        """
+        if not self.kind.unit:
+            return self
+        power = 1 << (self.amount.bit_length() - 1)
+        return ReuseMode(self.kind, min(power, self.kind.most_measured))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, __: Any) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.to_string_ser_schema()
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, _: Any, __: Any) -> dict[str, Any]:
+        pattern = "|".join(kind.pattern for kind in KINDS.values())
+        return {"type": "string", "pattern": f"^({pattern})$", "description": describe_kinds()}
+
+
+def spellings() -> str:
+    """Forms of all modes as users write them, separated by commas."""
+    return ", ".join(kind.spelling for kind in KINDS.values())
+
+
+def describe_kinds() -> str:
+    """A paragraph for users that says what each kind of mode does."""
+    return " ".join(f"`{kind.spelling}`: {kind.help}" for kind in KINDS.values())
+
+
+ROOTED, ISOLATED, EXACT = ReuseMode(_ROOTED), ReuseMode(_ISOLATED), ReuseMode(_EXACT)
+
+GATED = (ROOTED, ReuseMode(_LINKED, 16), ReuseMode(_BLEND, 16), ISOLATED)
+"""Modes whose distance from `exact` is measured where no mode is named."""

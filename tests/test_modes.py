@@ -1,0 +1,129 @@
+"""Modes of reuse: how they are parsed, and what a new one takes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from langchain_core.messages import HumanMessage
+from pydantic import BaseModel, ValidationError
+from starlette.testclient import TestClient
+
+from ragcache import RagCache
+from ragcache.errors import ConfigurationError
+from ragcache.models import LoadedModel
+from ragcache.modes import EXACT, ISOLATED, KINDS, ROOTED, WITHOUT_CONTEXT, ModeKind, ReuseMode
+from ragcache_api.cli.main import main
+from ragcache_api.http import ServiceSettings, create_app
+from ragcache_connectors.langchain import ChatRagCache
+from tests.conftest import REPOSITORY
+
+QUESTION = "Where does the spare key of the boathouse hang?"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "linked", "percent", "measured"),
+    [("rooted", "rooted", 0, 0, "rooted"),
+     ("linked:1", "rooted", 1, 0, "linked:1"),
+     ("linked:31", "rooted", 31, 0, "linked:16"),
+     ("linked:999999", "rooted", 999_999, 0, "linked:32"),
+     ("blend:15", "rooted", 0, 15, "blend:8"),
+     ("blend:99", "rooted", 0, 99, "blend:64"),
+     ("isolated", "isolated", 0, 0, "isolated"),
+     ("exact", None, 0, 0, "exact")],
+)  # fmt: skip
+def test_modes_are_parsed(
+    text: str, encoding: str | None, linked: int, percent: int, measured: str
+) -> None:
+    mode = ReuseMode.parse(text)
+    assert str(mode) == text
+    assert ReuseMode.parse(mode) is mode
+    assert (mode.encoding, mode.linked_tokens, mode.blend_percent) == (encoding, linked, percent)
+    assert mode.reads_states == (text != "exact")
+    assert str(mode.measured) == measured
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(text, "unknown mode .*; modes: rooted, linked:N, blend:R, isolated, exact$")
+     for text in ("Rooted", "", "fast", "linked", "blend", "rooted:3", "recognized:rooted")]
+    + [(text, f"write {text.split(':')[0]}:[NR], such as {text.split(':')[0]}:16")
+       for text in ("linked:", "linked:0", "linked:-1", "linked:1.5", "linked:٣", "blend:",
+                    "blend:0", "blend:0.5", "blend:015", "linked:" + 5000 * "9")]
+    + [("linked:1000000", "it takes 1 to 999999 tokens"),
+       ("blend:100", "it takes 1 to 99 percent")],
+)  # fmt: skip
+def test_other_texts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        ReuseMode.parse(text)
+    assert len(str(caught.value)) < 200
+
+
+def test_leading_tokens_of_a_module_are_computed() -> None:
+    linked = ReuseMode.parse("linked:4")
+    assert [linked.leading_tokens(size) for size in (9, 3)] == [4, 3]
+    assert linked.leading_tokens(9, follows_preamble=True) == 0, "its states are exact there"
+    assert [mode.leading_tokens(9) for mode in (ROOTED, ISOLATED, EXACT)] == [0, 0, 9]
+
+
+def test_a_field_of_a_model_takes_a_mode() -> None:
+    class Body(BaseModel):
+        mode: ReuseMode | None = None
+
+    assert Body.model_validate({"mode": "blend:16"}).model_dump_json() == '{"mode":"blend:16"}'
+    with pytest.raises(ValidationError, match="1 to 99 percent"):
+        Body.model_validate({"mode": "blend:100"})
+    [field, _] = Body.model_json_schema()["properties"]["mode"]["anyOf"]
+    for text in ("rooted", "linked:16", "blend:99"):
+        assert re.search(field["pattern"], text)
+    for text in ("linked", "linked:0", "blend:100", "fast", "rooted "):
+        assert not re.search(field["pattern"], text)
+
+
+def test_names_of_modes_are_spelled_in_one_file() -> None:
+    name = f"(?:{'|'.join(KINDS)})(?::[0-9NR]+)?"
+    names = re.compile(rf"{name}(?:, ?{name})*")
+    spelling = {
+        path.relative_to(REPOSITORY).as_posix()
+        for folder in ("ragcache", "api", "connectors", "schemas")
+        for path in (REPOSITORY / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        and names.fullmatch(node.value)
+    }  # fmt: skip
+    assert spelling == {"ragcache/modes.py"}
+
+
+def test_a_sixth_mode_takes_one_row(
+    reader: LoadedModel, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """LegoLink as its authors have it: modules without context, of which N tokens are computed."""
+    lego = ModeKind("lego", WITHOUT_CONTEXT, "Isolated, N tokens computed.", "tokens", 99, 32)
+    monkeypatch.setitem(KINDS, lego.name, lego)
+    state = tmp_path / "state"
+    with RagCache.open(state, reader, max_tokens=4) as rag:
+        rag.ingest("notes", [notes])
+        asked = {"collection": "notes", "k": 2}
+        isolated, answer = (rag.ask(QUESTION, mode=mode, **asked) for mode in (ISOLATED, "lego:3"))
+        assert answer.mode == "lego:3"
+        own = isolated.reuse.computed_tokens - isolated.reuse.created_tokens
+        assert answer.reuse.computed_tokens == own + 3 * len(answer.sources)
+        app = create_app(rag, ServiceSettings.read())
+        with TestClient(app, base_url="http://localhost") as client:
+            body = {"question": QUESTION, **asked, "mode": "lego:3"}
+            served = client.post("/v1/answers", json=body).json()
+            assert (served["mode"], served["text"]) == ("lego:3", answer.text)
+        text = (notes / "keys.md").read_text(encoding="utf-8")
+        message = ChatRagCache(rag=rag, mode="lego:3").invoke([HumanMessage(text)])
+        assert message.response_metadata["ragcache"]["mode"] == "recognized:lego:3"
+    words = f"ragcache ask --collection notes --state {state} --mode lego:3 --json".split()
+    monkeypatch.setattr(sys, "argv", [*words, QUESTION])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    assert json.loads(capsys.readouterr().out)["mode"] == "lego:3"
