@@ -97,12 +97,6 @@ def test_turns_are_rendered_like_the_whole_conversation(
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_rendered_schema_has_no_turns_and_keeps_modules(render: Render) -> None:
-    schema = render_schema_turns(parse_schema(SCHEMA), render)
-    assert [type(node) for node in schema.children] == [Text, Module, Text]
-
-
-@pytest.mark.parametrize("render", TEMPLATES)
 def test_unbalanced_turns_of_the_reference_implementation(render: Render) -> None:
     schema = '<schema name="s"><system/><user><module name="m">Read this.</module></schema>'
     prompt = "<prompt schema='s'><m/>Why?</user><assistant>Answer:</prompt>"

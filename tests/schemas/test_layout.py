@@ -18,7 +18,6 @@ from ragcache_schemas import (
     Text,
     Union,
     lay_out,
-    parse_schema,
 )
 from tests.schemas.pml_trees import count_words, schemas
 
@@ -70,19 +69,12 @@ def test_scaffold_text_that_exceeds_its_parameter_warns() -> None:
         assert lay_out(schema("one two three four"), count_words).length == 3
 
 
-def test_turns_do_not_show_in_paths() -> None:
-    schema = parse_schema('<schema name="s">a<user>b<module name="m">c</module></user>d</schema>')
-    assert list(spans(lay_out(schema, count_words))) == ["#0", "#1", "m", "m/#0", "#2"]
-
-
-def test_slots_take_no_positions() -> None:
-    schema = Schema("s", (words(2), Slot("1", "c"), Slot("2", "c"), words(1)))
+def test_turns_do_not_show_in_paths_and_slots_take_no_positions() -> None:
+    turn = Chat("user", (words(1), Module("m", (words(1),))))
+    schema = Schema("s", (words(2), turn, Slot("1", "c"), words(1)))
     assert spans(lay_out(schema, count_words)) == {
-        "#0": (0, 2),
-        "slot-1": (2, 0),
-        "slot-2": (2, 0),
-        "#1": (2, 1),
-    }
+        "#0": (0, 2), "#1": (2, 1), "m": (3, 1), "m/#0": (3, 1), "slot-1": (4, 0), "#2": (4, 1),
+    }  # fmt: skip
 
 
 def test_compact_placement_gives_optional_modules_no_room() -> None:

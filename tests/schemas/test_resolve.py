@@ -87,37 +87,29 @@ def test_arguments_take_over_their_parameters_positions() -> None:
     assert (piece.kind, piece.text, piece.length, piece.reserved) == ("argument", "3 days", 2, 4)
     assert (piece.start, piece.end) == (span.start, span.start + 2)  # a shorter one leaves a gap
     assert not piece.cached
-
-
-def test_empty_argument_takes_no_positions() -> None:
     assert resolved('<plan days=""/>').pieces[2].length == 0
 
 
-def test_new_text_after_a_module_starts_at_its_end() -> None:
-    plan = resolved('<plan days="3 days"/>Highlight surf. <paris/>')
-    new = next(piece for piece in plan.pieces if piece.kind == "new")
-    assert new.start == INDEX.layout["plan/#1"].end  # what is left out of `plan` is free
+@pytest.mark.parametrize(
+    ("body", "text", "after"),
+    [
+        ('<plan days="3 days"/>Highlight surf. <paris/>', "Highlight surf. ", "plan/#1"),
+        ("Hello. <paris/>", "Hello. ", "#0"),
+        ("<miami/>Where to?", "Where to?", "#1"),
+        ('<plan days="3">before<kids/>after</plan><miami/>', "before", "plan/#1"),
+        ('<plan days="3">before<kids/>after</plan><miami/>', "after", "plan/kids"),
+    ],
+)
+def test_new_text_starts_at_the_end_of_what_is_before_it_3_4(
+    body: str, text: str, after: str
+) -> None:
+    plan = resolved(body)
+    [new] = [piece for piece in plan.pieces if piece.text == text]
+    assert (new.kind, new.start) == ("new", INDEX.layout[after].end)
+    assert new.end == new.start + count_words(text)
     assert new.location is not None
-    assert (new.location.line, new.location.column) == (1, 46)
-
-
-def test_new_text_before_the_modules_follows_anonymous_text() -> None:
-    new = resolved("Hello. <paris/>").pieces[1]
-    assert (new.text, new.start) == ("Hello. ", INDEX.layout["#0"].end)
-
-
-def test_new_text_at_the_end_comes_after_everything_3_4() -> None:
-    plan = resolved("<miami/>Where to?")
-    assert places(plan)[-1] == ("+0", INDEX.layout["#1"].end, INDEX.layout["#1"].end + 2)
-    assert plan.length == INDEX.layout["#1"].end + 2
-
-
-def test_new_text_inside_a_module_stays_there() -> None:
-    plan = resolved('<plan days="3">before<kids/>after</plan><miami/>')
-    by_path = {path: (start, end) for path, start, end in places(plan)}
-    assert by_path["plan/+0"][0] == INDEX.layout["plan/#1"].end
-    assert by_path["plan/+1"][0] == INDEX.layout["plan/kids"].end
-    assert by_path["plan/+1"][1] == by_path["plan/+1"][0] + 1
+    assert new.location.column == 26 + body.index(text) - 1
+    assert plan.length >= new.end
 
 
 def test_the_order_of_imports_does_not_move_modules() -> None:
@@ -139,22 +131,15 @@ def test_scaffolds_apply_when_all_their_modules_are_imported_3_3() -> None:
     assert resolved('<plan days="3"/><paris/>').scaffolds == ()
 
 
-def test_uncached_module_is_computed() -> None:
-    schema = parse_schema('<schema name="s"><module name="m" cache="false">a b</module></schema>')
-    assert resolved("<m/>", SchemaIndex.build(schema, count_words)).computed_tokens == 2
-
-
-def test_pieces_keep_their_turn() -> None:
+def test_pieces_keep_their_turn_and_say_what_is_cached() -> None:
     schema = parse_schema(
-        '<schema name="s"><system>S</system><user>U<module name="m">M</module></user></schema>'
+        '<schema name="s"><system>S</system>'
+        '<user>U<module name="m" cache="false">M</module></user></schema>'
     )
     plan = resolved("<m/><user>Q</user>", SchemaIndex.build(schema, count_words))
-    assert [(p.text, p.role) for p in plan.pieces] == [
-        ("S", "system"),
-        ("U", "user"),
-        ("M", "user"),
-        ("Q", "user"),
-    ]
+    assert [(p.text, p.role, p.cached) for p in plan.pieces] == [
+        ("S", "system", True), ("U", "user", True), ("M", "user", False), ("Q", "user", False),
+    ]  # fmt: skip
 
 
 def test_compact_leaves_no_gaps() -> None:
@@ -200,7 +185,9 @@ def test_errors(marked: str, error: type, match: str, element: str) -> None:
     assert (found.source, found.line, found.column) == ("p.xml", before.count("\n") + 1, column)
 
 
-def test_prompt_for_another_schema_is_refused() -> None:
+def test_other_schemas_are_refused() -> None:
+    with pytest.raises(DuplicateName):
+        SchemaIndex.build(Schema("s", (Module("a"), Module("a"))), count_words)
     with pytest.raises(UnknownName, match="for the schema 'other'; this schema is called 'cities'"):
         resolve_prompt(INDEX, Prompt("other"))
 
@@ -280,11 +267,6 @@ def test_resolved_positions_lie_within_the_layout(pair: tuple[Schema, Prompt]) -
     assert compact.length == sum(piece.length for piece in compact.pieces)
 
 
-def test_index_refuses_an_invalid_schema() -> None:
-    with pytest.raises(DuplicateName):
-        SchemaIndex.build(Schema("s", (Module("a"), Module("a"))), count_words)
-
-
 # Slots
 
 
@@ -316,17 +298,13 @@ def test_slots_import_looked_up_modules() -> None:
     assert plan.computed_tokens == 3
 
 
-def test_expanded_schema_resolves_the_same_prompts() -> None:
+@pytest.mark.parametrize("body", [BY_SLOT, "<slot-1><d1/></slot-1><slot-2><d1/></slot-2>"])
+def test_expanded_schema_resolves_the_same_prompts(body: str) -> None:
     written = expand_slots(HANDBOOK, {"c": list(DOCUMENTS.values())})
     index = SchemaIndex.build(written, count_words, "compact")
-    one = resolved(BY_SLOT, handbook(), ' question="q"')
-    other = resolved(BY_SLOT, index, ' question="q"')
+    one = resolved(body, handbook(), ' question="q"')
+    other = resolved(body, index, ' question="q"')
     assert one.pieces == other.pieces
-
-
-def test_two_slots_may_hold_one_document() -> None:
-    plan = resolved("<slot-1><d1/></slot-1><slot-2><d1/></slot-2>", handbook(), ' question=""')
-    assert {("slot-1", "d1"), ("slot-2", "d1")} <= set(plan.modules)
 
 
 @pytest.mark.parametrize(

@@ -101,24 +101,19 @@ def test_characters_that_xml_cannot_carry_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "error"),
+    ("tree", "error"),
     [
         (Schema("s", (Module("a b"),)), InvalidName),
         (Schema("s", (Module("union"),)), ReservedName),
         (Schema("s", (Module("a"), Module("a"))), DuplicateName),
         (Schema(""), InvalidName),
+        (Prompt("s", (Import("1a"),)), InvalidName),
+        (Prompt("s", (), (("schema", "x"),)), ReservedName),
     ],
 )
-def test_invalid_schema_is_not_written(schema: Schema, error: type) -> None:
+def test_invalid_trees_are_not_written(tree: Schema | Prompt, error: type) -> None:
     with pytest.raises(error):
-        write_schema(schema)
-
-
-def test_invalid_prompt_is_not_written() -> None:
-    with pytest.raises(InvalidName):
-        write_prompt(Prompt("s", (Import("1a"),)))
-    with pytest.raises(ReservedName):
-        write_prompt(Prompt("s", (), (("schema", "x"),)))
+        _ = write_schema(tree) if isinstance(tree, Schema) else write_prompt(tree)
 
 
 XSD = etree.XMLSchema(etree.fromstring((files("ragcache_schemas") / "pml.xsd").read_bytes()))
@@ -132,14 +127,9 @@ def problem(text: str) -> str | None:
 
 
 @settings(max_examples=scaled(60))
-@given(schemas())
-def test_written_schemas_fit_the_xsd(schema: Schema) -> None:
+@given(schemas(), prompts())
+def test_what_is_written_fits_the_xsd(schema: Schema, prompt: Prompt) -> None:
     assert problem(write_schema(schema)) is None
-
-
-@settings(max_examples=scaled(60))
-@given(prompts())
-def test_written_prompts_fit_the_xsd(prompt: Prompt) -> None:
     assert problem(write_prompt(prompt)) is None
 
 
