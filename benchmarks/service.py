@@ -38,7 +38,7 @@ from harness import (
 from service_clients import ClientProcess, request, run_clients
 from tiers import fill_ledger
 
-from ragcache import GenerationParams, RagCache, SourceDocument
+from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import frozen_heap
 
@@ -342,13 +342,13 @@ def _called_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> tupl
 
 async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> int:
     async def client(mine: list[Asked]) -> int:
-        tokens = 0
+        caller, tokens = AsyncRagCache(rag), 0
         for question, length in mine:
             # no token ends an answer, so that every one of them is text, and an event over HTTP
             generation = GenerationParams(
                 max_tokens=length, min_tokens=length, ignore_eos=True, extractive=False
             )
-            stream = await rag.astream(question, collection=collection, generation=generation)
+            stream = await caller.stream(question, collection=collection, generation=generation)
             async for piece in stream.pieces():
                 tokens += piece.chosen is not None
         return tokens

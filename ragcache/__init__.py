@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ragcache.aio import AsyncRagCache
     from ragcache.documents import SourceDocument
     from ragcache.modes import ReuseMode
     from ragcache.params import GenerationParams
@@ -33,6 +34,7 @@ __all__ = [
     "AnswerSpan",
     "AnswerStream",
     "AsyncAnswerStream",
+    "AsyncRagCache",
     "Citation",
     "GenerationParams",
     "Ingestion",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "ragcache.pipeline"),
+    "AsyncRagCache": "ragcache.aio",
     "GenerationParams": "ragcache.params",
     "RagCache": "ragcache.rag",
     "ReuseMode": "ragcache.modes",

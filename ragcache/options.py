@@ -68,7 +68,7 @@ class AskOptions(TypedDict, total=False):
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of `retrieve` and `aretrieve`.
+    """Options of `retrieve`.
 
     Attributes:
         collection: The collection to search. Required.

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ragcache.answers.confidence import (
-    Calibration,
-    calibration_key,
-    find_calibration,
-    read_calibrations,
-    write_calibrations,
-)
 from ragcache.config import (
     DEFAULT_K,
     DEFAULT_RELATIVE_THRESHOLD,
@@ -22,24 +14,15 @@ from ragcache.config import (
     RagCacheConfig,
     check_instruction,
     check_options,
-    check_placement,
     check_texts,
 )
+from ragcache.contents import Collections, Documents, Schemas
 from ragcache.db import (
     ApiKeys,
-    CollectionRow,
     Database,
-    Deletion,
-    DocumentRow,
     EvictionRow,
-    ModuleListing,
-    ModuleRow,
     Page,
-    Records,
-    collection_page,
-    document_page,
     eviction_page,
-    list_modules,
 )
 from ragcache.documents import FileFilter, load_sources
 from ragcache.documents.source import DocumentSource
@@ -57,7 +40,6 @@ from ragcache.params import GenerationParams, parse_bytes, parse_optional_bytes
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
-    AsyncAnswerStream,
     ChatCall,
     Conversation,
     Ingestion,
@@ -66,10 +48,8 @@ from ragcache.pipeline import (
     PendingAnswer,
     SharedServices,
     Stats,
-    generated_schema,
-    members,
 )
-from ragcache.pipeline.answer import aresults, results, start_aside
+from ragcache.pipeline.answer import results
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
@@ -77,7 +57,6 @@ from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import Reranker, Retriever, SearchParams, Selection
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
-from ragcache_schemas import Placement, Schema, expand_slots
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
@@ -87,8 +66,7 @@ class RagCache:
     """An open state folder with a model; made by `RagCache.open`.
 
     Calls from any number of threads and tasks run at the same time: the engine computes the new
-    tokens of all of them step by step. Methods with the prefix `a` are for asyncio: no thread waits
-    for an answer, and canceling the task cancels the request.
+    tokens of all of them step by step. `AsyncRagCache` has the same methods for asyncio.
 
     Attributes:
         internals: The components of the namespace and, in `internals.shared`, of the folder: store,
@@ -341,122 +319,6 @@ class RagCache:
         check_texts("document_ids", document_ids)
         return self.internals.ingestor.delete(collection, document_ids)
 
-    def preview_deletion(
-        self, collection: str, document_ids: Sequence[str] | None = None
-    ) -> Deletion:
-        """What `delete` would take or, without ids, `delete_collection`: documents, modules, and
-        the states that nothing else needs. Unknown ids count nothing. Raises
-        `UnknownCollection`."""
-        check_texts("document_ids", document_ids)
-        self._shared.store.ledger.flush()
-        return self.internals.catalog.preview_deletion(collection, document_ids)
-
-    def rename(self, collection: str, document_id: str, to: str) -> None:
-        """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
-        `DocumentError`."""
-        self.internals.catalog.rename_document(collection, document_id, to)
-
-    def create_collection(self, collection: str) -> bool:
-        """Makes an empty collection; False if it exists. `ingest` makes collections by itself.
-        Raises `ConfigurationError`."""
-        return self.internals.catalog.add_collection(check_collection(collection))
-
-    def set_instruction(self, collection: str, instruction: str | None) -> None:
-        """Gives a collection an instruction of its own: what the model is to do with its documents,
-        read before them in the prompt of every question, by any process. It comes before that of
-        `open`, and is part of what states are kept under: `modules.warm`, or the first questions,
-        encode the modules again.
-
-        Args:
-            collection: The collection.
-            instruction: The instruction; None is that of `open` again.
-
-        Raises:
-            UnknownCollection: There is no such collection.
-            ConfigurationError: It is blank, or holds a control token of the model.
-
-        Example:
-            >>> rag.set_instruction("handbook", "Answer in French, in one sentence.")
-            >>> rag.set_instruction("handbook", None)
-        """
-        if instruction is not None:
-            resolve_instruction(self._shared.model.tokenizer, instruction)
-        self.internals.catalog.set_instruction(collection, instruction)
-
-    def instruction(self, collection: str) -> str:
-        """The instruction before the documents of a collection: its own, or that of `open`. Raises
-        `UnknownCollection`."""
-        own = self.internals.catalog.stamp(collection).instruction
-        return self._shared.instruction if own is None else own
-
-    def set_calibration(
-        self, collection: str, calibration: Calibration | None, *, extractive: bool | None = None
-    ) -> None:
-        """Gives a collection a calibration of this model's answers, in place of any that it had:
-        how confident they are, and below which confidence they are refused, for any process.
-        `ragcache.calibration.fit_calibration` makes one of known questions.
-
-        Args:
-            collection: The collection.
-            calibration: The calibration; None takes it away again.
-            extractive: Whether it is that of quotations or of free answers; None is what the model
-                does with questions.
-
-        Raises:
-            UnknownCollection: There is no such collection.
-
-        Example:
-            >>> rag.set_calibration("handbook", None)
-        """
-        model = self._shared.model
-        quotes = model.extractive if extractive is None else extractive
-        key = calibration_key(model, extractive=quotes)
-
-        def change(before: str | None) -> str | None:
-            kept = {name: each for name, each in read_calibrations(before).items() if name != key}
-            return write_calibrations(kept if calibration is None else {**kept, key: calibration})
-
-        self.internals.catalog.change_calibrations(collection, change)
-
-    def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
-        """The calibration of this model's answers from a collection: its own, or else that of the
-        embedded reader's quotations; None where there is none. extractive: as in
-        `set_calibration`. Raises `UnknownCollection`."""
-        model = self._shared.model
-        quotes = model.extractive if extractive is None else extractive
-        kept = self.internals.catalog.stamp(collection).calibrations
-        return find_calibration(kept, model, extractive=quotes)
-
-    def delete_collection(self, collection: str) -> int:
-        """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
-        return self.internals.ingestor.delete_collection(collection)
-
-    def records(self, space: str) -> Records:
-        """The record manager of an indexing: which keys were written, and when."""
-        return Records(self._shared.database, space, self.namespace)
-
-    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
-        """Encodes modules as one, each attending to those before it (Prompt Cache §3.3).
-
-        Questions that retrieve these modules next to each other in this order read the joint
-        states, until one of their documents changes.
-
-        Args:
-            collection: The collection of the modules.
-            ids: Ids of documents, for all of their modules, or names of modules.
-
-        Returns:
-            The names of the modules.
-
-        Raises:
-            ConfigurationError: An id is unknown, or there are fewer than two modules.
-            PromptTooLong: The modules do not fit the model's window.
-            UnknownCollection: There is no such collection.
-        """
-        check_texts("ids", ids)
-        self._shared.deferred.release()
-        return self.internals.add_scaffold(collection, ids)
-
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answers a question from the best modules of a collection.
 
@@ -491,20 +353,6 @@ class RagCache:
             >>> pieces = list(stream)
         """
         return AnswerStream(self._start_question(question, options))
-
-    async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """`ask` for asyncio."""
-        return await (await self.astream(question, **options))
-
-    async def aask_batch(
-        self, questions: Sequence[str], **options: Unpack[AskOptions]
-    ) -> list[Answer]:
-        """`ask_batch` for asyncio."""
-        return await aresults(await asyncio.to_thread(self._start_questions, questions, options))
-
-    async def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """`stream` for asyncio: `async for piece in await rag.astream(...)`."""
-        return AsyncAnswerStream(await start_aside(self._start_question, question, options))
 
     def _start_question(self, question: str, options: AskOptions) -> PendingAnswer:
         [pending] = self._start_questions([question], options)
@@ -577,29 +425,6 @@ class RagCache:
         """As `chat_batch`, but returns when all conversations are queued."""
         return [AnswerStream(pending) for pending in self._start_chats(conversations, options)]
 
-    async def achat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
-        """`chat` for asyncio."""
-        return await (await self.astream_chat(messages, **options))
-
-    async def achat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
-    ) -> list[Answer]:
-        """`chat_batch` for asyncio."""
-        return await aresults(await asyncio.to_thread(self._start_chats, conversations, options))
-
-    async def astream_chat(
-        self, messages: Conversation, **options: Unpack[ChatOptions]
-    ) -> AsyncAnswerStream:
-        """`stream_chat` for asyncio."""
-        return AsyncAnswerStream(await start_aside(self._start_chat, messages, options))
-
-    async def astream_chat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
-    ) -> list[AsyncAnswerStream]:
-        """`stream_chat_batch` for asyncio."""
-        pending = await asyncio.to_thread(self._start_chats, conversations, options)
-        return [AsyncAnswerStream(each) for each in pending]
-
     def _start_chat(self, messages: Conversation, options: ChatOptions) -> PendingAnswer:
         [pending] = self._start_chats([messages], options)
         return pending
@@ -626,50 +451,6 @@ class RagCache:
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, generation)
 
-    def add_schema(
-        self, text: str, *, placement: Placement = "schema", source: str = "<string>"
-    ) -> Schema:
-        """Stores a hand-written PML schema and encodes its modules (Prompt Cache §3.3). A schema of
-        the same name is replaced.
-
-        Args:
-            text: The schema.
-            placement: `schema`, the fixed positions of the paper, or `compact`, which moves modules
-                so that a prompt has no gaps.
-            source: A file name, for errors.
-
-        Returns:
-            The parsed schema.
-
-        Raises:
-            PMLError: The schema is not valid.
-            PromptTooLong: A module of it ends outside of the model's window.
-            ConfigurationError: The placement is unknown.
-
-        Example:
-            >>> trip = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
-            >>> rag.add_schema(trip).name
-            'trip'
-        """
-        check_placement(placement)
-        self._shared.deferred.release()
-        return self.internals.pml.add(text, source, placement)
-
-    def schemas(self) -> list[str]:
-        """The names of the hand-written schemas."""
-        return self.internals.pml.texts.names()
-
-    def delete_schema(self, name: str) -> None:
-        """Deletes a schema with the states of its modules. Raises `UnknownSchema`."""
-        self.internals.pml.delete(name)
-
-    def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
-        """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
-        writes the modules into the slots. Raises `UnknownCollection`."""
-        modules = self.internals.catalog.modules(collection)
-        schema = generated_schema(collection, self.internals.encoder_of(collection).frame, k)
-        return expand_slots(schema, {collection: members(modules)}) if expanded else schema
-
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
         """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
 
@@ -684,6 +465,8 @@ class RagCache:
             ConfigurationError: An option is unknown, or the mode is not one of a prompt.
 
         Example:
+            >>> trip = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
+            >>> schema = rag.schemas.add(trip)
             >>> rag.prompt('<prompt schema="trip"><sea/>When is it in?</prompt>').mode
             'isolated'
         """
@@ -692,16 +475,6 @@ class RagCache:
     def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AnswerStream:
         """As `prompt`, but returns when the prompt is queued; iterate for pieces of the text."""
         return AnswerStream(self._start_prompt(text, options))
-
-    async def aprompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
-        """`prompt` for asyncio."""
-        return await (await self.astream_prompt(text, **options))
-
-    async def astream_prompt(
-        self, text: str, **options: Unpack[PromptOptions]
-    ) -> AsyncAnswerStream:
-        """`stream_prompt` for asyncio."""
-        return AsyncAnswerStream(await start_aside(self._start_prompt, text, options))
 
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
@@ -732,49 +505,25 @@ class RagCache:
         """
         return self.retriever().retrieve(query, *_search(options))
 
-    async def aretrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
-        """`retrieve` for asyncio."""
-        return await self.retriever().aretrieve(query, *_search(options))
-
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed
         from the first search on and stored beside the others."""
         return self.internals.retrievers.retriever_for(embedding)
 
-    def prepare_indexes(self) -> None:
-        """Has the indexes of all collections built in the background, so that no first question
-        has to wait for one. `ragcache serve` calls this; returns at once."""
-        for collection in self.internals.catalog.collections():
-            self.retriever().prepare_index(collection)
+    @property
+    def collections(self) -> Collections:
+        """Creates, lists and deletes collections, with their instructions and calibrations."""
+        return Collections(self.internals)
 
-    def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
-        """The modules with these names, in the order of the names; unknown names are skipped.
-        Raises `UnknownCollection`."""
-        check_texts("names", names)
-        return self.internals.catalog.modules(collection, names)
+    @property
+    def documents(self) -> Documents:
+        """Lists, reads and renames the documents of collections."""
+        return Documents(self.internals)
 
-    def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
-        """The texts of documents by id; unknown ids are skipped. Raises `UnknownCollection`."""
-        check_texts("document_ids", document_ids)
-        return self.internals.catalog.texts(collection, document_ids)
-
-    def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
-        """The documents of a collection, in the order in which they were stored, or those with
-        these ids; unknown ids are skipped. Raises `UnknownCollection`."""
-        check_texts("ids", ids)
-        self.internals.catalog.stamp(collection)
-        return list(self.internals.catalog.documents(collection, ids).values())
-
-    def document_page(
-        self, collection: str, cursor: str | None = None, limit: int = 100
-    ) -> Page[DocumentRow]:
-        """A page of the documents of a collection by id. Raises `InvalidRequest` or
-        `UnknownCollection`."""
-        return document_page(self._shared.database, self.namespace, collection, cursor, limit)
-
-    def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
-        """A page of the collections by name, with what they hold. Raises `InvalidRequest`."""
-        return collection_page(self._shared.database, self.namespace, cursor, limit)
+    @property
+    def schemas(self) -> Schemas:
+        """Stores, lists and deletes PML schemas."""
+        return Schemas(self.internals)
 
     @property
     def modules(self) -> Modules:
@@ -791,12 +540,6 @@ class RagCache:
     def keys(self) -> ApiKeys:
         """The API keys of the service, of all namespaces."""
         return self._shared.keys
-
-    def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
-        """All modules, with size, tiers and hits of their states. Raises `UnknownCollection`."""
-        self._shared.deferred.release()
-        self._shared.store.ledger.flush()
-        return list_modules(self._shared.database, collection, self.namespace)
 
     def stats(self) -> Stats:
         """What is stored, and what happened since this process opened the folder. Collections are

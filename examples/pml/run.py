@@ -62,7 +62,7 @@ def measure(rag: Any, file: Path, runs: int) -> Row:
 def run_folder(rag: Any, folder: Path, runs: int) -> list[Row]:
     """Adds the schema of a folder and measures its prompts."""
     schema = folder / "schema.xml"
-    rag.add_schema(schema.read_text(encoding="utf-8"), source=str(schema))
+    rag.schemas.add(schema.read_text(encoding="utf-8"), source=str(schema))
     return [measure(rag, file, runs) for file in sorted(folder.glob("prompt-*.xml"))]
 
 

@@ -32,8 +32,8 @@ class AnswerSpan:
     Attributes:
         document: Id of the document.
         module: Name of the module.
-        start, end: Characters start:end of the document's text (`RagCache.texts`) are the answer.
-            None where a part of the document that the module is from does not stand there.
+        start, end: Characters start:end of the document's text (`rag.documents.texts`) are the
+            answer. None where a part of the document that the module is from does not stand there.
         page: The page or slide, where the document has such.
         headings: The titles above the module, outermost first.
         prefix, suffix: What stands before and after the answer in the same line.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragcache.config import check_texts
 from ragcache.db import (
     Catalog,
     Database,
@@ -14,6 +15,7 @@ from ragcache.db import (
     ModuleRow,
     Page,
     held_keys,
+    list_modules,
     module_detail,
     module_page,
 )
@@ -64,6 +66,18 @@ class Modules:
             self._database, self.catalog.namespace, wanted, sort, descending=descending,
             cursor=cursor, limit=limit,
         )  # fmt: skip
+
+    def all(self, collection: str | None = None) -> list[ModuleListing]:
+        """List all modules of a collection or, by default, of the namespace, with size, tiers and
+        uses of their states."""
+        self.store.ledger.flush()
+        return list_modules(self._database, collection, self.catalog.namespace)
+
+    def named(self, collection: str, names: Sequence[str]) -> list[ModuleRow]:
+        """Return the modules with these names, in the order of the names; unknown names are
+        skipped."""
+        check_texts("names", names)
+        return self.catalog.modules(collection, names)
 
     def get(self, module: int | str) -> ModuleDetail:
         """All that is known of a module, by its id or its public id. Raises `UnknownModule`."""

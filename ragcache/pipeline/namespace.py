@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from ragcache.pipeline.module_states import (
     ModuleTokens,
     Scaffolds,
     ScopeEncoder,
-    scaffold_modules,
 )
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.pml import PmlPipeline
@@ -163,18 +162,6 @@ class Namespace:
     def encoder_of(self, collection: str) -> ModuleEncoder:
         """The encoder of a collection's modules, after its instruction."""
         return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
-
-    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
-        """Declares a scaffold and encodes it; returns the names of its modules. Raises
-        `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
-        encoder, scaffolds = self.encoder_of(collection), self.ask.scaffolds
-        modules = scaffold_modules(self.catalog.modules(collection), ids)
-        token_ids = tuple(token for each in self.ask.tokens.of(modules) for token in each)
-        self.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))
-        key = encoder.key(token_ids)
-        scaffolds.keep(collection, [module.id for module in modules], key)
-        with encoder.lease([token_ids], origin="warm"):
-            return tuple(module.name for module in modules)
 
 
 @dataclass(frozen=True, slots=True)

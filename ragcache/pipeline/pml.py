@@ -124,7 +124,7 @@ class PmlPipeline:
         if stored is None:
             known = ", ".join(map(repr, self.texts.names())) or "none yet"
             raise UnknownSchema(
-                f"there is no schema {name!r}; known: {known}. Add it with `rag.add_schema`"
+                f"there is no schema {name!r}; known: {known}. Add it with `rag.schemas.add`"
             )
         loaded = self._loaded.get(name)
         if loaded is None or loaded.stored != stored:

@@ -107,7 +107,7 @@ def test_scaffolds_of_another_process_are_known_at_once(
 
     assert scaffolds() == {""}
     named = [s.document for s in rag.ask(question, collection=COLLECTION, k=2).sources]
-    together = " ".join(rag.add_scaffold(COLLECTION, named))
+    together = " ".join(rag.collections.add_scaffold(COLLECTION, named))
     found = scaffolds()
     measured("scaffolds that the next question of another process reads", found)
     assert found == {together}

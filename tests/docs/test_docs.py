@@ -19,6 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from ragcache import RagCache, planning
+from ragcache.contents import Collections, Documents, Schemas
 from ragcache.models import LoadedModel
 from ragcache.params import base, generation
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
@@ -316,13 +317,15 @@ def test_every_route_is_documented() -> None:
             assert stem in text, route.path
 
 
-MAIN = {"open", "ingest", "ask", "stream", "chat", "add_schema", "prompt", "retrieve", "within"}
+MAIN = {"open", "ingest", "ask", "stream", "chat", "prompt", "retrieve", "within"}
 
 
 def examples() -> dict[str, doctest.DocTest]:
     """The examples by method, in the order of the source."""
     parser = doctest.DocTestParser()
-    methods = {**vars(RagCache), "submit": IngestionJobs.submit}
+    owners = (RagCache, IngestionJobs, Collections, Documents, Schemas)
+    methods = {name: method for owner in owners[::-1] for name, method in vars(owner).items()}
+    methods = {**vars(RagCache), **methods}  # `open` first
     found = {
         name: parser.get_doctest(inspect.getdoc(method) or "", {}, name, None, None)
         for name, method in methods.items()
@@ -348,7 +351,7 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_main_method_has_an_example() -> None:
-    assert examples().keys() >= MAIN | {"submit"}
+    assert examples().keys() >= MAIN | {"submit", "add", "set_instruction"}
 
 
 @pytest.mark.parametrize(

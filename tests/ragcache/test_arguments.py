@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,32 +9,31 @@ from typing import Any
 import pytest
 
 from ragcache import RagCache, SourceDocument
+from ragcache.contents import Collections, Documents, Schemas
 from ragcache.errors import ConfigurationError, EngineClosed
 from ragcache.models import LoadedModel
 from ragcache.retrieval import SearchParams
 
 Q = "Where is the kiln?"
-METHODS = {
-    name: [
-        each.name
-        for each in inspect.signature(method).parameters.values()
-        if each.name != "self" and each.kind is not each.VAR_KEYWORD
-    ]
-    for name, method in inspect.getmembers(RagCache, inspect.isfunction)
-    if not name.startswith("_")
-}
-"""The public methods with the names of their arguments, but for options."""
+FACES = {"": RagCache, "collections": Collections, "documents": Documents, "schemas": Schemas}
+"""Classes that users call, by the attribute of `RagCache` that gives them."""
+METHODS = [
+    (face, name)
+    for face, owner in FACES.items()
+    for name, _ in inspect.getmembers(owner, inspect.isfunction)
+    if not name.startswith("_") and name != "close"
+]
 VALUES: dict[str, Any] = {
     "collection": "n", "sources": [SourceDocument("b", "c")], "document_ids": ["a"], "names": ["a"],
-    "document_id": "a", "to": "b", "space": "s", "ids": ["a"], "question": Q, "questions": [Q],
+    "document_id": "a", "to": "b", "ids": ["a"], "question": Q, "questions": [Q],
     "messages": "x", "conversations": ["x"], "text": "<schema name='x'/>", "name": "x",
-    "query": Q, "namespace": "x", "observer": print, "instruction": "Briefly.", "calibration": None,
+    "query": Q, "namespace": "x", "instruction": "Briefly.", "calibration": None,
 }  # fmt: skip
 
 
-def required(method: str) -> dict[str, Any]:
+def required(method: Callable[..., object]) -> dict[str, Any]:
     """Arguments with which a method may be called."""
-    parameters = inspect.signature(getattr(RagCache, method)).parameters.values()
+    parameters = inspect.signature(method).parameters.values()
     given = {each.name: VALUES[each.name] for each in parameters
              if each.name != "self" and each.default is each.empty
              and each.kind is not each.VAR_KEYWORD}  # fmt: skip
@@ -43,11 +41,6 @@ def required(method: str) -> dict[str, Any]:
     if "AskOptions" in options or "SearchOptions" in options:
         given["collection"] = "n"
     return given
-
-
-def finish(result: object) -> None:
-    if inspect.iscoroutine(result):
-        asyncio.run(result)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +55,11 @@ def kiln(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
     [
         ("questions", lambda rag: rag.ask_batch("abc", collection="n")),
         ("document_ids", lambda rag: rag.delete("n", "a")),
-        ("document_ids", lambda rag: rag.preview_deletion("n", "a")),
-        ("document_ids", lambda rag: rag.texts("n", "a")),
-        ("ids", lambda rag: rag.documents("n", "a")),
-        ("ids", lambda rag: rag.add_scaffold("n", "a")),
-        ("names", lambda rag: rag.get_modules("a", collection="n")),
+        ("document_ids", lambda rag: rag.collections.preview_deletion("n", "a")),
+        ("document_ids", lambda rag: rag.documents.texts("n", "a")),
+        ("ids", lambda rag: rag.documents.get("n", "a")),
+        ("ids", lambda rag: rag.collections.add_scaffold("n", "a")),
+        ("names", lambda rag: rag.modules.named("n", "a")),
         ("include", lambda rag: rag.ingest("n", [], include="*.md")),
         ("exclude", lambda rag: rag.sync("n", [], exclude="*.md")),
     ],
@@ -76,7 +69,7 @@ def test_a_text_is_no_list_of_its_letters(
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{name} is '.*'; it takes a list of texts"):
         call(kiln)
-    assert [each.source_id for each in kiln.documents("n")] == ["a"]
+    assert [each.source_id for each in kiln.documents.get("n")] == ["a"]
 
 
 def test_numbers_of_numpy_are_numbers(kiln: RagCache) -> None:
@@ -95,19 +88,25 @@ def closed(
     rag.ingest("n", [SourceDocument("a", "The kiln is in the yard.")])
     owned = {
         "tenant": rag.within("tenant"), "modules": rag.modules, "jobs": rag.jobs,
-        "keys": rag.keys, "records": rag.records("s"), "retriever": rag.retriever(),
+        "keys": rag.keys, "retriever": rag.retriever(), "documents": rag.documents,
     }  # fmt: skip
     rag.close()
     rag.close()
     return rag, owned
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"close"}))
-def test_a_closed_object_refuses_every_call(closed: tuple[RagCache, Any], method: str) -> None:
-    rag, owned = closed
-    for each in (rag, owned["tenant"]):
+@pytest.mark.parametrize(("face", "name"), METHODS)
+def test_a_closed_object_refuses_every_call(
+    closed: tuple[RagCache, Any], face: str, name: str
+) -> None:
+    arguments = required(getattr(FACES[face], name))
+    for rag in (closed[0], closed[1]["tenant"]):
         with pytest.raises(EngineClosed, match="open it again"):
-            finish(getattr(each, method)(**required(method)))
+            getattr(getattr(rag, face) if face else rag, name)(**arguments)
+
+
+def test_rag_cache_has_at_most_30_public_methods() -> None:
+    assert len([name for name in vars(RagCache) if not name.startswith("_")]) <= 30
 
 
 @pytest.mark.parametrize("name", ["modules", "jobs", "keys", "internals"])
@@ -125,7 +124,7 @@ def test_a_closed_object_gives_no_part_of_itself(closed: tuple[RagCache, Any], n
         ("jobs", lambda jobs: jobs.list()), ("jobs", lambda jobs: jobs.get(1)),
         ("jobs", lambda jobs: jobs.submit("n", [SourceDocument("b", "c")])),
         ("keys", lambda keys: keys.list()), ("keys", lambda keys: keys.create("x")),
-        ("records", lambda records: records.exists(["a"])),
+        ("documents", lambda documents: documents.get("n")),
         ("retriever", lambda retriever: retriever.retrieve("x", "n", SearchParams(1))),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache import Answer, AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache.db import Catalog
 from ragcache.errors import (
     ConfigurationError,
@@ -109,7 +109,7 @@ def test_folders_of_tests_share_one_reader(tmp_path: Path) -> None:
 
 def test_module_listing_and_stats_tell_what_is_kept(rag: RagCache) -> None:
     rag.ask(QUESTION, collection="notes", k=1)
-    listing = {row.document: row for row in rag.list_modules("notes")}
+    listing = {row.document: row for row in rag.modules.all("notes")}
     assert set(listing) == {"boats.md", "keys.md", "leave.md"}
     assert listing["keys.md"].hits > listing["boats.md"].hits
     assert set(listing["keys.md"].tiers) == {"disk", "host"}
@@ -121,10 +121,11 @@ def test_module_listing_and_stats_tell_what_is_kept(rag: RagCache) -> None:
 def test_the_generated_schema_has_k_slots_and_expands(rag: RagCache) -> None:
     from ragcache_schemas import write_schema
 
-    short = write_schema(rag.schema("notes", k=3))
+    short = write_schema(rag.schemas.generate("notes", k=3))
     assert short.count("<union slot=") == 3
     assert "boathouse" not in short
-    assert write_schema(rag.schema("notes", k=2, expanded=True)).count("red cupboard") == 2
+    expanded = write_schema(rag.schemas.generate("notes", k=2, expanded=True))
+    assert expanded.count("red cupboard") == 2
 
 
 @pytest.fixture
@@ -141,9 +142,10 @@ def test_every_twin_gives_the_same_answer(chats: RagCache) -> None:
     assert [answer.text for answer in chats.chat_batch(CHATS)] == texts
 
     async def twins() -> tuple[list[str], list[str], str]:
-        alone = [(await chats.achat(each)).text for each in CHATS]
-        together = [answer.text for answer in await chats.achat_batch(CHATS)]
-        pieces = [piece async for piece in await chats.astream_chat(CHATS[0])]
+        calls = AsyncRagCache(chats)
+        alone = [(await calls.chat(each)).text for each in CHATS]
+        together = [answer.text for answer in await calls.chat_batch(CHATS)]
+        pieces = [piece async for piece in await calls.stream_chat(CHATS[0])]
         return alone, together, "".join(pieces)
 
     alone, together, streamed = asyncio.run(twins())
@@ -168,7 +170,8 @@ def test_streams_of_a_batch_are_all_queued_before_one_is_read(chats: RagCache) -
     assert [stream.result().text for stream in reversed(streams)] == texts[::-1]
 
     async def twin() -> list[str]:
-        return [(await stream).text for stream in await chats.astream_chat_batch(CHATS)]
+        streams = await AsyncRagCache(chats).stream_chat_batch(CHATS)
+        return [(await stream).text for stream in streams]
 
     assert asyncio.run(twin()) == texts
 
@@ -224,12 +227,13 @@ def test_an_answer_from_a_selection_searches_no_more(library: RagCache) -> None:
 @pytest.mark.slow
 def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> None:
     async def ways() -> list[Answer]:
-        asked = await library.aask_batch(["spare key?"], collection="notes", filters=old)
-        stream = await library.astream("spare key?", collection="notes", filters=old)
+        calls = AsyncRagCache(library)
+        asked = await calls.ask_batch(["spare key?"], collection="notes", filters=old)
+        stream = await calls.stream("spare key?", collection="notes", filters=old)
         return [
             *asked,
             await stream,
-            await library.aask("spare key?", collection="notes", filters=old),
+            await calls.ask("spare key?", collection="notes", filters=old),
         ]
 
     old = {"year": 2020}
@@ -252,38 +256,39 @@ def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> No
 
 
 def test_modules_are_got_by_name_in_the_order_of_the_names(library: RagCache) -> None:
-    rows = library.get_modules(["locks#2", "nowhere#1", "keys#1", "locks#2"], collection="notes")
+    rows = library.modules.named("notes", ["locks#2", "nowhere#1", "keys#1", "locks#2"])
     assert [row.name for row in rows] == ["locks#2", "keys#1", "locks#2"]
     assert rows[1].text.strip() == KEYS
     with pytest.raises(UnknownCollection):
-        library.get_modules(["keys#1"], collection="recipes")
+        library.modules.named("recipes", ["keys#1"])
 
 
 def test_documents_are_listed_with_metadata_and_modules(library: RagCache) -> None:
-    keys, locks = library.documents("notes")
+    keys, locks = library.documents.get("notes")
     assert (keys.source_id, keys.modules, keys.attributes["team"]) == ("keys", 1, "quay")
     assert (locks.source_id, locks.attributes) == ("locks", {"year": 2024})
-    assert library.documents("notes", ["locks", "nowhere"]) == [locks]
-    assert locks.modules == len(library.list_modules("notes")) - 1 > 1
+    assert library.documents.get("notes", ["locks", "nowhere"]) == [locks]
+    assert locks.modules == len(library.modules.all("notes")) - 1 > 1
     with pytest.raises(UnknownCollection):
-        library.documents("recipes")
+        library.documents.get("recipes")
 
 
 def test_another_embedder_has_vectors_of_its_own(library: RagCache) -> None:
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         library.retrieve("key", collection="notes", search="dense")
     other = library.retriever(DeterministicFakeEmbedding(size=6))
-    text = library.get_modules(["keys#1"], collection="notes")[0].text.strip()
+    text = library.modules.named("notes", ["keys#1"])[0].text.strip()
     [hit] = other.retrieve(text, "notes", SearchParams(1, "dense")).hits
     assert (hit.module.name, hit.score) == ("keys#1", pytest.approx(1.0))
     assert library.retriever() is library.retriever(library.retriever().embedder)
 
 
 def test_retrieval_for_asyncio_finds_the_same(library: RagCache) -> None:
-    found = asyncio.run(library.aretrieve("red cupboard", collection="notes", k=2))
+    calls = AsyncRagCache(library)
+    found = asyncio.run(calls.retrieve("red cupboard", collection="notes", k=2))
     assert found == library.retrieve("red cupboard", collection="notes", k=2)
     with pytest.raises(UnknownCollection):
-        asyncio.run(library.aretrieve("key", collection="recipes"))
+        asyncio.run(calls.retrieve("key", collection="recipes"))
 
 
 class TestBadInput:
@@ -345,18 +350,17 @@ class TestOptions:
         return rag_to_read
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
-        ("ask ask_batch stream aask aask_batch astream", {"colection": "notes"},
+        ("ask ask_batch stream", {"colection": "notes"},
          "'colection'; options of ask: collection, k, mode, generation, selection, filters, "
          "threshold, relative_threshold, rerank, chat_template_kwargs$"),
-        ("chat chat_batch stream_chat stream_chat_batch "
-         "achat achat_batch astream_chat astream_chat_batch", {"temperature": 1.0},
+        ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
          "'temperature'; options of chat: mode, recognize, tools, generation, "
          "chat_template_kwargs$"),
-        ("prompt stream_prompt aprompt astream_prompt", {"k": 2},
+        ("prompt stream_prompt", {"k": 2},
          "'k'; options of prompt: mode, source, gener"),
-        ("retrieve aretrieve", {"collection": "notes", "mode": "exact"},
+        ("retrieve", {"collection": "notes", "mode": "exact"},
          "'mode'; options of retrieve: collection, k, search, filters, threshold, rel"),
-        ("ask stream aask retrieve aretrieve", {"k": 2},
+        ("ask stream retrieve", {"k": 2},
          "'collection' is missing; options of"),
     ])  # fmt: skip
     def test_options_that_are_unknown_or_missing(
@@ -364,7 +368,9 @@ class TestOptions:
     ) -> None:
         for method in methods.split():
             with pytest.raises(ConfigurationError, match=message):
-                call(getattr(rag, method), QUESTION, **given)
+                getattr(rag, method)(QUESTION, **given)
+            with pytest.raises(ConfigurationError, match=message):
+                asyncio.run(twin(AsyncRagCache(rag), method, given))
 
     def test_an_unknown_option_of_open(self, tmp_path: Path, reader: LoadedModel) -> None:
         with pytest.raises(ConfigurationError, match="'gpu_bytes'; options of tiers: device_bytes"):
@@ -385,10 +391,8 @@ class TestOptions:
         assert rag.chat(QUESTION).text == chat.text
 
 
-def call(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a method, and waits for it where it is one for asyncio."""
-    result = method(*args, **options)
-    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+async def twin(rag: AsyncRagCache, method: str, options: dict[str, Any]) -> object:
+    return await getattr(rag, method)(QUESTION, **options)
 
 
 PATIENCE = 60.0  # seconds that nobody waits unless something is stuck

@@ -257,7 +257,7 @@ def warm(
     """Encode the states that no tier has any more, and keep them on the disk."""
     opening = {"dtype": dtype, "instruction": instruction}
     with ui.open_existing_rag(state, model, None, collection, **opening) as rag:
-        known = {row.source_id for row in rag.documents(collection, ids or None)}
+        known = {row.source_id for row in rag.documents.get(collection, ids or None)}
         if unknown := [each for each in ids or [] if each not in known]:
             raise DocumentError(
                 f"the collection {collection!r} has no document {unknown[0]!r}; "

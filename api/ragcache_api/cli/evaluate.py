@@ -134,7 +134,7 @@ def _calibrate(
     with ui.progress_bar("asking, with and without the documents") as progress:
         examples = collect_examples(rag, collection, questions, progress=progress, **options)
     fitted, report = fit_calibration(examples), cross_validate(examples)
-    rag.set_calibration(collection, fitted, extractive=options["extractive"])
+    rag.collections.set_calibration(collection, fitted, extractive=options["extractive"])
     if as_json:
         ui.print_json({"calibration": fitted.to_dict(), **report.to_dict()})
         return

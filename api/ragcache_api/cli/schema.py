@@ -41,7 +41,7 @@ def add(
     text = ui.read_text(file)
     check_placement(placement)
     with ui.open_rag(state, model, None, dtype=dtype) as rag:
-        added = rag.add_schema(text, placement=cast("Placement", placement), source=str(file))
+        added = rag.schemas.add(text, placement=cast("Placement", placement), source=str(file))
         encoded = rag.stats().encoded
     ui.console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
 
@@ -60,7 +60,7 @@ def show(
     from ragcache_schemas import write_schema
 
     with ui.open_existing_rag(state, model, dtype=dtype, instruction=instruction) as rag:
-        typer.echo(write_schema(rag.schema(collection, k=k, expanded=expand)))
+        typer.echo(write_schema(rag.schemas.generate(collection, k=k, expanded=expand)))
 
 
 @app.command("lint")

@@ -92,7 +92,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     """
     check_exposure(rag.keys, settings)
     app = create_app(rag, settings)
-    rag.prepare_indexes()
+    rag.collections.prepare_indexes()
     config = server_config(app, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -216,16 +216,19 @@ class BatchingChatModel(BaseChatModel):
         stop: list[str] | None = None,
     ) -> SubmittedChats:  # fmt: skip
         """As `submit_chats`, for asyncio."""
+        from ragcache import AsyncRagCache
+
         with suppress(Exception):
-            rag, valid = await self.aopen_rag(), self._conversations(inputs)
-            options = self._chat_arguments(rag, given, stop, asynchronous=True)
+            opened, valid = await self.aopen_rag(), self._conversations(inputs)
+            options = self._chat_arguments(opened, given, stop, asynchronous=True)
+            rag = AsyncRagCache(opened)
             with suppress(RagCacheError):
-                streams = await rag.astream_chat_batch(valid, **options)
+                streams = await rag.stream_chat_batch(valid, **options)
                 return SubmittedChats(self, options, zip(valid, streams, strict=True))
             single = []
             for chat in valid:
                 with suppress(RagCacheError):
-                    single.append((chat, await rag.astream_chat(chat, **options)))
+                    single.append((chat, await rag.stream_chat(chat, **options)))
             return SubmittedChats(self, options, single)
         return SubmittedChats(self, {}, ())
 

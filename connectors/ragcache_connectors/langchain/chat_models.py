@@ -192,8 +192,11 @@ class ChatRagCache(BatchingChatModel):
     async def _achat(
         self, rag: RagCache, chat: Conversation, options: CallOptions
     ) -> AsyncAnswerStream:
+        from ragcache import AsyncRagCache
+
         arguments = options.chat_arguments
-        return take_submitted(self, chat, arguments) or await rag.astream_chat(chat, **arguments)
+        submitted = take_submitted(self, chat, arguments)
+        return submitted or await AsyncRagCache(rag).stream_chat(chat, **arguments)
 
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,

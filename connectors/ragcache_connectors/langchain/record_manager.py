@@ -37,7 +37,10 @@ class RagCacheRecordManager(RecordManager):
 
     @property
     def _records(self) -> Records:
-        return shared_rag(self._rag, self._state).records(self.namespace)
+        from ragcache.db import Records
+
+        rag = shared_rag(self._rag, self._state)
+        return Records(rag.internals.shared.database, self.namespace, rag.namespace)
 
     def create_schema(self) -> None:
         """Nothing to do: the ledger got its tables when it was opened."""

@@ -49,7 +49,7 @@ class RagCacheVectorStore(VectorStore):
         annotated: documents that are found carry `metadata["ragcache"]`; else their metadata is
             what was given.
         instruction: what the model is to do with the documents where `rag.ask` answers from them
-            (`RagCache.set_instruction`); None leaves what the collection has.
+            (`RagCache.collections.set_instruction`); None leaves what the collection has.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class RagCacheVectorStore(VectorStore):
             uri = str(metadata.get("source", ""))
             sources[name] = SourceDocument(name, document.page_content, uri, metadata)
         if sources and self._instruction is not None:
-            self.rag.create_collection(self.collection)
-            self.rag.set_instruction(self.collection, self._instruction)
+            self.rag.collections.create(self.collection)
+            self.rag.collections.set_instruction(self.collection, self._instruction)
         if sources:
             self.rag.ingest(self.collection, list(sources.values()))
         return ids
@@ -103,15 +103,15 @@ class RagCacheVectorStore(VectorStore):
         """Deletes documents; None is all of them. Ids that are unknown do no harm."""
         with suppress(UnknownCollection):
             if ids is None:
-                ids = [row.source_id for row in self.rag.documents(self.collection)]
+                ids = [row.source_id for row in self.rag.documents.get(self.collection)]
             self.rag.delete(self.collection, ids)
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents that exist, whole, in the order of the ids."""
         try:
-            texts = self.rag.texts(self.collection, ids)
-            rows = {row.source_id: row for row in self.rag.documents(self.collection, ids)}
+            texts = self.rag.documents.texts(self.collection, ids)
+            rows = {row.source_id: row for row in self.rag.documents.get(self.collection, ids)}
         except UnknownCollection:
             return []
         return [
@@ -195,7 +195,7 @@ class RagCacheVectorStore(VectorStore):
     def _documents(self, selection: Selection) -> Scored:
         """A document whose one module was found as it was given, else the part that was found."""
         hits = selection.hits
-        whole = self.rag.texts(self.collection, [hit.module.document for hit in hits])
+        whole = self.rag.documents.texts(self.collection, [hit.module.document for hit in hits])
         details = module_metadata(self.rag, hits) if self.annotated else []
         found: Scored = []
         for number, hit in enumerate(hits):

@@ -79,8 +79,8 @@ def test_what_a_request_reads_is_known_for_chats_and_schemas(
 ) -> None:
     """A text that a chat quotes is recognized; a prompt reads its schema's states."""
     rag = cluster.rags[0]
-    [leave] = rag.get_modules(["leave.md#1"], collection="notes")
-    rag.add_schema('<schema name="trip"><module name="rules">Pack light.</module></schema>')
+    [leave] = rag.modules.named("notes", ["leave.md#1"])
+    rag.schemas.add('<schema name="trip"><module name="rules">Pack light.</module></schema>')
     flush(cluster)
     model = client.get("/v1/models").json()["data"][0]["id"]
     asked = f"{leave.text}\n\nHow many days?"
@@ -196,7 +196,7 @@ def test_a_selection_comes_from_the_front_alone(
     assert selection is not None
     assert [hit.module.document for hit in selection.hits] == ["leave.md"]
     assert pickle.loads(pickle.dumps(sent)) == sent, "it travels between processes"
-    [keys] = cluster.rags[0].get_modules(["keys.md#1"], collection="notes")
+    [keys] = cluster.rags[0].modules.named("notes", ["keys.md#1"])
     other = replace(selection, hits=(replace(selection.hits[0], module=keys),))
     forged = {
         name: base64.b64encode(pickle.dumps(other)).decode()
@@ -284,7 +284,7 @@ def test_keys_rates_and_tenants(cluster: LocalCluster, replicas: LocalReplicas) 
         of_a, of_b = of_b, of_a
     assert of_a.reads.located.modules
     assert not of_b.reads.located.modules
-    quoted = f"{cluster.rags[0].get_modules(['leave.md#1'], collection='notes')[0].text}\n\nAnd?"
+    quoted = f"{cluster.rags[0].modules.named('notes', ['leave.md#1'])[0].text}\n\nAnd?"
     chat = {**CHAT, "messages": [{"role": "user", "content": quoted}], "max_tokens": 1}
     chat["model"] = client.get("/v1/models", headers=as_b).json()["data"][0]["id"]
     assert client.post("/v1/chat/completions", json=chat, headers=as_b).status_code == 429

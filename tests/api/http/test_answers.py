@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from ragcache import RagCache, Timings
+from ragcache import AsyncRagCache, RagCache, Timings
 from ragcache.errors import QueueFull
 from ragcache_api.http import ServiceSettings, create_app, streaming
 from ragcache_api.http.errors import HTTPProblem
@@ -66,7 +66,7 @@ def test_an_extractive_answer_tells_where_it_stands(client: TestClient, rag: Rag
     told = client.post("/v1/answers", json=body).json()
     assert told["spans"]
     for span in told["spans"]:
-        text = rag.texts("notes", [span["document"]])[span["document"]]
+        text = rag.documents.texts("notes", [span["document"]])[span["document"]]
         assert text[span["start"] : span["end"]] == told["text"]
     streamed = events(client.post("/v1/answers", json={**body, "stream": True}).text)
     assert streamed[-1][1]["spans"] == told["spans"]
@@ -129,7 +129,7 @@ def test_a_full_queue_says_when_to_come_again(
     async def full(*_: object, **__: object) -> None:
         raise QueueFull("1 requests wait already")
 
-    monkeypatch.setattr(RagCache, "astream", full)
+    monkeypatch.setattr(AsyncRagCache, "stream", full)
     response = client.post("/v1/answers", json=ASK)
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
@@ -186,7 +186,7 @@ def test_retrieval_counts(
     async def slow(*_: object, **__: object) -> None:
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(RagCache, "astream", slow)
+    monkeypatch.setattr(AsyncRagCache, "stream", slow)
     begun = time.monotonic()
     late = client.post(
         "/v1/answers", json={**ASK, "stream": stream}, headers={"X-Request-Timeout": "0.3"}

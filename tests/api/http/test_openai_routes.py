@@ -112,7 +112,7 @@ def test_extractive_answers_tell_their_spans(client: TestClient, rag: RagCache) 
     spans = told["ragcache"]["spans"]
     assert {span["choice"] for span in spans} == {n for n, text in enumerate(texts) if text}
     for span in spans:
-        text = rag.texts("notes", [span["document"]])[span["document"]]
+        text = rag.documents.texts("notes", [span["document"]])[span["document"]]
         assert text[span["start"] : span["end"]] == texts[span["choice"]]
     last = chunks(ask(client, **body, max_tokens=12, stream=True).text)[-1]
     assert last["ragcache"]["spans"] == spans

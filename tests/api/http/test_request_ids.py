@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.contents import Collections
 from ragcache.errors import LedgerUnavailable
 from tests.api.http.conftest import client_of
 
@@ -19,10 +20,10 @@ def fresh(rag: RagCache) -> Iterator[TestClient]:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def collection_page(*_: object) -> None:
+    def page(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(RagCache, "collection_page", collection_page)
+    monkeypatch.setattr(Collections, "page", page)
 
 
 def test_the_log_names_errors_by_the_ids_of_their_requests(

@@ -18,6 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from ragcache import RagCache, SourceDocument
+from ragcache.contents import Collections
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
@@ -304,7 +305,7 @@ def test_a_failure_is_shown_with_the_id_that_the_log_has(
     def fail(*_: object) -> None:
         raise RuntimeError("the lamp is out")
 
-    monkeypatch.setattr(RagCache, "collection_page", fail)
+    monkeypatch.setattr(Collections, "page", fail)
     page.open("documents")
     name = page.find(".fault code").text
     assert f"request {name}: GET /v1/collections failed" in caplog.text

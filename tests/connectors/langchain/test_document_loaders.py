@@ -34,8 +34,8 @@ class AsyncPages(BaseLoader):
 
 
 def texts(rag: RagCache, collection: str = "notes") -> dict[str, str]:
-    names = [f"{d.source_id}#{n + 1}" for d in rag.documents(collection) for n in range(d.modules)]
-    return {row.name: row.text.strip() for row in rag.get_modules(names, collection=collection)}
+    names = [row.name for row in rag.modules.all(collection)]
+    return {row.name: row.text.strip() for row in rag.modules.named(collection, names)}
 
 
 EXPECTED = {
@@ -49,7 +49,7 @@ async def test_documents_of_one_source_are_modules_of_one_document(rag: RagCache
     done = RagCacheLoader(Pages(), collection="notes", rag=rag).load()
     assert (done.added, done.modules) == (2, 3)
     assert texts(rag) == EXPECTED
-    boats, keys = rag.documents("notes")
+    boats, keys = rag.documents.get("notes")
     assert boats.attributes == {"source": "boats.pdf", "team": "quay"}
     assert (boats.uri, keys.attributes) == ("boats.pdf", {"source": "keys.pdf", "page": 1})
     again = await RagCacheLoader(AsyncPages(), collection="notes", rag=rag).aload()

@@ -118,7 +118,7 @@ class Indexing:
         return tuple(done[f"num_{name}"] for name in ("added", "updated", "skipped", "deleted"))
 
     def texts(self) -> set[str]:
-        names = [row.source_id for row in self.store.rag.documents("notes")]
+        names = [row.source_id for row in self.store.rag.documents.get("notes")]
         assert self.manager.list_keys() == [] or set(self.manager.list_keys()) == set(names)
         return {document.page_content for document in self.store.get_by_ids(names)}
 

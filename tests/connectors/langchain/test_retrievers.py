@@ -75,7 +75,7 @@ def test_documents_hold_module_tier_and_tokens(notes: RagCache) -> None:
     assert (found.metadata["source"], found.metadata["name"]) == ("file:///keys", "keys")
     mark = found.metadata["ragcache"]
     assert (mark["module"], mark["document"], mark["tier"]) == ("keys#1", "keys", "host")
-    listed = {row.name: row.tokens for row in notes.list_modules("notes")}
+    listed = {row.name: row.tokens for row in notes.modules.all("notes")}
     assert mark["tokens"] == listed["keys#1"] > 5
     hit = notes.retrieve("red cupboard", collection="notes", k=1).hits[0]
     assert (mark["bm25"], mark["cosine"], mark["rerank"]) == (hit.bm25, None, None)

@@ -61,7 +61,7 @@ def test_declared_options_hold_for_the_first_user(tmp_path: Path, reader: Loaded
     assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
     rag = shared_rag(None, tmp_path)
     rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
-    assert max(row.tokens for row in rag.list_modules()) <= 64
+    assert max(row.tokens for row in rag.modules.all()) <= 64
 
 
 def test_until_a_folder_is_open_the_later_declaration_holds(
@@ -138,11 +138,11 @@ def test_a_folder_that_cannot_be_opened_may_be_tried_again(
 
 def test_a_closed_folder_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
     first = shared_rag(None, tmp_path, model=reader)
-    first.records("kept").update(["a"])
+    first.ingest("notes", [SourceDocument("a", "The kiln is in the yard.")])
     close_shared()
     second = shared_rag(None, tmp_path, model=reader)
     assert second is not first
-    assert second.records("kept").keys() == ["a"]
+    assert second.stats().collections == {"notes": 1}
 
 
 @pytest.mark.parametrize(

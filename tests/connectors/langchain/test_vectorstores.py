@@ -118,7 +118,7 @@ def test_diversity_passes_over_copies(store: RagCacheVectorStore) -> None:
 def test_a_long_document_is_several_modules_and_one_document(store: RagCacheVectorStore) -> None:
     document = Document(LONG, id="boats", metadata={"kind": "list"})
     assert store.add_documents([document]) == ["boats"]
-    [row] = store.rag.documents("notes")
+    [row] = store.rag.documents.get("notes")
     assert row.modules > 3
     assert store.get_by_ids(["boats"]) == [document], "whole, to the last space"
     parts = store.similarity_search("boat", k=3)
@@ -171,7 +171,7 @@ def test_annotated_documents_hold_module_tier_and_tokens(rag: RagCache) -> None:
     [found] = store.similarity_search("foo", k=1)
     mark = found.metadata["ragcache"]
     assert (mark["module"], mark["document"], mark["tier"]) == ("foo#1", "foo", "host")
-    [placed] = rag.modules.placed(rag.get_modules(["foo#1"], collection="notes"))
+    [placed] = rag.modules.placed(rag.modules.named("notes", ["foo#1"]))
     assert mark["tokens"] == placed.tokens > 0
     store.add_documents([found])
     assert store.get_by_ids(["foo"])[0].metadata == {"year": 2020}, "the mark is not stored"
@@ -254,4 +254,4 @@ def test_tenants_do_not_see_each_others_documents(rag: RagCache) -> None:
 def test_a_store_gives_its_collection_an_instruction(rag: RagCache) -> None:
     store = RagCacheVectorStore(collection="guide", rag=rag, instruction="Answer in French.")
     store.add_texts(["The quay is north."])
-    assert rag.instruction("guide") == "Answer in French."
+    assert rag.collections.instruction("guide") == "Answer in French."

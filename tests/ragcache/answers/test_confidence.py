@@ -11,7 +11,7 @@ import pytest
 import torch
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from ragcache import GenerationParams, RagCache, SourceDocument
+from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache.answers.confidence import (
     REFUSAL,
     AnswerCheck,
@@ -185,8 +185,8 @@ def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() ->
 
 
 def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCache) -> None:
-    rag.set_calibration("notes", NOBODY, extractive=True)
-    assert rag.calibration("notes", extractive=True) == NOBODY
+    rag.collections.set_calibration("notes", NOBODY, extractive=True)
+    assert rag.collections.calibration("notes", extractive=True) == NOBODY
     generation = GenerationParams(extractive=True)
     refused = rag.ask(QUESTION, generation=generation, **ASK)
     assert (refused.text, refused.finish_reason, refused.spans) == (REFUSAL, "no_answer", ())
@@ -203,27 +203,28 @@ def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCac
     assert shown.confidence == refused.confidence
     ignored = rag.ask(QUESTION, generation=generation.replace(confidence=False), **ASK)
     assert (ignored.text, ignored.confidence) == (shown.text, None)
-    rag.set_calibration("notes", None, extractive=True)
+    rag.collections.set_calibration("notes", None, extractive=True)
     assert rag.ask(QUESTION, generation=generation, **ASK).confidence is None
     with pytest.raises(UnknownCollection):
-        rag.set_calibration("nowhere", NOBODY)
+        rag.collections.set_calibration("nowhere", NOBODY)
 
 
 def test_streams_hold_text_back_until_it_is_not_refused(rag: RagCache) -> None:
-    rag.set_calibration("notes", replace(NOBODY, bias=50.0), extractive=True)
+    rag.collections.set_calibration("notes", replace(NOBODY, bias=50.0), extractive=True)
     generation = GenerationParams(extractive=True, logprobs=1)
     answer = rag.ask(QUESTION, generation=generation, **ASK)
     assert answer.confidence == pytest.approx(1.0)
     assert len(answer.choices[0].chosen[0].alternatives) == 1
 
     async def streamed() -> tuple[str, float | None, str]:
-        stream = await rag.astream(QUESTION, generation=generation, **ASK)
+        calls = AsyncRagCache(rag)
+        stream = await calls.stream(QUESTION, generation=generation, **ASK)
         text = "".join([piece async for piece in stream])
-        awaited = await rag.aask(QUESTION, generation=generation, **ASK)
+        awaited = await calls.ask(QUESTION, generation=generation, **ASK)
         return text.strip(), stream.answer.confidence, awaited.text
 
     assert asyncio.run(streamed()) == (answer.text, answer.confidence, answer.text)
-    rag.set_calibration("notes", None, extractive=True)
+    rag.collections.set_calibration("notes", None, extractive=True)
 
 
 def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag: RagCache) -> None:

@@ -63,7 +63,7 @@ def rag(rags: list[RagCache]) -> RagCache:
 def check(rag: RagCache, answer: Answer) -> None:
     """Every choice stands in a module that was read, and every span says where."""
     names = [source.module for source in answer.sources]
-    modules = {m.name: m.text for m in rag.get_modules(names, collection="all")}
+    modules = {m.name: m.text for m in rag.modules.named("all", names)}
     for number, choice in enumerate(answer.choices):
         said = choice.text
         assert said == said.strip()
@@ -182,7 +182,7 @@ def test_extractive_answers_keep_to_no_grammar_and_call_no_tools(rag: RagCache) 
         rag.chat("Hello.", generation=wanted, tools=[{"type": "function"}])
     with pytest.raises(InvalidRequest, match="no ingested text was recognized"):
         rag.chat([{"role": "user", "content": "Hello."}], generation=wanted)
-    rag.add_schema('<schema name="trip"><module name="sea">The tide is out.</module></schema>')
+    rag.schemas.add('<schema name="trip"><module name="sea">The tide is out.</module></schema>')
     with pytest.raises(InvalidRequest, match="PML prompt"):
         rag.prompt('<prompt schema="trip"><sea/>When?</prompt>', generation=wanted)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache import GenerationParams, RagCache
+from ragcache import AsyncRagCache, GenerationParams, RagCache
 from ragcache.errors import (
     EngineClosed,
     InvalidRequest,
@@ -126,37 +126,41 @@ def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:
     questions = [QUESTION, "Who keeps the figures?", "Zyxwv?"]
     expected = [answer.text for answer in rag.ask_batch(questions, collection="notes")]
 
+    calls = AsyncRagCache(rag)
+
     async def main() -> None:
-        alone = await asyncio.gather(*(rag.aask(q, collection="notes") for q in questions))
-        together = await rag.aask_batch(questions, collection="notes")
+        alone = await asyncio.gather(*(calls.ask(q, collection="notes") for q in questions))
+        together = await calls.ask_batch(questions, collection="notes")
         assert [a.text for a in alone] == [a.text for a in together] == expected
-        stream = await rag.astream(QUESTION, collection="notes")
+        stream = await calls.stream(QUESTION, collection="notes")
         assert stream.sources
         pieces = [piece async for piece in stream]
         assert "".join(pieces).strip() == stream.answer.text == expected[0]
         assert (await stream).text == expected[0]
         with pytest.raises(UnknownCollection):
-            await rag.aask(QUESTION, collection="absent")
+            await calls.ask(QUESTION, collection="absent")
 
     asyncio.run(main())
     assert leased(rag) == 0
 
 
 def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
+    calls = AsyncRagCache(rag)
+
     async def main() -> None:
-        task = asyncio.create_task(rag.aask(QUESTION, collection="notes", generation=LONG))
+        task = asyncio.create_task(calls.ask(QUESTION, collection="notes", generation=LONG))
         while rag.internals.shared.engine.core.running == 0:
             await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with await rag.astream(QUESTION, collection="notes", generation=LONG) as stream:
+        async with await calls.stream(QUESTION, collection="notes", generation=LONG) as stream:
             async for _ in stream:
                 break
         with pytest.raises(RequestCancelled):
             await stream
         batch = asyncio.create_task(
-            rag.aask_batch([QUESTION] * 3, collection="notes", generation=LONG)
+            calls.ask_batch([QUESTION] * 3, collection="notes", generation=LONG)
         )
         await asyncio.sleep(0)  # its documents are leased in a thread meanwhile
         batch.cancel()
@@ -188,15 +192,16 @@ def test_closing_fails_what_runs_and_draining_waits_for_it(
 
 
 def test_a_prompt_streams_too(rag: RagCache) -> None:
-    rag.add_schema('<schema name="trip"><module name="oslo">Oslo has a fjord.</module></schema>')
+    rag.schemas.add('<schema name="trip"><module name="oslo">Oslo has a fjord.</module></schema>')
     text = '<prompt schema="trip"><oslo/>What is there?</prompt>'
     expected = rag.prompt(text)
     stream = rag.stream_prompt(text)
     assert "".join(stream).strip() == stream.answer.text == expected.text
 
     async def main() -> None:
-        assert (await rag.aprompt(text)).text == expected.text
-        pieces = [piece async for piece in await rag.astream_prompt(text)]
+        calls = AsyncRagCache(rag)
+        assert (await calls.prompt(text)).text == expected.text
+        pieces = [piece async for piece in await calls.stream_prompt(text)]
         assert "".join(pieces).strip() == expected.text
 
     asyncio.run(main())

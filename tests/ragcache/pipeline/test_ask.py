@@ -103,7 +103,7 @@ def test_nothing_is_encoded_again_after_midnight(
         with RagCache.open(tmp_path / "state", model, max_tokens=2) as rag:
             if day == 22:
                 rag.ingest("notes", DOCUMENTS)
-                rag.add_schema(SCHEMA)
+                rag.schemas.add(SCHEMA)
             ask = replace(rag.internals.ask, today=partial(date, 2026, 11, day))
             [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), ROOTED)
             asked.append(model.decode([token for _, token in question.own]))
@@ -143,7 +143,7 @@ def test_the_first_answer_counts_what_it_encodes_as_computed(rag: RagCache) -> N
     assert [{s.tier for s in each.sources} for each in (first, again)] == [{"encoded"}, {"host"}]
     assert again.text == first.text
     modules = sum(
-        row.tokens for row in rag.list_modules("notes")
+        row.tokens for row in rag.modules.all("notes")
         if row.document in {source.document for source in first.sources}
     )  # fmt: skip
     assert again.reuse.cached_tokens - first.reuse.cached_tokens == modules

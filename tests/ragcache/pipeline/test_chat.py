@@ -149,7 +149,7 @@ def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
     again = rag.ask("Where is the key?", collection="notes", mode="isolated").reuse
     assert again.created_tokens == 0
     assert first.created_tokens == again.cached_tokens - first.cached_tokens > 0
-    rag.add_schema(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
+    rag.schemas.add(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
     asked = '<prompt schema="s"><m/>Where?</prompt>'
     assert rag.prompt(asked).reuse.created_tokens == 0
     store = rag.internals.shared.store

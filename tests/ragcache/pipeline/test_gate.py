@@ -133,7 +133,7 @@ def test_a_far_mode_is_refused_before_anything_is_leased(
     text = (notes / "keys.md").read_text(encoding="utf-8")
     with RagCache.open(folder, loud, embedding=None, force_modes=False, max_tokens=2) as rag:
         rag.ingest("notes", [notes])
-        rag.add_schema('<schema name="s"><module name="m">The key is red.</module></schema>')
+        rag.schemas.add('<schema name="s"><module name="m">The key is red.</module></schema>')
         with pytest.raises(ModeRefused, match=r"of exact \(limit"):
             rag.ask(question, collection="notes")
         assert rag.ask(question, collection="notes", mode="exact").mode == "exact"

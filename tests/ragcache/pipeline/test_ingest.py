@@ -49,7 +49,7 @@ def stored(tmp_path: Path) -> int:
 
 def test_a_long_document_becomes_numbered_modules_of_the_wanted_size(rag: RagCache) -> None:
     done = rag.ingest("c", [SourceDocument("tides", TIDES * 20), SourceDocument("short", "Ebb.")])
-    listing = rag.list_modules("c")
+    listing = rag.modules.all("c")
     names = [row.name for row in listing]
     assert names == [*(f"tides#{n}" for n in range(1, len(names))), "short#1"]
     assert len(names) == done.modules > 4
@@ -210,7 +210,7 @@ def test_indexes_are_built_after_a_job_and_when_they_are_prepared(
     monkeypatch.setattr(BM25Index, "__init__", watched)
     rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
     rag.ingest("plans", DOCUMENTS)
-    rag.prepare_indexes()
+    rag.collections.prepare_indexes()
     for thread in threading.enumerate():
         if thread.name == "ragcache-index":
             thread.join(20)
@@ -243,7 +243,7 @@ def test_a_job_that_comes_while_one_of_the_same_texts_runs_encodes_none_again(
     gate.opened.set()
     assert [rag.jobs.wait(each.id, 20).status for each in (running, later)] == ["done", "done"]
     assert len(encoded) == len(set(encoded)) == 3, "the preamble and two modules, each once"
-    assert [row.attributes for row in rag.documents("notes")] == [metadata] * 2
+    assert [row.attributes for row in rag.documents.get("notes")] == [metadata] * 2
     assert rag.jobs.get(later.id).states == 0
 
 
@@ -322,7 +322,7 @@ def test_a_request_that_comes_again_is_the_same_job_of_its_namespace(rag: RagCac
     assert other.jobs.list().items == ()
     theirs = other.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
     assert (theirs.id != one.id, other.jobs.wait(theirs.id, 20).status) == (True, "done")
-    assert len(other.list_modules()) == 2
+    assert len(other.modules.all()) == 2
 
 
 def test_what_cannot_be_ingested_is_refused_at_once(
@@ -383,11 +383,11 @@ def test_jobs_go_on_when_the_folder_is_opened_again(
     with RagCache.open(tmp_path / "state", model) as again:
         assert {row.status for row in again.jobs.list().items} == {"queued"}
         assert [again.jobs.wait(job, 60).status for job in jobs] == ["done"] * 2
-        assert {row.source_id for row in again.documents("notes")} == {"kiln", "lamp"}
+        assert {row.source_id for row in again.documents.get("notes")} == {"kiln", "lamp"}
 
 
 def texts(rag: RagCache, collection: str = "notes") -> dict[str, str]:
-    names = [row.source_id for row in rag.documents(collection)]
+    names = [row.source_id for row in rag.documents.get(collection)]
     return dict(rag.internals.catalog.texts(collection, names))
 
 
@@ -443,7 +443,7 @@ def test_a_collection_that_is_deleted_while_its_job_runs_stays_away(
     job = rag.jobs.submit("notes", DOCUMENTS).id
     assert gate.reached.wait(20)
     rag.internals.catalog.add_collection("notes")
-    rag.delete_collection("notes")
+    rag.collections.delete("notes")
     gate.opened.set()
     assert rag.jobs.wait(job, 20).status == "canceled"
     assert rag.ingest("plans", DOCUMENTS).added == 2

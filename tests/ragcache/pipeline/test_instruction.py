@@ -91,30 +91,31 @@ def test_a_collection_has_an_instruction_of_its_own(tiny_reader: LoadedModel, no
     with RagCache.open(state, tiny_reader, max_tokens=2, instruction=SHORT) as rag:
         for name in ("notes", "others"):
             rag.ingest(name, [notes])
-        assert rag.instruction("notes") == SHORT
+        assert rag.collections.instruction("notes") == SHORT
         before = ask(rag)
-        rag.set_instruction("notes", own)
-        assert (rag.instruction("notes"), rag.instruction("others")) == (own, SHORT)
+        rag.collections.set_instruction("notes", own)
+        assert rag.collections.instruction("notes") == own
+        assert rag.collections.instruction("others") == SHORT
         [prompt] = prompts(rag, "notes")
         assert tiny_reader.encode(f"<|user|>{own}\n\n") == list(prompt.states.encoder.preamble_ids)
-        assert own in write_schema(rag.schema("notes"))
+        assert own in write_schema(rag.schemas.generate("notes"))
         encoded = rag.stats().encoded
         assert ask(rag).reuse.prompt_tokens != before.reuse.prompt_tokens
         assert rag.stats().encoded > encoded, "states after another instruction are others"
         assert {change.action for change in rag.modules.warm("others", dry_run=True)} <= {"promote"}
     with RagCache.open(state, tiny_reader, max_tokens=2) as again:
-        assert again.instruction("notes") == own, "for every process"
+        assert again.collections.instruction("notes") == own, "for every process"
         assert again.ingest("notes", [notes]).encoded >= 1, "what the questions did not encode"
         encoded = again.stats().encoded
         assert ask(again).reuse.cached_tokens > 0
         assert again.stats().encoded == encoded
-        again.set_instruction("notes", None)
-        assert again.instruction("notes") == INSTRUCTION
+        again.collections.set_instruction("notes", None)
+        assert again.collections.instruction("notes") == INSTRUCTION
         for wrong in (" ", "Use <|user|>."):
             with pytest.raises(ConfigurationError, match="instruction"):
-                again.set_instruction("notes", wrong)
+                again.collections.set_instruction("notes", wrong)
         with pytest.raises(UnknownCollection):
-            again.set_instruction("nowhere", SHORT)
+            again.collections.set_instruction("nowhere", SHORT)
 
 
 def prompts(rag: RagCache, collection: str) -> Any:

@@ -95,7 +95,7 @@ def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     """Encoded together after the preamble, the modules are what an ordinary prefill makes them."""
     exact = rag.ask(QUESTION, collection="notes", k=2, mode="exact")
     order = [source.document for source in exact.sources]
-    assert rag.add_scaffold("notes", order) == tuple(s.module for s in exact.sources)
+    assert rag.collections.add_scaffold("notes", order) == tuple(s.module for s in exact.sources)
     encoded = rag.stats().encoded
     answer = rag.ask(QUESTION, collection="notes", k=2)
     assert answer.choices[0].token_ids == exact.choices[0].token_ids
@@ -110,18 +110,18 @@ def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
 
 def test_another_order_reads_the_single_modules(rag: RagCache) -> None:
     order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
-    rag.add_scaffold("notes", order[::-1])
+    rag.collections.add_scaffold("notes", order[::-1])
     answer = rag.ask(QUESTION, collection="notes", k=2)
     assert {source.scaffold for source in answer.sources} == {""}
 
 
 def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:
-    rag.add_scaffold("notes", ["boats", "keys#1"])
+    rag.collections.add_scaffold("notes", ["boats", "keys#1"])
     before = blobs(tmp_path)
     rag.ingest("notes", [SourceDocument("keys", "The spare key is lost.")])
     assert blobs(tmp_path) == before - 1, "the old module was replaced, the old scaffold is gone"
     assert rag.delete("notes", ["boats"]) == 1
-    rag.add_scaffold("notes", ["keys", "leave"])
+    rag.collections.add_scaffold("notes", ["keys", "leave"])
     assert rag.delete("notes", ["keys", "leave"]) == 2
     assert blobs(tmp_path) == 1, "the preamble"
 
@@ -131,7 +131,7 @@ def test_scaffolds_of_equal_texts_are_all_kept(rag: RagCache) -> None:
     rag.ingest("notes", [SourceDocument(f"{name} again", text) for name, text in texts.items()])
     rows = ScaffoldRows(rag.internals.shared.store.ledger.database)
     for names in (["boats", "leave"], ["boats again", "leave again"], ["boats", "leave"]):
-        rag.add_scaffold("notes", names)
+        rag.collections.add_scaffold("notes", names)
     kept = rows.read_scaffolds("notes")
     assert (len(kept), len({key for _, key in kept})) == (2, 1)
     rag.delete("notes", ["boats"])
@@ -144,13 +144,13 @@ def test_scaffolds_outlive_the_process(tmp_path: Path, model: LoadedModel) -> No
     with RagCache.open(folder, model, max_tokens=4, private_bytes="8MiB") as rag:
         rag.ingest("notes", DOCUMENTS)
         order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
-        rag.add_scaffold("notes", order)
+        rag.collections.add_scaffold("notes", order)
     with RagCache.open(folder, model, max_tokens=4, private_bytes="8MiB") as rag:
         first, second = (rag.ask(QUESTION, collection="notes", k=2) for _ in range(2))
         assert all(source.scaffold for source in first.sources)
         assert [{s.tier for s in a.sources} for a in (first, second)] == [{"disk"}, {"host"}]
         assert verify(rag.internals.shared.store).clean
-        rag.rename("notes", order[0], "renamed")
+        rag.documents.rename("notes", order[0], "renamed")
         assert rag.ask(QUESTION, collection="notes", k=2).sources[0].scaffold
         before = blobs(tmp_path)
         rag.delete("notes", ["renamed"])
@@ -165,10 +165,10 @@ def test_scaffolds_that_cannot_be(rag: RagCache) -> None:
         (["boats", "boats#1"], "each of them once"),
     ):
         with pytest.raises(ConfigurationError, match=fault):
-            rag.add_scaffold("notes", ids)
+            rag.collections.add_scaffold("notes", ids)
     with pytest.raises(UnknownCollection):
-        rag.add_scaffold("absent", ["a", "b"])
+        rag.collections.add_scaffold("absent", ["a", "b"])
     long = [SourceDocument(f"d{i}", "the bell rings " * 60) for i in range(3)]
     rag.ingest("bells", long)
     with pytest.raises(PromptTooLong):
-        rag.add_scaffold("bells", ["d0", "d1", "d2"])
+        rag.collections.add_scaffold("bells", ["d0", "d1", "d2"])

@@ -24,7 +24,7 @@ def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
 
 
 def tiers(rag: RagCache) -> dict[str, tuple[str, ...]]:
-    return {row.document: row.tiers for row in rag.list_modules("notes")}
+    return {row.document: row.tiers for row in rag.modules.all("notes")}
 
 
 def test_states_are_evicted_and_warmed(rag: RagCache) -> None:
@@ -54,20 +54,20 @@ def test_states_move_down_and_up(rag: RagCache) -> None:
 
 def test_pins_are_listed_and_taken_back(rag: RagCache) -> None:
     assert len(rag.modules.pin("notes", ["kiln"])) == 2
-    assert {row.document: row.pinned for row in rag.list_modules()} == {
+    assert {row.document: row.pinned for row in rag.modules.all()} == {
         "kiln": True,
         "lamp": False,
     }
     rag.modules.unpin("notes")
-    assert not any(row.pinned for row in rag.list_modules())
+    assert not any(row.pinned for row in rag.modules.all())
 
 
 def limits(rag: RagCache) -> dict[str, float | None]:
-    return {row.document: row.expires_at for row in rag.list_modules("notes")}
+    return {row.document: row.expires_at for row in rag.modules.all("notes")}
 
 
 def ids(rag: RagCache, *documents: str) -> list[int]:
-    return [row.id for row in rag.list_modules("notes") if row.document in documents]
+    return [row.id for row in rag.modules.all("notes") if row.document in documents]
 
 
 def test_states_expire_and_are_encoded_again_without_a_limit(rag: RagCache) -> None:
@@ -114,9 +114,9 @@ def test_a_dry_run_changes_nothing(
     rag.modules.evict("notes", ["lamp"], tier="host")
     if changes == 1:
         rag.modules.evict("notes", ["lamp"])
-    before = rag.list_modules("notes")
+    before = rag.modules.all("notes")
     assert len(call(rag.modules, ids(rag, "kiln", "lamp"))) == changes
-    assert rag.list_modules("notes") == before
+    assert rag.modules.all("notes") == before
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
@@ -134,8 +134,8 @@ def test_expiring_an_unknown_module_limits_none(rag: RagCache) -> None:
 
 
 def test_modules_tell_their_tokens_and_where_their_states_stand(rag: RagCache) -> None:
-    rows = rag.get_modules([row.name for row in rag.list_modules("notes")], collection="notes")
-    tokens = {row.name: row.tokens for row in rag.list_modules("notes")}
+    rows = rag.modules.named("notes", [row.name for row in rag.modules.all("notes")])
+    tokens = {row.name: row.tokens for row in rag.modules.all("notes")}
     placed = rag.modules.placed(rows)
     assert [place.tokens for place in placed] == [tokens[row.name] for row in rows]
     assert {place.tier for place in placed} == {"host"}

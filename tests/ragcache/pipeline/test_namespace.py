@@ -57,14 +57,14 @@ def test_a_foreign_document_is_encoded_again(rag: RagCache, other: RagCache) -> 
 
 
 def test_a_foreign_schema_is_encoded_again(rag: RagCache, other: RagCache) -> None:
-    rag.add_schema(SCHEMA)
+    rag.schemas.add(SCHEMA)
     with pytest.raises(UnknownSchema, match="known: none yet"):
         other.prompt(PROMPT)
     encoded = rag.stats().encoded
-    other.add_schema(SCHEMA)
+    other.schemas.add(SCHEMA)
     assert rag.stats().encoded > encoded
-    other.delete_schema("trip")
-    assert (rag.schemas(), other.schemas()) == (["trip"], [])
+    other.schemas.delete("trip")
+    assert (rag.schemas.names(), other.schemas.names()) == (["trip"], [])
     assert rag.prompt(PROMPT).reuse.cached_tokens
     with pytest.raises(UnknownSchema, match="'trip'"):
         other.prompt(PROMPT)
@@ -88,27 +88,27 @@ def test_foreign_texts_are_not_recognized(rag: RagCache, other: RagCache) -> Non
 
 
 def test_nothing_foreign_is_listed_counted_or_named(rag: RagCache, other: RagCache) -> None:
-    assert other.list_modules() == []
+    assert other.modules.all() == []
     assert other.stats().collections == {}
     for call in (
         lambda: other.ask(QUESTION, collection="notes"),
-        lambda: other.list_modules("notes"),
+        lambda: other.modules.all("notes"),
         lambda: other.modules.pin("notes"),
         lambda: other.modules.evict("notes"),
         lambda: other.delete("notes", ["kiln"]),
-        lambda: other.delete_collection("notes"),
-        lambda: other.rename("notes", "kiln", "oven"),
-        lambda: other.schema("notes", expanded=True),
-        lambda: other.add_scaffold("notes", ["kiln", "lamp"]),
+        lambda: other.collections.delete("notes"),
+        lambda: other.documents.rename("notes", "kiln", "oven"),
+        lambda: other.schemas.generate("notes", expanded=True),
+        lambda: other.collections.add_scaffold("notes", ["kiln", "lamp"]),
     ):
         with pytest.raises(UnknownCollection, match=r"'notes'; known: none yet"):
             call()
-    assert len(rag.list_modules()) == 2
+    assert len(rag.modules.all()) == 2
 
 
 def test_collections_of_one_name_have_their_own_documents(rag: RagCache, other: RagCache) -> None:
     other.ingest("notes", [SourceDocument("kiln", "The kiln is at sea.")])
-    assert [row.document for row in other.list_modules("notes")] == ["kiln"]
+    assert [row.document for row in other.modules.all("notes")] == ["kiln"]
     assert other.stats().collections == {"notes": 1}
     assert rag.stats().collections == {"notes": 2}
     assert [s.document for s in other.ask(QUESTION, collection="notes").sources] == ["kiln"]
@@ -118,20 +118,20 @@ def test_collections_of_one_name_have_their_own_documents(rag: RagCache, other: 
 def test_evicting_and_deleting_leave_the_others_alone(rag: RagCache, other: RagCache) -> None:
     other.ingest("notes", DOCUMENTS)
     other.modules.pin("notes")
-    assert not any(row.pinned for row in rag.list_modules())
+    assert not any(row.pinned for row in rag.modules.all())
     other.modules.evict("notes")
-    assert {row.tiers for row in rag.list_modules()} == {("disk", "host")}
-    assert {row.tiers for row in other.list_modules()} == {()}
+    assert {row.tiers for row in rag.modules.all()} == {("disk", "host")}
+    assert {row.tiers for row in other.modules.all()} == {()}
     other.modules.warm("notes")
     assert other.delete("notes", ["kiln"]) == 1
-    assert other.delete_collection("notes") == 1
+    assert other.collections.delete("notes") == 1
     asked = rag.ask(QUESTION, collection="notes")
     assert {source.tier for source in asked.sources} == {"host"}
 
 
 def test_a_deleted_collection_takes_its_states_and_may_come_again(rag: RagCache) -> None:
     assert rag.ask(QUESTION, collection="notes").sources
-    assert rag.delete_collection("notes") == 2
+    assert rag.collections.delete("notes") == 2
     assert rag.stats().tiers["disk"]["states"] == 1, "the preamble"
     with pytest.raises(UnknownCollection, match="known: none yet"):
         rag.ask(QUESTION, collection="notes")
@@ -139,17 +139,11 @@ def test_a_deleted_collection_takes_its_states_and_may_come_again(rag: RagCache)
     assert [s.document for s in rag.ask(QUESTION, collection="notes").sources] == ["oven"]
 
 
-def test_records_belong_to_a_namespace(rag: RagCache, other: RagCache) -> None:
-    other.records("docs").update(["a"])
-    assert rag.records("docs").keys() == []
-    assert other.records("docs").keys() == ["a"]
-
-
 def test_closing_a_view_closes_nothing(rag: RagCache, other: RagCache) -> None:
     with other:
         other.ingest("notes", DOCUMENTS)
     assert other.ask(QUESTION, collection="notes").sources
-    assert other.within("default").list_modules() == rag.list_modules()
+    assert other.within("default").modules.all() == rag.modules.all()
     assert (rag.namespace, other.namespace) == ("default", "tenant-2")
     rag.close()
     with pytest.raises(RagCacheError):

@@ -370,7 +370,7 @@ def rag(tmp_path: Path) -> Iterator[RagCache]:
 @pytest.mark.slow
 def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name: str) -> None:
     path = REFERENCE_FOLDER / name
-    schema = rag.add_schema(path.read_text(encoding="utf-8"), source=str(path))
+    schema = rag.schemas.add(path.read_text(encoding="utf-8"), source=str(path))
     assert f'schema="{schema.name}"' in REFERENCE_PROMPTS[name]
     encoded = rag.stats().encoded
     answer = rag.prompt(REFERENCE_PROMPTS[name])
@@ -386,7 +386,7 @@ def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name:
 def test_a_stored_schema_serves_the_next_process_without_encoding(tmp_path: Path) -> None:
     name = "code_generation_bookstore.xml"
     with RagCache.open(tmp_path / "state", max_tokens=4) as rag:
-        rag.add_schema((REFERENCE_FOLDER / name).read_text(encoding="utf-8"))
+        rag.schemas.add((REFERENCE_FOLDER / name).read_text(encoding="utf-8"))
         first = rag.prompt(REFERENCE_PROMPTS[name])
     with RagCache.open(tmp_path / "state", max_tokens=4) as rag:
         second = rag.prompt(REFERENCE_PROMPTS[name])

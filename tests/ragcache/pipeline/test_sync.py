@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ids(rag: RagCache, collection: str = "c") -> list[str]:
-    return sorted(row.source_id for row in rag.documents(collection))
+    return sorted(row.source_id for row in rag.documents.get(collection))
 
 
 def test_ingest_says_what_has_vanished_and_keeps_it(rag: RagCache, folder: Path) -> None:
@@ -56,9 +56,9 @@ def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
     assert (done.added, done.updated, done.unchanged, done.encoded) == (1, 1, 0, 2)
     assert (done.removed, done.renamed) == (("b.md",), {"a.md": "deep/moved.md"})
     assert ids(rag) == ["deep/c.md", "deep/moved.md", "new.md", "other"]
-    [moved] = rag.documents("c", ["deep/moved.md"])
+    [moved] = rag.documents.get("c", ["deep/moved.md"])
     assert moved.uri == (folder / "deep" / "moved.md").as_uri()
-    assert rag.get_modules(["deep/moved.md#1"], collection="c")[0].text.startswith("# a.md")
+    assert rag.modules.named("c", ["deep/moved.md#1"])[0].text.startswith("# a.md")
     again = rag.sync("c", folder)
     assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
 
@@ -79,7 +79,7 @@ def test_documents_that_were_deleted_meanwhile_are_compared_again(
     monkeypatch.setattr(catalog, "replace_documents", late)
     done = rag.sync("c", folder)
     assert ids(rag) == ["b.md", "deep/c.md", "z.md"]
-    assert rag.texts("c", ["z.md"])["z.md"].startswith("# a.md")
+    assert rag.documents.texts("c", ["z.md"])["z.md"].startswith("# a.md")
     assert (done.added, done.removed, dict(done.renamed)) == (1, (), {})
     assert [row.status for row in rag.jobs.list().items] == ["done"] * 2
     assert verify(rag.internals.shared.store).clean
@@ -254,7 +254,7 @@ def test_another_process_goes_on_with_a_sync(
         assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])
         assert ended.report["skipped"][0]["name"] == "oar"
         assert ids(other) == ["boat.pdf", "lamp", "oar"]
-        [last] = other.get_modules(["boat.pdf#2"], collection="c")
+        [last] = other.modules.named("c", ["boat.pdf#2"])
         assert last.details == {"headings": ["Boat"], "page": 2}
 
 
@@ -306,5 +306,5 @@ def test_states_that_a_repair_took_away_come_back(rag: RagCache, folder: Path) -
     verify(store, repair=True)
     done = rag.ingest("c", folder)
     assert (done.unchanged, done.encoded) == (3, 3)
-    assert all("disk" in row.tiers for row in rag.list_modules("c"))
+    assert all("disk" in row.tiers for row in rag.modules.all("c"))
     assert rag.ingest("c", folder).encoded == 0

@@ -15,7 +15,14 @@ from uuid import uuid4
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ragcache import Answer, AnswerSpan, AsyncAnswerStream, GenerationParams, structured
+from ragcache import (
+    Answer,
+    AnswerSpan,
+    AsyncAnswerStream,
+    AsyncRagCache,
+    GenerationParams,
+    structured,
+)
 from ragcache.engine import Choice, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
@@ -106,14 +113,14 @@ def _opening(
     context: RequestContext, body: GenerationRequest, generation: GenerationParams,
     prompt: Any, **chat: Any,
 ) -> Opening:  # fmt: skip
-    rag = context.rag
+    rag = AsyncRagCache(context.rag)
 
     async def opening() -> AsyncAnswerStream:
         if body.collection is None:
             options = chat | body.chat_options()
-            return await rag.astream_chat(prompt, generation=generation, **options)
+            return await rag.stream_chat(prompt, generation=generation, **options)
         options = body.retrieval() | context.selection
-        return await rag.astream(
+        return await rag.stream(
             prompt, collection=body.collection, generation=generation, **options
         )
 

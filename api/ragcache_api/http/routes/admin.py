@@ -321,14 +321,14 @@ async def get_schema(
     if kind == "schema":
         text = (await off_loop(schema_of, context, name)).text or ""
     elif kind == "collection":
-        text = write_schema(await off_loop(context.rag.schema, name, k=1))
+        text = write_schema(await off_loop(context.rag.schemas.generate, name, k=1))
     else:
         raise HTTPProblem(404, "unknown-schema", "ids are schema:NAME or collection:NAME")
     return SchemaDetail(id=id, name=name, kind=kind, text=text)
 
 
 def _schemas(context: RequestContext) -> list[SchemaListedResponse]:
-    named = [("schema", name) for name in context.rag.schemas()]
+    named = [("schema", name) for name in context.rag.schemas.names()]
     named += [("collection", name) for name in context.rag.stats().collections]
     return [SchemaListedResponse(id=f"{kind}:{name}", name=name, kind=kind) for kind, name in named]
 

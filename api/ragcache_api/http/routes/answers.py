@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from ragcache import AsyncAnswerStream
+from ragcache import AsyncAnswerStream, AsyncRagCache
 from ragcache.errors import UnknownSchema
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.protocol import (
@@ -55,11 +55,11 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
 
     With `stream`, events: `sources`, a `token` for each delta of text, and `answer` or `error`.
     """
-    generation, rag = body.generation(context.deadline), context.rag
+    generation, rag = body.generation(context.deadline), AsyncRagCache(context.rag)
 
     async def opening() -> AsyncAnswerStream:
         options = body.retrieval() | context.selection
-        return await rag.astream(
+        return await rag.stream(
             body.question, collection=body.collection, generation=generation, **options
         )
 
@@ -69,8 +69,8 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
 @router.post("/prompts", response_model=AnswerResponse)
 async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
     """Answers a PML prompt over a stored schema. Events as for questions."""
-    generation, rag = body.generation(context.deadline), context.rag
-    opening = lambda: rag.astream_prompt(  # noqa: E731
+    generation, rag = body.generation(context.deadline), AsyncRagCache(context.rag)
+    opening = lambda: rag.stream_prompt(  # noqa: E731
         body.prompt, mode=body.mode, source="prompt", generation=generation
     )
     return await _respond(context, "prompt", "", opening, stream=body.stream)
@@ -131,7 +131,7 @@ def _add_schema(context: RequestContext, text: str, placement: Placement) -> str
             f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
             "characters and no `/`, and is neither `.` nor `..`",
         ) from None  # fmt: skip
-    return context.rag.add_schema(text, placement=placement, source="schema").name
+    return context.rag.schemas.add(text, placement=placement, source="schema").name
 
 
 @schemas_router.get("/{name}")
@@ -151,5 +151,5 @@ def schema_of(context: RequestContext, name: str) -> SchemaResponse:
 @schemas_router.delete("/{name}")
 async def delete_schema(name: Name, context: ContextDep) -> DeletedResponse:
     """Deletes a schema, and the states that nothing else needs."""
-    await off_loop(context.rag.delete_schema, name)
+    await off_loop(context.rag.schemas.delete, name)
     return DeletedResponse(deleted=1)

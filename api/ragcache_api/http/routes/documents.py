@@ -61,7 +61,7 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 @router.get("")
 async def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
     """The collections, by name."""
-    listed = await off_loop(context.rag.collection_page, page.cursor, page.limit)
+    listed = await off_loop(context.rag.collections.page, page.cursor, page.limit)
     return PageOf[CollectionResponse].model_validate(listed)
 
 
@@ -73,7 +73,7 @@ async def add_collection(
     body: CollectionRequest, context: ContextDep, response: Response
 ) -> CollectionCreatedResponse:  # fmt: skip
     """Creates a collection without documents."""
-    created = await off_loop(context.rag.create_collection, body.name)
+    created = await off_loop(context.rag.collections.create, body.name)
     response.status_code = 201 if created else 200
     return CollectionCreatedResponse(name=body.name, created=created)
 
@@ -81,7 +81,9 @@ async def add_collection(
 @router.get("/{collection}/instruction")
 async def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
     """What the model is to do with the documents of a collection."""
-    return InstructionResponse(instruction=await off_loop(context.rag.instruction, collection))
+    return InstructionResponse(
+        instruction=await off_loop(context.rag.collections.instruction, collection)
+    )
 
 
 @router.put("/{collection}/instruction")
@@ -89,7 +91,7 @@ async def set_instruction(
     collection: Collection, body: InstructionRequest, context: ContextDep
 ) -> InstructionResponse:
     """Changes what the model is to do with the documents of a collection."""
-    await off_loop(context.rag.set_instruction, collection, body.instruction)
+    await off_loop(context.rag.collections.set_instruction, collection, body.instruction)
     return await get_instruction(collection, context)
 
 
@@ -99,8 +101,10 @@ async def delete_collection(
 ) -> DeletionResponse | DeletedResponse:
     """Deletes a collection with its documents; `dry_run` tells what would go."""
     if dry_run:
-        return DeletionResponse.of(await off_loop(context.rag.preview_deletion, collection))
-    return DeletedResponse(deleted=await off_loop(context.rag.delete_collection, collection))
+        return DeletionResponse.of(
+            await off_loop(context.rag.collections.preview_deletion, collection)
+        )
+    return DeletedResponse(deleted=await off_loop(context.rag.collections.delete, collection))
 
 
 _UPLOAD: dict[str, Any] = {
@@ -158,7 +162,9 @@ async def _delete(
     context: RequestContext, collection: str, ids: list[str], dry_run: bool
 ) -> DeletionResponse | DeletedResponse:
     if dry_run:
-        return DeletionResponse.of(await off_loop(context.rag.preview_deletion, collection, ids))
+        return DeletionResponse.of(
+            await off_loop(context.rag.collections.preview_deletion, collection, ids)
+        )
     return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, ids))
 
 
@@ -167,7 +173,7 @@ async def list_documents(
     collection: Collection, context: ContextDep, page: PageDep
 ) -> PageOf[DocumentResponse]:
     """The documents of a collection, by id."""
-    listed = await off_loop(context.rag.document_page, collection, page.cursor, page.limit)
+    listed = await off_loop(context.rag.documents.page, collection, page.cursor, page.limit)
     items = [_document_response(row) for row in listed.items]
     return PageOf(items=items, next=listed.next, total=listed.total)
 
@@ -177,7 +183,7 @@ async def get_document(
     collection: Collection, document: Document, context: ContextDep
 ) -> DocumentResponse:
     """A document."""
-    found = await off_loop(context.rag.documents, collection, [document])
+    found = await off_loop(context.rag.documents.get, collection, [document])
     if not found:
         raise _unknown(collection, document)
     return _document_response(found[0])

@@ -1,0 +1,127 @@
+"""`AsyncRagCache`: `RagCache` for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Unpack
+
+from ragcache.documents.source import DocumentSource
+from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
+from ragcache.pipeline import Answer, AsyncAnswerStream, Conversation, Ingestion
+from ragcache.pipeline.answer import aresults, start_aside
+from ragcache.rag import RagCache
+from ragcache.retrieval import Selection
+
+
+class AsyncRagCache:
+    """A `RagCache` whose methods are coroutines.
+
+    Methods have the names, options and errors of `RagCache`. No thread waits for an answer, and
+    canceling the task cancels its requests. Leaving `async with` closes the folder.
+
+    Example:
+        >>> from ragcache import AsyncRagCache, RagCache
+        >>> async def ask(question: str) -> str:
+        ...     async with AsyncRagCache(RagCache.open("state")) as rag:
+        ...         return (await rag.ask(question, collection="handbook")).text
+    """
+
+    def __init__(self, rag: RagCache) -> None:
+        """Wrap an open folder; any number of wrappers and threads may use it at once.
+
+        Args:
+            rag: The open folder.
+        """
+        self.rag = rag
+        """The synchronous object: what has no coroutine here, such as `rag.collections`."""
+
+    async def __aenter__(self) -> AsyncRagCache:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Stop the engine and close the ledger; see `RagCache.close`."""
+        await asyncio.to_thread(self.rag.close, drain=drain)
+
+    def within(self, namespace: str) -> AsyncRagCache:
+        """Return the same folder, model and engine for another tenant; see `RagCache.within`."""
+        return AsyncRagCache(self.rag.within(namespace))
+
+    async def ingest(
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
+        **options: Unpack[IngestOptions],
+    ) -> Ingestion:
+        """Store documents and encode their modules; see `RagCache.ingest`."""
+        return await asyncio.to_thread(self.rag.ingest, collection, sources, **options)
+
+    async def sync(
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
+        **options: Unpack[IngestOptions],
+    ) -> Ingestion:
+        """Store documents and remove what has vanished; see `RagCache.sync`."""
+        return await asyncio.to_thread(self.rag.sync, collection, sources, **options)
+
+    async def delete(self, collection: str, document_ids: Sequence[str]) -> int:
+        """Delete documents, and return how many there were; see `RagCache.delete`."""
+        return await asyncio.to_thread(self.rag.delete, collection, document_ids)
+
+    async def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
+        """Find the best modules for a query; see `RagCache.retrieve`."""
+        return await asyncio.to_thread(self.rag.retrieve, query, **options)
+
+    async def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """Answer a question from a collection; see `RagCache.ask`."""
+        return await (await self.stream(question, **options))
+
+    async def ask_batch(
+        self, questions: Sequence[str], **options: Unpack[AskOptions]
+    ) -> list[Answer]:
+        """Answer questions as one batch; see `RagCache.ask_batch`."""
+        start = self.rag._start_questions
+        return await aresults(await asyncio.to_thread(start, questions, options))
+
+    async def stream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
+        """Queue a question: `async for piece in await rag.stream(...)`; see `RagCache.stream`."""
+        pending = await start_aside(self.rag._start_question, question, options)
+        return AsyncAnswerStream(pending)
+
+    async def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+        """Answer a conversation; see `RagCache.chat`."""
+        return await (await self.stream_chat(messages, **options))
+
+    async def chat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[Answer]:
+        """Answer conversations as one batch; see `RagCache.chat_batch`."""
+        start = self.rag._start_chats
+        return await aresults(await asyncio.to_thread(start, conversations, options))
+
+    async def stream_chat(
+        self, messages: Conversation, **options: Unpack[ChatOptions]
+    ) -> AsyncAnswerStream:
+        """Queue a conversation; see `RagCache.stream_chat`."""
+        pending = await start_aside(self.rag._start_chat, messages, options)
+        return AsyncAnswerStream(pending)
+
+    async def stream_chat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[AsyncAnswerStream]:
+        """Queue conversations; see `RagCache.stream_chat_batch`."""
+        pending = await asyncio.to_thread(self.rag._start_chats, conversations, options)
+        return [AsyncAnswerStream(each) for each in pending]
+
+    async def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
+        """Answer a PML prompt; see `RagCache.prompt`."""
+        return await (await self.stream_prompt(text, **options))
+
+    async def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AsyncAnswerStream:
+        """Queue a PML prompt; see `RagCache.stream_prompt`."""
+        pending = await start_aside(self.rag._start_prompt, text, options)
+        return AsyncAnswerStream(pending)

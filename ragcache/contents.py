@@ -1,0 +1,279 @@
+"""Contents of a namespace: its collections, their documents, and its hand-written schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache.answers.confidence import (
+    Calibration,
+    calibration_key,
+    find_calibration,
+    read_calibrations,
+    write_calibrations,
+)
+from ragcache.config import DEFAULT_K, check_placement, check_texts
+from ragcache.db import CollectionRow, Deletion, DocumentRow, Page, collection_page, document_page
+from ragcache.pipeline import Namespace, generated_schema, members
+from ragcache.pipeline.chat_template import resolve_instruction
+from ragcache.pipeline.ingest import check_collection
+from ragcache.pipeline.module_states import scaffold_modules
+from ragcache_schemas import Placement, Schema, expand_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Collections:
+    """The collections of a namespace; `RagCache.collections`.
+
+    Every method that takes the name of a collection raises `UnknownCollection` if there is none of
+    that name.
+    """
+
+    _namespace: Namespace
+
+    def create(self, collection: str) -> bool:
+        """Create an empty collection. `RagCache.ingest` creates collections by itself.
+
+        Returns:
+            True, or False if the collection exists.
+
+        Raises:
+            ConfigurationError: The name cannot be used.
+        """
+        return self._namespace.catalog.add_collection(check_collection(collection))
+
+    def delete(self, collection: str) -> int:
+        """Delete a collection with its documents, and return how many it had."""
+        return self._namespace.ingestor.delete_collection(collection)
+
+    def preview_deletion(
+        self, collection: str, document_ids: Sequence[str] | None = None
+    ) -> Deletion:
+        """Count what `RagCache.delete` or, without ids, `delete` would remove.
+
+        Counts documents, modules, and the states that nothing else needs. Unknown ids are skipped.
+        """
+        check_texts("document_ids", document_ids)
+        self._namespace.shared.store.ledger.flush()
+        return self._namespace.catalog.preview_deletion(collection, document_ids)
+
+    def page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
+        """List a page of the collections by name, with what they hold.
+
+        Raises:
+            InvalidRequest: The cursor or the limit cannot be used.
+        """
+        namespace = self._namespace
+        return collection_page(namespace.shared.database, namespace.name, cursor, limit)
+
+    def instruction(self, collection: str) -> str:
+        """Return the collection's instruction, or by default the instruction of `RagCache.open`."""
+        own = self._namespace.catalog.stamp(collection).instruction
+        return self._namespace.shared.instruction if own is None else own
+
+    def set_instruction(self, collection: str, instruction: str | None) -> None:
+        """Set what the model is asked to do with a collection's documents, for all processes.
+
+        The instruction precedes the documents in the prompt of every question. It is part of the
+        key of their states: `RagCache.modules.warm`, or the first questions, encode the modules
+        again.
+
+        Args:
+            collection: The collection.
+            instruction: The instruction. None restores the instruction of `RagCache.open`.
+
+        Raises:
+            ConfigurationError: The instruction is blank or contains a control token of the model.
+
+        Example:
+            >>> rag.collections.set_instruction("handbook", "Answer in French, in one sentence.")
+            >>> rag.collections.set_instruction("handbook", None)
+        """
+        if instruction is not None:
+            resolve_instruction(self._namespace.shared.model.tokenizer, instruction)
+        self._namespace.catalog.set_instruction(collection, instruction)
+
+    def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
+        """Return the calibration of this model's answers from a collection.
+
+        The embedded reader's quotations have a calibration by default; other answers have none.
+
+        Args:
+            collection: The collection.
+            extractive: Whether the answers are quotations. By default, what the model does with
+                questions.
+        """
+        kept = self._namespace.catalog.stamp(collection).calibrations
+        model = self._namespace.shared.model
+        return find_calibration(kept, model, extractive=self._quotes(extractive))
+
+    def set_calibration(
+        self, collection: str, calibration: Calibration | None, *, extractive: bool | None = None
+    ) -> None:
+        """Set the calibration of this model's answers from a collection, for all processes.
+
+        It decides how confident an answer is, and below which confidence it is refused.
+        `ragcache.calibration.fit_calibration` fits one to known questions.
+
+        Args:
+            collection: The collection.
+            calibration: The calibration. None removes it.
+            extractive: Whether the answers are quotations. By default, what the model does with
+                questions.
+
+        Example:
+            >>> rag.collections.set_calibration("handbook", None)
+        """
+        model = self._namespace.shared.model
+        key = calibration_key(model, extractive=self._quotes(extractive))
+
+        def change(before: str | None) -> str | None:
+            kept = {name: each for name, each in read_calibrations(before).items() if name != key}
+            return write_calibrations(kept if calibration is None else {**kept, key: calibration})
+
+        self._namespace.catalog.change_calibrations(collection, change)
+
+    def _quotes(self, extractive: bool | None) -> bool:
+        return self._namespace.shared.model.extractive if extractive is None else extractive
+
+    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
+        """Encode modules as one, each attending to the modules before it (Prompt Cache §3.3).
+
+        Questions that retrieve these modules next to each other in this order read the joint
+        states, until one of their documents changes.
+
+        Args:
+            collection: The collection of the modules.
+            ids: Ids of documents, for all of their modules, or names of modules.
+
+        Returns:
+            The names of the modules.
+
+        Raises:
+            ConfigurationError: An id is unknown, or there are fewer than two modules.
+            PromptTooLong: The modules do not fit the model's window.
+        """
+        check_texts("ids", ids)
+        namespace = self._namespace
+        namespace.shared.deferred.release()
+        encoder, ask = namespace.encoder_of(collection), namespace.ask
+        modules = scaffold_modules(namespace.catalog.modules(collection), ids)
+        token_ids = tuple(token for each in ask.tokens.of(modules) for token in each)
+        namespace.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))
+        key = encoder.key(token_ids)
+        ask.scaffolds.keep(collection, [module.id for module in modules], key)
+        with encoder.lease([token_ids], origin="warm"):
+            return tuple(module.name for module in modules)
+
+    def prepare_indexes(self) -> None:
+        """Build the indexes of all collections in the background, and return at once.
+
+        The first question then does not wait for an index. `ragcache serve` calls this.
+        """
+        for collection in self._namespace.catalog.collections():
+            self._namespace.retrievers.retriever_for().prepare_index(collection)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The documents of a namespace's collections; `RagCache.documents`.
+
+    `RagCache.ingest`, `sync` and `delete` change them. All methods raise `UnknownCollection`.
+    """
+
+    _namespace: Namespace
+
+    def get(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
+        """Return a collection's documents in the order in which they were stored.
+
+        Args:
+            collection: The collection.
+            ids: Ids of documents; unknown ids are skipped. By default all documents.
+        """
+        check_texts("ids", ids)
+        self._namespace.catalog.stamp(collection)
+        return list(self._namespace.catalog.documents(collection, ids).values())
+
+    def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
+        """Return the texts of documents by id. Unknown ids are skipped."""
+        check_texts("document_ids", document_ids)
+        return self._namespace.catalog.texts(collection, document_ids)
+
+    def page(
+        self, collection: str, cursor: str | None = None, limit: int = 100
+    ) -> Page[DocumentRow]:
+        """List a page of a collection's documents by id.
+
+        Raises:
+            InvalidRequest: The cursor or the limit cannot be used.
+        """
+        namespace = self._namespace
+        return document_page(namespace.shared.database, namespace.name, collection, cursor, limit)
+
+    def rename(self, collection: str, document_id: str, to: str) -> None:
+        """Change the id of a document without encoding it again.
+
+        Raises:
+            DocumentError: There is no such document, or the new id is taken.
+        """
+        self._namespace.catalog.rename_document(collection, document_id, to)
+
+
+@dataclass(frozen=True, slots=True)
+class Schemas:
+    """The PML schemas of a namespace; `RagCache.schemas`."""
+
+    _namespace: Namespace
+
+    def add(
+        self, text: str, *, placement: Placement = "schema", source: str = "<string>"
+    ) -> Schema:
+        """Store a hand-written PML schema and encode its modules (Prompt Cache §3.3).
+
+        A schema of the same name is replaced.
+
+        Args:
+            text: The schema.
+            placement: `schema`, the fixed positions of the paper, or `compact`, which moves modules
+                so that a prompt has no gaps.
+            source: A file name for error messages.
+
+        Returns:
+            The parsed schema.
+
+        Raises:
+            PMLError: The schema is not valid.
+            PromptTooLong: A module ends outside of the model's window.
+            ConfigurationError: The placement is unknown.
+
+        Example:
+            >>> trip = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
+            >>> rag.schemas.add(trip).name
+            'trip'
+        """
+        check_placement(placement)
+        self._namespace.shared.deferred.release()
+        return self._namespace.pml.add(text, source, placement)
+
+    def names(self) -> list[str]:
+        """Return the names of the hand-written schemas."""
+        return self._namespace.pml.texts.names()
+
+    def delete(self, name: str) -> None:
+        """Delete a schema with the states of its modules. Raises `UnknownSchema`."""
+        self._namespace.pml.delete(name)
+
+    def generate(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
+        """Generate the schema whose prompt a question to a collection is.
+
+        Args:
+            collection: The collection.
+            k: Number of slots for the collection's modules.
+            expanded: Whether the modules are written into the slots.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+        """
+        modules = self._namespace.catalog.modules(collection)
+        schema = generated_schema(collection, self._namespace.encoder_of(collection).frame, k)
+        return expand_slots(schema, {collection: members(modules)}) if expanded else schema
