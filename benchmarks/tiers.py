@@ -298,8 +298,9 @@ def _first_token(model: CausalLM, states: Sequence[StoredStates], own: Sequence[
 
 
 def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> dict[str, float]:
-    """ledger_ms_p50: milliseconds of a request that the ledger takes: the collection's stamp, token
-    ids and a lease of four modules in memory. open_s: seconds to open a store of so many modules.
+    """ledger_ms_p50: milliseconds of a request that the ledger takes: the collection's version,
+    token ids and a lease of four modules in memory. open_s: seconds to open a store of so many
+    modules.
 
     The blobs are small, and most of them empty: what is measured is bookkeeping.
     """
@@ -325,7 +326,7 @@ def _ledger_requests(store: KVStore, catalog: Catalog, requests: int) -> list[fl
     for number in range(requests):
         chosen = [(7 * number + i) % _WARM for i in range(_A_REQUEST)]
         began = time.perf_counter()
-        catalog.stamp("bench")
+        catalog.version("bench")
         catalog.token_ids([rows[i].id for i in chosen])
         with store.fetch([keys[i] for i in chosen]):
             times.append(time.perf_counter() - began)

@@ -68,7 +68,7 @@ class Collections:
 
     def instruction(self, collection: str) -> str:
         """Return the collection's instruction, or by default the instruction of `RagCache.open`."""
-        own = self._namespace.catalog.stamp(collection).instruction
+        own = self._namespace.catalog.version(collection).instruction
         return self._namespace.shared.instruction if own is None else own
 
     def set_instruction(self, collection: str, instruction: str | None) -> None:
@@ -103,7 +103,7 @@ class Collections:
             extractive: Whether the answers are quotations. By default, what the model does with
                 questions.
         """
-        kept = self._namespace.catalog.stamp(collection).calibrations
+        kept = self._namespace.catalog.version(collection).calibrations
         model = self._namespace.shared.model
         return find_calibration(kept, model, extractive=self._quotes(extractive))
 
@@ -191,7 +191,7 @@ class Documents:
             ids: Ids of documents; unknown ids are skipped. By default all documents.
         """
         check_texts("ids", ids)
-        self._namespace.catalog.stamp(collection)
+        self._namespace.catalog.version(collection)
         return list(self._namespace.catalog.documents(collection, ids).values())
 
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:

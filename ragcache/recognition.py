@@ -25,7 +25,7 @@ __all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "Found", "Recognizer", 
 
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
-Stamps = dict[str, tuple[int, int]]
+Versions = dict[str, tuple[int, int]]
 
 WINDOW = 32
 """Characters of a fingerprint, a power of two; shorter texts have none."""
@@ -62,28 +62,28 @@ class Recognizer:
     def _current(self) -> _Index:
         """The index over the current catalog, which any process may have changed. Costs one query
         if nothing changed; otherwise only the changed collections are read."""
-        if self._index.stamps == self._catalog.stamps():
+        if self._index.versions == self._catalog.versions():
             return self._index
         with self._building:  # concurrent threads wait for one index
-            stamps, old = self._catalog.stamps(), self._index
-            if old.stamps != stamps:
-                parts = {name: self._part(name, stamps[name], old) for name in sorted(stamps)}
+            versions, old = self._catalog.versions(), self._index
+            if old.versions != versions:
+                parts = {name: self._part(name, versions[name], old) for name in sorted(versions)}
                 table = FingerprintTable(Fingerprints.joined(list(parts.values())))
-                self._index = _Index(stamps, parts, table)
+                self._index = _Index(versions, parts, table)
             return self._index
 
-    def _part(self, name: str, stamp: tuple[int, int], old: _Index) -> Fingerprints:
-        if old.stamps.get(name) == stamp:
+    def _part(self, name: str, version: tuple[int, int], old: _Index) -> Fingerprints:
+        if old.versions.get(name) == version:
             return old.parts[name]
         try:
             return Fingerprints.of(self._catalog.modules(name))
-        except UnknownCollection:  # deleted meanwhile, as its stamp will show
+        except UnknownCollection:  # deleted meanwhile, as its version will show
             return Fingerprints.of(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Index:
-    stamps: Stamps
+    versions: Versions
     parts: dict[str, Fingerprints]
     table: FingerprintTable
 

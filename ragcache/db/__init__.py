@@ -1,8 +1,8 @@
 """The application database, in SQLite or PostgreSQL: documents, modules, jobs, keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, Stamp, Vectors
-from ragcache.db.database import Database, LedgerStatus
+from ragcache.db.catalog import Catalog, CollectionVersion, Vectors
+from ragcache.db.database import Database
 from ragcache.db.documents import (
     Deletion,
     DocumentRow,
@@ -28,18 +28,18 @@ from ragcache.db.listing import (
     module_detail,
     module_page,
 )
-from ragcache.db.processes import LivingSession
 from ragcache.db.records import Records
 from ragcache.db.residency import LocatedStates, Residency
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
+from ragcache.db.sessions import LedgerStatus, LivingSession, ledger_status
 from ragcache.db.sql import Page
 
 __all__ = [
-    "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "Deletion", "DocumentRow",
-    "EvictionRow", "HeldState", "JobRequest", "JobRow", "Jobs", "Ledger", "LedgerStatus",
-    "LivingSession", "LocatedStates", "Members", "ModuleDetail", "ModuleFilter", "ModuleListing",
-    "ModuleRow", "MovedDocument", "NewDocument", "NewModule", "Page", "Records", "Residency",
-    "ScaffoldRows", "SchemaText", "SchemaTexts", "Stamp", "TakenJob", "Vectors",
+    "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "CollectionVersion", "Database",
+    "Deletion", "DocumentRow", "EvictionRow", "HeldState", "JobRequest", "JobRow", "Jobs", "Ledger",
+    "LedgerStatus", "LivingSession", "LocatedStates", "Members", "ModuleDetail", "ModuleFilter",
+    "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument", "NewModule", "Page", "Records",
+    "Residency", "ScaffoldRows", "SchemaText", "SchemaTexts", "TakenJob", "Vectors",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
-    "list_modules", "module_detail", "module_page",
+    "ledger_status", "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from ragcache.config import NAMESPACE, check_namespace
-from ragcache.db.database import Database, LastKnown
+from ragcache.db.database import Database, StaleCache
 from ragcache.db.sql import namespace_id
 from ragcache.db.tables import ApiKeyTable, NamespaceTable
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
@@ -76,7 +76,7 @@ class ApiKeys:
         stale_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         """stale_seconds: how old the keys may be while the ledger does not answer."""
-        self._read_keys = LastKnown[_Known](stale_seconds, clock)
+        self._read_keys = StaleCache[_Known](stale_seconds, clock)
         self._database, self._clock = database, clock
         self._known: _Known | None = None
         self._used: dict[int, float] = {}

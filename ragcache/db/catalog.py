@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
-from ragcache.db.database import Database, LastKnown, Unchanged
+from ragcache.db.database import Database, StaleCache, Unchanged
 from ragcache.db.documents import (
     Deletion,
     DocumentRow,
@@ -59,17 +59,17 @@ from ragcache.states import KVKey
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
 _EPOCH = 1 << 22  # revisions of a collection from a random multiple of this on
 _EPOCHS = 1 << 31
-_STAMPS = (
+_VERSIONS = (
     select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
     .join(NamespaceTable)
     .where(NamespaceTable.name == bindparam("namespace"))
 )
 
 
-class Stamp(NamedTuple):
-    """What tells whether a collection has changed: its id, its revision, and the id of its newest
-    scaffold, 0 without one; the instruction of its prompts, None for that of the folder; and the
-    calibrations of its answers, as `ragcache.answers.confidence` writes them."""
+class CollectionVersion(NamedTuple):
+    """State of a collection, which every change of it makes another one: its id, its revision, and
+    the id of its newest scaffold, 0 without one; the instruction of its prompts, None for the
+    folder's; and the calibrations of its answers, as `ragcache.answers.confidence` writes them."""
 
     collection: int
     revision: int
@@ -77,8 +77,8 @@ class Stamp(NamedTuple):
     instruction: str | None = None
     calibrations: str | None = None
 
-    def covers(self, other: Stamp) -> bool:
-        """Whether the documents of this stamp are those of another one, or later ones of the same
+    def covers(self, other: CollectionVersion) -> bool:
+        """Whether the documents of this version are those of another one, or later ones of the same
         collection. Revisions are compared within an epoch: ids of collections come again."""
         mine, its = self.revision, other.revision
         same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
@@ -93,9 +93,9 @@ class Catalog:
         namespace: str = DEFAULT_NAMESPACE, stale_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         """tokenizer, embedder: the names under which token ids and vectors are kept.
-        stale_seconds: how old the stamps may be while the ledger does not answer."""
-        self._stamp = LastKnown[Stamp](stale_seconds)
-        self._stamps = LastKnown[dict[str, tuple[int, int]]](stale_seconds)
+        stale_seconds: how old the versions may be while the ledger does not answer."""
+        self._version = StaleCache[CollectionVersion](stale_seconds)
+        self._versions = StaleCache[dict[str, tuple[int, int]]](stale_seconds)
         self._unchanged = Unchanged(database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
@@ -179,17 +179,19 @@ class Catalog:
         return [found[name] for name in names if name in found]
 
     def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
-        """The stamp and all modules of a collection, the known ones first, in their order. Of these
-        only ids are read, and those whose document was renamed: the rest of a module never changes,
-        and ids are not used again. Token ids of a few new ones are read along: questions ask for
-        them next. Raises `UnknownCollection`."""
+        """Read the version and all modules of a collection, the known ones first, in their order.
+
+        Known modules are read again only where their document was renamed: nothing else of a module
+        changes, and ids are not used again. Token ids of a few new modules are read along, since
+        questions ask for them next. Raises `UnknownCollection`."""
         with self._database.reading() as session:
-            stamp = self._stamp_of(session, collection)
-            return self._contents(session, collection, stamp, known)
+            version = self._version_of(session, collection)
+            return self._contents(session, collection, version, known)
 
     def _contents(
-        self, session: Session, collection: str, stamp: Stamp, known: Mapping[int, ModuleRow]
-    ) -> Contents:
+        self, session: Session, collection: str, version: CollectionVersion,
+        known: Mapping[int, ModuleRow],
+    ) -> Contents:  # fmt: skip
         if not known:
             kept, new = [], self._rows(session, collection)
         else:
@@ -209,7 +211,7 @@ class Catalog:
             new = [read[number] for number in sorted(read)]
         if len(new) <= CHUNK:
             self._read_tokens(session, [row.id for row in new])
-        return Contents(stamp, kept + new)
+        return Contents(version, kept + new)
 
     def _rows(
         self, session: Session, collection: str, *chosen: ColumnElement[bool]
@@ -255,35 +257,35 @@ class Catalog:
         self._token_ids.update(found)
         return found
 
-    def stamp(self, collection: str) -> Stamp:
+    def version(self, collection: str) -> CollectionVersion:
         """Changes whenever anything of the collection does. Raises `UnknownCollection`."""
-        return self._stamp.read(collection, lambda: self._read_stamp(collection))
+        return self._version.read(collection, lambda: self._read_version(collection))
 
-    def stamp_and_changes(
-        self, collection: str, before: Stamp, known: Mapping[int, ModuleRow]
-    ) -> tuple[Stamp, Contents | None]:
-        """The stamp and, where something has changed since the one `before`, what `reread_modules`
-        gives, in one snapshot. Raises `UnknownCollection`."""
+    def version_and_changes(
+        self, collection: str, before: CollectionVersion, known: Mapping[int, ModuleRow]
+    ) -> tuple[CollectionVersion, Contents | None]:
+        """Read the version of a collection and, if it has changed since `before`, its contents as
+        `reread_modules` does, in one snapshot. Raises `UnknownCollection`."""
         changes: list[Contents] = []
 
-        def read() -> Stamp:
+        def read() -> CollectionVersion:
             with self._database.reading() as session:
-                stamp = self._stamp_of(session, collection)
-                if not before.covers(stamp):
-                    changes.append(self._contents(session, collection, stamp, known))
-                return stamp
+                version = self._version_of(session, collection)
+                if not before.covers(version):
+                    changes.append(self._contents(session, collection, version, known))
+                return version
 
-        stamp = self._stamp.read(collection, read)
-        return stamp, changes[0] if changes else None
+        version = self._version.read(collection, read)
+        return version, changes[0] if changes else None
 
-    def _read_stamp(self, collection: str) -> Stamp:
-        def read() -> Stamp:
+    def _read_version(self, collection: str) -> CollectionVersion:
+        def read() -> CollectionVersion:
             with self._database.reading() as session:
-                return self._stamp_of(session, collection)
+                return self._version_of(session, collection)
 
-        return self._unchanged.read(("stamp", collection), read)
+        return self._unchanged.read(("version", collection), read)
 
-    def _stamp_of(self, session: Session, collection: str) -> Stamp:
+    def _version_of(self, session: Session, collection: str) -> CollectionVersion:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
         newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
         columns = (
@@ -294,18 +296,18 @@ class Catalog:
         if found is None:
             collection_id(session, collection, self.namespace)
             raise AssertionError("the collection appeared within one snapshot")
-        return Stamp(*found)
+        return CollectionVersion(*found)
 
-    def stamps(self) -> dict[str, tuple[int, int]]:
-        """The stamps of all collections, by name."""
-        return self._stamps.read("", self._read_stamps)
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """The versions of all collections, by name."""
+        return self._versions.read("", self._read_versions)
 
-    def _read_stamps(self) -> dict[str, tuple[int, int]]:
+    def _read_versions(self) -> dict[str, tuple[int, int]]:
         def read() -> dict[str, tuple[int, int]]:
-            rows = self._database.fetch(_STAMPS, namespace=self.namespace)
+            rows = self._database.fetch(_VERSIONS, namespace=self.namespace)
             return {name: (number, revision) for name, number, revision in rows}
 
-        return self._unchanged.read("stamps", read)
+        return self._unchanged.read("versions", read)
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""
@@ -374,7 +376,7 @@ class Catalog:
         """The instruction of a collection's prompts; None for that of the folder, and where there
         is no such collection yet."""
         try:
-            return self.stamp(collection).instruction
+            return self.version(collection).instruction
         except UnknownCollection:
             return None
 
@@ -440,7 +442,7 @@ class Catalog:
 
     def _new(self, session: Session, name: str) -> dict[str, Any]:
         """The row of a collection. Ids of collections come again; a random epoch does not, so that
-        no stamp does, whatever the clock says."""
+        no version does, whatever the clock says."""
         owner = namespace_id(session, self.namespace)
         revision = secrets.randbelow(_EPOCHS) * _EPOCH
         return {"name": name, "namespace_id": owner, "revision": revision}
@@ -448,9 +450,9 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The modules of a collection at a stamp."""
+    """The modules of a collection at a version."""
 
-    stamp: Stamp
+    version: CollectionVersion
     modules: Sequence[ModuleRow]
 
 

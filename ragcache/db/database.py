@@ -8,8 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple
@@ -18,8 +17,7 @@ from sqlalchemy import Engine, Row, Select, create_engine, event, make_url
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from ragcache.db.migrations import HEAD, check_revision, create_tables, revision_of
-from ragcache.db.processes import LivingSession, living_sessions
+from ragcache.db.migrations import check_revision, create_tables, revision_of
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
@@ -40,18 +38,6 @@ _REST_SECONDS = 1.0  # in which a ledger that failed is not read again
 _READS = {"ragcache_begin": "BEGIN"}
 _ONE_READ = {"ragcache_begin": None}  # of one statement, which is a transaction by itself
 _SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # of PostgreSQL; SQLite reads no other way
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerStatus:
-    """Revision of a ledger, and the processes that use it."""
-
-    revision: str | None
-    """Revision of its tables. None if it is empty."""
-    head: str
-    """Revision that this ragcache reads and writes. It refuses every other one."""
-    sessions: tuple[LivingSession, ...]
-    """Processes that have the ledger open. Empty for a ledger of another revision."""
 
 
 class Database:
@@ -79,7 +65,7 @@ class Database:
         not exist, and the tables of an empty database. Raises `ConfigurationError`, `MissingExtra`
         without PostgreSQL's driver, `NoState` for a file that is no ledger,
         `LedgerOfOtherVersion`, or another `StoreError`."""
-        database = cls(_engine(database_url(where), busy_seconds))
+        database = cls.connect(where, busy_seconds)
         with _named_errors(database.name):
             with database._reading.connect() as connection:
                 revision = revision_of(connection)
@@ -90,21 +76,16 @@ class Database:
         return database
 
     @classmethod
+    def connect(cls, where: Path | str, busy_seconds: float = BUSY_SECONDS) -> Database:
+        """Connects as `open`, and neither checks nor creates tables."""
+        return cls(_engine(database_url(where), busy_seconds))
+
+    @classmethod
     def open_existing(cls, path: Path) -> Database:
         """Opens an existing file. Raises `NoState`."""
         if not path.exists():
             raise NoState.in_folder(path.parent)
         return cls.open(path)
-
-    @classmethod
-    def status(cls, where: Path | str) -> LedgerStatus:
-        """Reads the revision of a ledger and who has it open, and changes nothing. Raises
-        `StoreError`s."""
-        with closing(cls(_engine(database_url(where), BUSY_SECONDS))) as database:
-            with database.reading() as session:
-                revision = revision_of(session.connection())
-                living = living_sessions(session) if revision == HEAD else ()
-            return LedgerStatus(revision, HEAD, tuple(living))
 
     @property
     def name(self) -> str:
@@ -212,7 +193,7 @@ class Unchanged:
         return value
 
 
-class LastKnown(Generic[T]):
+class StaleCache(Generic[T]):
     """What was read last, which stands in for a while for a ledger that does not answer.
     Thread-safe.
 

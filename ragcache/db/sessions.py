@@ -6,25 +6,99 @@ of another machine lives is decided by the database's clock: those of machines n
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import uuid4
 
+import psutil
 from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
-from ragcache.db.processes import DEAD_SECONDS, Identity, is_dead
+from ragcache.db.migrations import HEAD, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.states import KVKey
 
 HEARTBEAT_SECONDS = 2.0
+DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 _LEFTOVER_SECONDS = 30.0  # between two looks for rows of memory tiers that no session has
 _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from later ones of the same number."""
+
+    machine: str
+    pid: int
+    started: str
+    """Seconds from the machine's boot to the start of the process: its clock may be set."""
+
+    @classmethod
+    def here(cls) -> ProcessIdentity:
+        """Identity of the current process."""
+        return cls(_machine(), os.getpid(), _started(psutil.Process()))
+
+    def is_dead(self, silent: float) -> bool:
+        """Whether the process has ended or, on another machine, was silent for too long."""
+        if self.machine != _machine():
+            return silent > DEAD_SECONDS
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() == psutil.STATUS_ZOMBIE or _started(process) != self.started
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class LivingSession:
+    """A process that has the ledger open."""
+
+    machine: str
+    pid: int
+    silent: float
+    """Seconds since its last heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatus:
+    """Revision of a ledger, and the processes that use it."""
+
+    revision: str | None
+    """Revision of its tables. None if it is empty."""
+    head: str
+    """Revision that this ragcache reads and writes. It refuses every other one."""
+    sessions: tuple[LivingSession, ...]
+    """Processes that have the ledger open. Empty for a ledger of another revision."""
+
+
+def ledger_status(where: Path | str) -> LedgerStatus:
+    """Read the revision of a ledger and who has it open, and change nothing.
+
+    Args:
+        where: Path or URL, as for `Database.open`.
+
+    Raises:
+        StoreError: The ledger cannot be read.
+    """
+    with closing(Database.connect(where)) as database, database.reading() as session:
+        revision = revision_of(session.connection())
+        living = tuple(
+            LivingSession(row.machine, row.pid, silent)
+            for row, silent, dead in (_judged(session) if revision == HEAD else ())
+            if not dead
+        )
+    return LedgerStatus(revision, HEAD, living)
 
 
 @dataclass(slots=True)
@@ -72,25 +146,14 @@ class Sessions:
             hand_over(session, [self.id])
             end_sessions(session, [self.id])
 
-    def dead(self) -> list[str]:
-        """Sessions whose process has ended, or of another machine and silent."""
-        with self.database.reading() as session:
-            silent = clock(session) - SessionTable.heartbeat
-            rows = session.execute(select(SessionTable, silent).where(SessionTable.id != self.id))
-            return [
-                row.id
-                for row, seconds in rows
-                if is_dead(Identity(row.machine, row.pid, row.started), seconds)
-            ]
-
     def reap_dead(self) -> None:
         """Ends the sessions that died, and what belongs to no session: a process that was silent
         may have claimed keys after others ended its session."""
         now = time.monotonic()
         if now < self._reaps_from:
             return
-        found = self.dead()
         with self.database.reading() as session:
+            found = [row.id for row, _, dead in _judged(session) if dead and row.id != self.id]
             orphaned = session.scalar(select(ClaimTable.key).where(_without_session()).limit(1))
         looks = now - self._last_look > _LEFTOVER_SECONDS
         if found or orphaned is not None or looks:
@@ -101,11 +164,33 @@ class Sessions:
             self._last_look = now if looks else self._last_look
 
     def _row(self, session: Session) -> SessionTable:
-        me = Identity.here()
+        me = ProcessIdentity.here()
         return SessionTable(
             id=self.id, machine=me.machine, pid=me.pid, started=me.started,
             heartbeat=clock(session), generation=self.generation,
         )  # fmt: skip
+
+
+def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:
+    """Every session, the seconds since its last heartbeat, and whether its process has died."""
+    silent = clock(session) - SessionTable.heartbeat
+    rows = select(SessionTable, silent).order_by(SessionTable.machine, SessionTable.pid)
+    for row, seconds in session.execute(rows):
+        process = ProcessIdentity(row.machine, row.pid, row.started)
+        yield row, seconds, process.is_dead(seconds)
+
+
+def _machine() -> str:
+    """Distinguishes process numbers: host, boot and, on Linux, the namespace of the numbers."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        facts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(facts)
+
+
+def _started(process: psutil.Process) -> str:
+    return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:

@@ -53,8 +53,8 @@ class AskPipeline:
         timestamps = Timestamps(called, time.perf_counter(), rerank=reranking)
         prompts = []
         for selection in selections:
-            self.scaffolds.follow(collection, selection.stamp)
-            encoder = self.encoder.with_instruction(selection.stamp.instruction)
+            self.scaffolds.follow(collection, selection.version)
+            encoder = self.encoder.with_instruction(selection.version.instruction)
             if kwargs is not None:
                 encoder = encoder.with_template(kwargs)
             prompt = self.build(selection, collection, mode, encoder)
@@ -94,7 +94,7 @@ class AskPipeline:
             modules=modules,
             evidence=ConfidenceFeatures.of_selection(selection),
             support=None if selection.words is None else LexicalSupport(selection.words, modules),
-            calibrations=selection.stamp.calibrations,
+            calibrations=selection.version.calibrations,
             bare=lambda: (*encoder.preamble_ids, *question),
         )
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
+from ragcache.db import Catalog, CollectionVersion, Members, ModuleRow, ScaffoldRows
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
@@ -280,20 +280,20 @@ class Scaffolds:
 
     def __init__(self, rows: ScaffoldRows) -> None:
         self._rows = rows
-        self._known: dict[str, tuple[Stamp, set[Members]]] = {}
+        self._known: dict[str, tuple[CollectionVersion, set[Members]]] = {}
         self._kept: set[tuple[Members, KVKey]] = set()
         self._lock = threading.Lock()
 
-    def follow(self, collection: str, stamp: Stamp) -> None:
+    def follow(self, collection: str, version: CollectionVersion) -> None:
         """Reads the scaffolds of a collection where they may have changed: any process may have
-        declared some. stamp: that of the collection now."""
+        declared some. version: that of the collection now."""
         known = self._known.get(collection)
-        if known is not None and known[0] == stamp:
+        if known is not None and known[0] == version:
             return
-        kept = self._rows.read_scaffolds(collection) if stamp.scaffold else set()
+        kept = self._rows.read_scaffolds(collection) if version.scaffold else set()
         with self._lock:
             self._kept |= kept
-            self._known[collection] = stamp, {members for members, _ in kept}
+            self._known[collection] = version, {members for members, _ in kept}
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
         """Splits a selection into runs begin:end that are encoded together, the longest scaffold

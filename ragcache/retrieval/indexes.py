@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ragcache.db import Catalog, ModuleRow, Stamp, Vectors
+from ragcache.db import Catalog, CollectionVersion, ModuleRow, Vectors
 from ragcache.db.catalog import Contents
 from ragcache.errors import (
     ConfigurationError,
@@ -46,10 +46,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure; each twice 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectionIndex:
-    """A collection at one stamp: its modules by id, their words, and the vectors of those that have
-    one. vectors is None until the collection is searched by vectors."""
+    """A collection at one version: its modules by id, their words, and the vectors of modules that
+    have one. vectors is None until the collection is searched by vectors."""
 
-    stamp: Stamp
+    version: CollectionVersion
     modules: Mapping[int, ModuleRow]
     words: BM25Index
     vectors: VectorIndex | None = None
@@ -86,33 +86,35 @@ class CollectionIndexes:
         self._embedding: dict[str, threading.Lock] = {}  # held to embed aside; taken first
         self._background = _Background(self._build)
 
-    def observe(self, collection: str) -> Stamp:
-        """Return the stamp of a collection, and apply changes since that of its index, read in the
-        same snapshot. Raises `UnknownCollection`."""
+    def observe(self, collection: str) -> CollectionVersion:
+        """Return the version of a collection, and apply the changes since its index was made, read
+        in the same snapshot. Raises `UnknownCollection`."""
         before = self._indexes.get(collection)
         if before is None:
-            return self._catalog.stamp(collection)
-        stamp, changes = self._catalog.stamp_and_changes(collection, before.stamp, before.modules)
-        if changes is not None and changes.stamp.collection == before.stamp.collection:
+            return self._catalog.version(collection)
+        version, changes = self._catalog.version_and_changes(
+            collection, before.version, before.modules
+        )
+        if changes is not None and changes.version.collection == before.version.collection:
             with self._lock(collection):
                 if self._indexes.get(collection) is before:  # nobody else has applied them
                     self._indexes[collection] = self._updated(collection, before, changes)
-        return stamp
+        return version
 
     def index_at(
-        self, collection: str, stamp: Stamp, dimension: int | None = None
+        self, collection: str, version: CollectionVersion, dimension: int | None = None
     ) -> CollectionIndex:
-        """Return the index of a collection at the stamp or later.
+        """Return the index of a collection at the version or later.
 
         Args:
             collection: Its name.
-            stamp: What `observe` returned.
+            version: What `observe` returned.
             dimension: D of the query's vector. The index then has the vectors of that length that
                 there are, embedding a few missing ones. By default vectors are left as they are.
         """
         index = self._indexes.get(collection)
-        if index is None or not index.stamp.covers(stamp):
-            index = self._read(collection, stamp)
+        if index is None or not index.version.covers(version):
+            index = self._read(collection, version)
         if dimension is None:
             return index
         known = index.vectors is not None and index.vectors.dimension == dimension
@@ -168,13 +170,13 @@ class CollectionIndexes:
     def _lock(self, collection: str) -> threading.Lock:
         return self._changing.setdefault(collection, threading.Lock())
 
-    def _read(self, collection: str, stamp: Stamp) -> CollectionIndex:
-        """Read what the index of a collection lacks at the stamp; all of a new collection."""
+    def _read(self, collection: str, version: CollectionVersion) -> CollectionIndex:
+        """Read what the index of a collection lacks at the version; all of a new collection."""
         with self._lock(collection):
             before = self._indexes.get(collection)
-            if before is not None and before.stamp.covers(stamp):
+            if before is not None and before.version.covers(version):
                 return before
-            if before is not None and before.stamp.collection != stamp.collection:
+            if before is not None and before.version.collection != version.collection:
                 before = None
             known = {} if before is None else before.modules
             contents = self._catalog.reread_modules(collection, known)
@@ -189,13 +191,13 @@ class CollectionIndexes:
         modules = {row.id: row for row in contents.modules}
         texts = {number: row.text for number, row in modules.items()}
         if before is None:
-            return CollectionIndex(contents.stamp, modules, BM25Index(texts))
+            return CollectionIndex(contents.version, modules, BM25Index(texts))
         vectors = before.vectors
         if vectors is not None:
             came = [number for number in modules if number not in vectors.ids]
             stored = self._stored_vectors(collection, vectors.dimension, came)
             vectors = vectors.update(modules, stored)
-        return CollectionIndex(contents.stamp, modules, before.words.update(texts), vectors)
+        return CollectionIndex(contents.version, modules, before.words.update(texts), vectors)
 
     def _with_vectors(
         self, collection: str, dimension: int, made: Mapping[int, np.ndarray] | None = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
-from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
+from ragcache.db import Catalog, CollectionVersion, Database, ModuleRow, Vectors
 from ragcache.errors import InvalidRequest
 from ragcache.retrieval.bm25 import Ranking, terms
 from ragcache.retrieval.filters import Filters, Test, compile_filters
@@ -103,14 +103,14 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
+    """The modules for a query, best first; with `mmr`, in the order of selection. version: of the
     collection when it was asked for. rerank_seconds: what the reranker took. words: of each word
     of the query what it adds to a BM25 score at most; None where only vectors were searched.
     best_bm25: the two best of these scores, those of modules that a threshold left out too."""
 
     query: str
     hits: tuple[Hit, ...]
-    stamp: Stamp
+    version: CollectionVersion
     rerank_seconds: float = field(default=0.0, compare=False)
     words: Mapping[str, float] | None = field(default=None, compare=False)
     best_bm25: tuple[float, ...] = field(default=(), compare=False)
@@ -139,17 +139,17 @@ class Retriever:
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
-        stamp = self._indexes.observe(collection)  # one that is unknown costs no embedding
+        version = self._indexes.observe(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
-        return self._select(query, vector, collection, params, stamp)
+        return self._select(query, vector, collection, params, version)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        stamp = await asyncio.to_thread(self._indexes.observe, collection)
+        version = await asyncio.to_thread(self._indexes.observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
-        return await asyncio.to_thread(self._select, query, vector, collection, params, stamp)
+        return await asyncio.to_thread(self._select, query, vector, collection, params, version)
 
     def retrieve_by_vector(
         self, vector: Sequence[float], collection: str, params: SearchParams
@@ -157,8 +157,8 @@ class Retriever:
         """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
         vector of another length."""
         self._check_embedder()
-        stamp = self._indexes.observe(collection)
-        return self._select("", _vector(vector), collection, params, stamp)
+        version = self._indexes.observe(collection)
+        return self._select("", _vector(vector), collection, params, version)
 
     def update_index(self, collection: str) -> None:
         """Applies a change of a collection to its index, if there is one, so that no question has
@@ -189,15 +189,15 @@ class Retriever:
 
     def _select(
         self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams,
-        stamp: Stamp,
+        version: CollectionVersion,
     ) -> Selection:  # fmt: skip
         dimension = None if vector is None else len(vector)
-        index = self._indexes.index_at(collection, stamp, dimension)
+        index = self._indexes.index_at(collection, version, dimension)
         while params.search == "dense" and index.missing:
             self._indexes.embed_some(collection)
-            index = self._indexes.index_at(collection, stamp, dimension)
+            index = self._indexes.index_at(collection, version, dimension)
         if not index.modules:
-            return Selection(query, (), stamp)
+            return Selection(query, (), version)
         ranking, bm25, cosine = _rank(query, vector, index, params)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
@@ -217,7 +217,8 @@ class Retriever:
             for n, score in ranking[: params.k]
         )
         words = None if params.search == "dense" else index.words.word_weights(query)
-        return Selection(query, tuple(hits), stamp, took, words, tuple(nlargest(2, bm25.values())))
+        top = tuple(nlargest(2, bm25.values()))
+        return Selection(query, tuple(hits), version, took, words, top)
 
     def _rescored(
         self, query: str, ranking: Ranking, index: CollectionIndex, params: SearchParams

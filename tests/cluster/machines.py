@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragcache.db import processes
+from ragcache.db import sessions
 from ragcache.db.database import Database
 from tests.ragcache.store.store_fixture import Library
 
@@ -28,7 +28,7 @@ def move_to_machine(name: str) -> None:
     if libc.unshare(_NEW_HOST_NAME) == 0:
         socket.sethostname(name)
     else:
-        processes._machine = lambda: name  # type: ignore[assignment]
+        sessions._machine = lambda: name  # type: ignore[assignment]
 
 
 @dataclass

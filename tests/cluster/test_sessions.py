@@ -7,7 +7,7 @@ import time
 
 from sqlalchemy import func, select
 
-from ragcache.db.processes import DEAD_SECONDS
+from ragcache.db.sessions import DEAD_SECONDS
 from ragcache.db.tables import ClaimTable, SessionTable, StateTable
 from ragcache.store import LeaseRequest
 from tests.cluster.conftest import Measured

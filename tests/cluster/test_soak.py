@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from ragcache.db.processes import DEAD_SECONDS
+from ragcache.db.sessions import DEAD_SECONDS
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.cluster.services import Service, Services

@@ -94,8 +94,8 @@ def test_another_namespace_is_not_seen(database: Database) -> None:
 def test_a_collection_that_goes_while_it_is_read_is_empty(database: Database) -> None:
     catalog = Reading(database)
     catalog.replace_documents("a", [document("boats", BOATS)])
-    stamps = {**catalog.stamps(), "gone": (99, 1)}
-    catalog.stamps = lambda: stamps  # type: ignore[method-assign]
+    versions = {**catalog.versions(), "gone": (99, 1)}
+    catalog.versions = lambda: versions  # type: ignore[method-assign]
     assert names(Recognizer(catalog)) == ["boats#1"]
 
 

@@ -177,10 +177,10 @@ def ledger_status(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Show the revision of the ledger and who has it open; nothing is changed."""
-    from ragcache.db import Database
+    from ragcache.db import ledger_status
 
     ui.check_state(state, ledger)
-    found = Database.status(ledger or state / "ledger.sqlite")
+    found = ledger_status(ledger or state / "ledger.sqlite")
     if as_json:
         ui.print_json(asdict(found))
         return

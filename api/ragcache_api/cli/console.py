@@ -219,7 +219,7 @@ def check_collection(database: Database, collection: str, namespace: str = NAMES
     """Raises `UnknownCollection` where the ledger has none of this name."""
     from ragcache.db import Catalog
 
-    Catalog(database, "", None, namespace).stamp(collection)
+    Catalog(database, "", None, namespace).version(collection)
 
 
 def check_model(name: str | None) -> None:

@@ -120,7 +120,7 @@ def remove(
         from ragcache.db import Catalog
 
         catalog = Catalog(database, "", None, namespace)
-        catalog.stamp(collection)
+        catalog.version(collection)
         known = catalog.documents(collection, None if everything else ids or [])
         if unknown := [each for each in ids or [] if each not in known]:
             raise DocumentError(
@@ -178,7 +178,7 @@ def instruction(
         catalog = Catalog(database, "", None, namespace)
         if default or text is not None:
             catalog.set_instruction(collection, text)
-        own = catalog.stamp(collection).instruction
+        own = catalog.version(collection).instruction
     ui.console.print("the folder's (--instruction)" if own is None else own, markup=False)
 
 

@@ -209,7 +209,7 @@ def _check_own(state: Path, collection: str, dataset: Dataset) -> None:
     own, held = {each.id for each in dataset.documents}, set[str]()
     with suppress(NoState), ui.open_ledger(state, ServiceSettings.read().ledger) as database:
         catalog = Catalog(database, "", None, NAMESPACE)
-        if collection in catalog.stamps():
+        if collection in catalog.versions():
             held = {each.document for each in catalog.modules(collection)}
     if others := sorted(held - own):
         raise ConfigurationError(

@@ -141,38 +141,38 @@ def test_more_documents_than_one_statement_takes(catalog: Catalog) -> None:
     assert catalog.collections() == {"notes": 0}
 
 
-def test_the_stamp_changes_with_every_change(catalog: Catalog) -> None:
+def test_the_version_changes_with_every_change(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [document("a", 1), document("b", 2)])
-    stamps = [catalog.stamp("notes")]
-    assert catalog.stamp("notes") == stamps[0], "reading is no change"
+    versions = [catalog.version("notes")]
+    assert catalog.version("notes") == versions[0], "reading is no change"
     catalog.delete_documents("notes", ["b"])
-    stamps.append(catalog.stamp("notes"))
+    versions.append(catalog.version("notes"))
     catalog.replace_documents("notes", [document("b", 2)])
-    stamps.append(catalog.stamp("notes"))
+    versions.append(catalog.version("notes"))
     catalog.replace_documents("notes", [document("b", 5)])
-    stamps.append(catalog.stamp("notes"))
+    versions.append(catalog.version("notes"))
     catalog.delete_documents("notes", ["a", "b"])
-    stamps.append(catalog.stamp("notes"))
+    versions.append(catalog.version("notes"))
     catalog.replace_documents("notes", [document("a", 1)])
-    stamps.append(catalog.stamp("notes"))
-    assert len(set(stamps)) == len(stamps)
+    versions.append(catalog.version("notes"))
+    assert len(set(versions)) == len(versions)
 
 
-def test_a_stamp_belongs_to_one_collection(catalog: Catalog) -> None:
+def test_a_version_belongs_to_one_collection(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [document("a", 1)])
-    before = catalog.stamp("notes")
+    before = catalog.version("notes")
     catalog.replace_documents("plans", [document("a", 2)])
-    assert catalog.stamp("notes") == before
+    assert catalog.version("notes") == before
 
 
 def test_an_unknown_collection_names_the_known(catalog: Catalog, database: Database) -> None:
     with pytest.raises(UnknownCollection, match="'plan'; known: none yet"):
-        catalog.stamp("plan")
+        catalog.version("plan")
     for name in ("plans", "notes"):
         catalog.replace_documents(name, [document("a", 1)])
     for call in (
         lambda: catalog.modules("plan"),
-        lambda: catalog.stamp("plan"),
+        lambda: catalog.version("plan"),
         lambda: catalog.delete_documents("plan", ["a"]),
         lambda: list_modules(database, "plan"),
     ):
@@ -247,20 +247,20 @@ def test_the_listing_joins_modules_and_tiers(catalog: Catalog, database: Databas
 
 def test_a_renamed_document_keeps_its_modules_and_states(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [document("a", 1, 2), document("b", 3)])
-    before, stamp = catalog.modules("notes"), catalog.stamp("notes")
+    before, version = catalog.modules("notes"), catalog.version("notes")
     catalog.rename_document("notes", "a", "c")
     after = catalog.modules("notes")
     known = {row.id: row for row in before}
-    assert catalog.reread_modules("notes", known) == Contents(catalog.stamp("notes"), after)
+    assert catalog.reread_modules("notes", known) == Contents(catalog.version("notes"), after)
     [first, *_] = after
     assert catalog.reread_modules("notes", {first.id: first}).modules == after
     assert [row.id for row in after] == [row.id for row in before]
     assert [row.name for row in after] == ["c#1", "c#2", "m3"]
     assert set(catalog.documents("notes")) == {"b", "c"}
-    later = catalog.stamp("notes")
-    assert later != stamp
-    assert later.covers(stamp)
-    assert not stamp.covers(later)
+    later = catalog.version("notes")
+    assert later != version
+    assert later.covers(version)
+    assert not version.covers(later)
     with pytest.raises(DocumentError, match="holds a 'b' already"):
         catalog.rename_document("notes", "c", "b")
     with pytest.raises(DocumentError, match="holds no 'a'"):

@@ -14,8 +14,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import select, text
 
-from ragcache.db import Database, migrations
-from ragcache.db.database import LastKnown, Unchanged
+from ragcache.db import Database, ledger_status, migrations
+from ragcache.db.database import StaleCache, Unchanged
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.db.tables import Base, NamespaceTable, SessionTable, StateTable
@@ -115,20 +115,20 @@ def test_a_ledger_of_another_version_is_refused_and_stays(where: Path | str, rev
     said = rf"the revision {revision}, this ragcache reads and writes {HEAD}.*another version"
     with pytest.raises(LedgerOfOtherVersion, match=said):
         Database.open(where)
-    status = Database.status(where)
+    status = ledger_status(where)
     assert (status.revision, status.head, status.sessions) == (revision, HEAD, ())
 
 
 def test_the_status_names_the_processes_that_live(where: Path | str) -> None:
-    assert Database.status(where).revision is None
+    assert ledger_status(where).revision is None
     with closing(Database.open(where)) as database:
         Sessions(database).begin()
         Sessions(database).begin()
         with database.transaction() as session:
             silent = session.scalars(select(SessionTable).limit(1)).one()
             silent.machine, silent.heartbeat = "another", 0.0
-        [living] = Database.status(where).sessions
-        assert (living.pid, Database.status(where).revision) == (os.getpid(), HEAD)
+        [living] = ledger_status(where).sessions
+        assert (living.pid, ledger_status(where).revision) == (os.getpid(), HEAD)
 
 
 def test_a_format_of_states_has_a_revision_of_its_own() -> None:
@@ -201,7 +201,7 @@ def test_errors_contain_no_password() -> None:
 
 def test_what_was_read_last_stands_in_for_a_ledger_that_is_away() -> None:
     now, asked = 0.0, 0
-    known = LastKnown[int](60, lambda: now)
+    known = StaleCache[int](60, lambda: now)
 
     def away() -> int:
         nonlocal asked

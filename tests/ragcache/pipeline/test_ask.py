@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils import chat_template_utils
 
 from ragcache import Citation, GenerationParams, RagCache, SourceDocument
-from ragcache.db import Database, ModuleRow, Stamp
+from ragcache.db import CollectionVersion, Database, ModuleRow
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
@@ -382,7 +382,8 @@ def pipeline(reader: LoadedModel) -> AskPipeline:
 
 
 def selection_of(*numbers: int) -> Selection:
-    return Selection(QUESTION, tuple(Hit(ROWS[n - 1], 1 / n) for n in numbers), Stamp(1, 1))
+    hits = tuple(Hit(ROWS[n - 1], 1 / n) for n in numbers)
+    return Selection(QUESTION, hits, CollectionVersion(1, 1))
 
 
 def all_tokens(prompt: BuiltPrompt) -> list[int]:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.db import Members, ScaffoldRows, Stamp
+from ragcache.db import CollectionVersion, Members, ScaffoldRows
 from ragcache.errors import (
     ConfigurationError,
     PromptTooLong,
@@ -50,8 +50,8 @@ class FakeRows:
 def known(*scaffolds: Members) -> Scaffolds:
     rows = FakeRows({"c": {members: KVKey(f"{n:064}") for n, members in enumerate(scaffolds)}})
     made = Scaffolds(cast("ScaffoldRows", rows))
-    made.follow("c", Stamp(1, 1, len(scaffolds)))
-    made.follow("other", Stamp(2, 1))
+    made.follow("c", CollectionVersion(1, 1, len(scaffolds)))
+    made.follow("other", CollectionVersion(2, 1))
     return made
 
 
@@ -64,20 +64,20 @@ def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
     assert scaffolds.runs("c", []) == []
 
 
-def test_scaffolds_of_any_process_are_read_when_the_stamp_of_the_collection_changes() -> None:
+def test_scaffolds_of_any_process_are_read_when_the_version_of_the_collection_changes() -> None:
     rows, key = FakeRows(), KVKey("a" * 64)
     here, there = (Scaffolds(cast("ScaffoldRows", rows)) for _ in range(2))
-    here.follow("c", Stamp(1, 1))
+    here.follow("c", CollectionVersion(1, 1))
     there.keep("c", [3, 1], key)
     assert rows.kept == {"c": {(3, 1): key}}
-    here.follow("c", Stamp(1, 1))
+    here.follow("c", CollectionVersion(1, 1))
     assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
-    here.follow("c", Stamp(1, 1, 7))
+    here.follow("c", CollectionVersion(1, 1, 7))
     assert here.runs("c", [3, 1]) == [(0, 2)]
     rows.kept.clear()
     here.keep("c", [3, 1], key)
     assert rows.kept == {}, "what was read is not written again"
-    here.follow("c", Stamp(1, 2))
+    here.follow("c", CollectionVersion(1, 2))
     assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
 
 

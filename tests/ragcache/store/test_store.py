@@ -17,8 +17,8 @@ from sqlalchemy.exc import IntegrityError
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
-from ragcache.db.processes import DEAD_SECONDS
 from ragcache.db.references import retire
+from ragcache.db.sessions import DEAD_SECONDS
 from ragcache.db.tables import JobStateTable, SessionTable
 from ragcache.errors import (
     ConfigurationError,
