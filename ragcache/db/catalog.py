@@ -205,7 +205,7 @@ class Catalog:
             ]
             read: dict[int, ModuleRow] = {}
             for chunk in chunks([*renamed, *(named.keys() - known.keys())]):
-                rows = self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
+                rows = self._rows(session, collection, ModuleTable.id.in_(chunk))
                 read |= {row.id: row for row in rows}
             kept = [read.pop(n, row) for n, row in known.items() if n in named]
             new = [read[number] for number in sorted(read)]
@@ -319,7 +319,7 @@ class Catalog:
     def add_key(self, module_id: int, key: KVKey) -> None:
         """Notes that states belong to a module."""
         with self._database.transaction() as session:
-            insert_for_module(session, EncodingTable, module_id, key=str(key))
+            insert_for_module(session, EncodingTable, module_id, key=key)
 
     def keys(
         self, collection: str, source_ids: Sequence[str] | None = None,
@@ -335,7 +335,7 @@ class Catalog:
             statement = statement.where(ModuleTable.name.in_(names))
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
-            return {KVKey(key): number for key, number in session.execute(statement)}
+            return dict(iter(session.execute(statement)))  # a result has `keys`
 
     def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
         """Deletes documents with all that belongs to them, which open jobs then do not store;
@@ -407,7 +407,7 @@ class Catalog:
             names = sorted(known if source_ids is None else known.intersection(source_ids))
             modules, keys = modules_of(session, owner, names)
             scaffolds = scaffolds_of(session, owner, modules)
-            keys += [KVKey(row.key) for row in scaffolds]
+            keys += [row.key for row in scaffolds]
             freed = freed_states(session, keys, modules, {row.id for row in scaffolds})
         return Deletion(len(names), len(modules), *freed)
 
@@ -476,8 +476,7 @@ class Vectors:
         ).order_by(VectorTable.module_id)  # fmt: skip
         statements = [statement]
         if ids is not None:
-            parts = chunks(ids)
-            statements = [statement.where(VectorTable.module_id.in_(map(int, p))) for p in parts]
+            statements = [statement.where(VectorTable.module_id.in_(p)) for p in chunks(ids)]
         with self._database.reading() as session:
             rows = (row for each in statements for row in session.execute(each))
             return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}

@@ -156,7 +156,7 @@ def insert_rows(
     for stored, module in zip(modules, document.modules, strict=True):
         tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
         session.add(TokenTable(module_id=stored.id, tokenizer=tokenizer, token_ids=tokens))
-        session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
+        session.add(EncodingTable(module_id=stored.id, key=module.key))
         if module.vector is not None and embedder is not None:
             vector = module.vector.astype("<f4").tobytes()
             session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
@@ -218,5 +218,5 @@ def modules_of(
         for module, key in encodings:
             modules.add(module)
             if key is not None:
-                found.append(KVKey(key))
+                found.append(key)
     return modules, found

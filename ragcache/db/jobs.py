@@ -251,7 +251,7 @@ class Jobs:
     def expect(self, job: int, keys: Iterable[KVKey]) -> None:
         """Make a running job an owner of states, before they are encoded. Raises `JobCanceled` or
         `JobTaken` where it is no longer this session's."""
-        rows = [{"job_id": job, "key": str(key)} for key in dict.fromkeys(keys)]
+        rows = [{"job_id": job, "key": key} for key in dict.fromkeys(keys)]
         with self.database.transaction() as session:
             mine = and_(JobTable.id == job, JobTable.session == self.session)
             if session.scalar(select(JobTable.status).where(mine)) != "running":
@@ -368,7 +368,7 @@ def complete(session: Session, job: int, runner: str | None = None) -> list[KVKe
     ended = select(JobTable.id).where(same, JobTable.status.not_in(OPEN))
     ids = [job, *session.scalars(ended)]
     held = select(JobStateTable.key).where(JobStateTable.job_id.in_(ids))
-    keys = [KVKey(key) for key in session.scalars(held)]
+    keys = list(session.scalars(held))
     session.execute(delete(JobStateTable).where(JobStateTable.job_id.in_(ids)))
     _end(session, job, "done", "")
     return keys

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -80,11 +79,11 @@ class StateRow(NamedTuple):
         """As a row of `StateTable`."""
         metadata = self.metadata
         return {
-            "key": str(self.key), "tier": self.tier, "place": place, "nbytes": self.nbytes,
+            "key": self.key, "tier": self.tier, "place": place, "nbytes": self.nbytes,
             "hits": self.hits, "last_use": self.last_use, "pinned": self.pinned,
             "expires_at": None if math.isinf(self.expires_at) else self.expires_at,
             "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "mode": metadata.mode,
-            "root": str(metadata.root or ""), "model": metadata.model,
+            "root": metadata.root or "", "model": metadata.model,
         }  # fmt: skip
 
 
@@ -95,16 +94,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-_key = lru_cache(1024)(KVKey)  # roots, of which there are few
-
-
 def state_row(row: Any) -> StateRow:
     """The value of a row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, *rest = row
     mode, root, model = rest
-    metadata = StateMetadata(tokens, mode, _key(root) if root else None, model)
+    metadata = StateMetadata(tokens, mode, KVKey(root) if root else None, model)
     until = math.inf if expires_at is None else expires_at
-    return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
+    return StateRow(key, tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +224,7 @@ class Ledger:
         columns = select(RetirementTable.id, RetirementTable.key)
         with self.database.reading() as session:
             rows = list(session.execute(columns.where(RetirementTable.id > seen[0][1])))
-        new = [KVKey(key) for number, key in rows if number not in self._known_retirements]
+        new = [key for number, key in rows if number not in self._known_retirements]
         self._known_retirements = {number for number, _ in rows}
         seen.append((now, max((number for number, _ in rows), default=seen[-1][1])))
         return new
@@ -240,8 +236,7 @@ class Ledger:
         used = (StateTable.last_use > tick) & (StateTable.hits > 0)
         chosen = select(*columns).where(self._shared(), used)
         with self.database.reading() as session:
-            rows = session.execute(chosen.order_by(StateTable.last_use))
-            return [(tier, KVKey(key), last) for tier, key, last in rows]
+            return list(session.execute(chosen.order_by(StateTable.last_use)))
 
     def load(self) -> list[StateRow]:
         """The rows of tiers that outlive processes."""
@@ -297,11 +292,11 @@ class Ledger:
         Returns them, and the keys that another process has claimed."""
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
-            found: set[str] = set()
+            found: set[KVKey] = set()
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
                 found |= set(session.scalars(select(StateTable.key).where(rows)))
-            gone = [key for key in taken if str(key) not in found]
+            gone = [key for key in taken if key not in found]
             self.locks.release_within(session, set(taken) - set(gone))
         return gone, [key for key in keys if key not in set(taken)]
 
@@ -327,7 +322,7 @@ class Ledger:
         stays = _stays(reason, time.time())
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
-            kept: set[str] = set()
+            kept: set[KVKey] = set()
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
                 if stays is not None:
@@ -337,7 +332,7 @@ class Ledger:
                     left = {"key": row.key, "nbytes": row.nbytes, "at": time.time()}
                     session.add(EvictionTable(tier=tier, reason=reason, **left))
                 session.execute(delete(StateTable).where(rows))
-            gone = [key for key in taken if str(key) not in kept]
+            gone = [key for key in taken if key not in kept]
             self.locks.release_within(session, set(taken) - set(gone))
         return gone
 
@@ -361,7 +356,7 @@ class Ledger:
         statement = select(StateTable.key, StateTable.expires_at)
         with self.database.reading() as session:
             rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
-            return {KVKey(key): at for key, at in rows if at is not None}
+            return {key: at for key, at in rows if at is not None}
 
     def flush(self) -> None:
         """Writes `usage` in one transaction; what fails is kept for the next time. What another
@@ -396,7 +391,7 @@ class Ledger:
         """The keys of a tier's rows."""
         with self.database.reading() as session:
             rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
-            return {KVKey(key) for key in session.scalars(rows)}
+            return set(session.scalars(rows))
 
     def totals(self) -> dict[str, TierTotals]:
         """Sums by tier."""
@@ -478,7 +473,7 @@ class UsageBuffer:
 
     def left(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
         """Notes that states left a tier in memory."""
-        row = {"key": str(key), "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
+        row = {"key": key, "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
         with self._lock:
             self._pending.memory[tier, key] = None
             self._pending.evictions.append(row)
@@ -533,7 +528,7 @@ def _write_touches(
 ) -> None:
     rows = Base.metadata.tables[StateTable.__tablename__]
     used: list[dict[str, int | float | str]] = [
-        {"key": str(key), "hits": hits, "last_use": tick + late, "used_at": at}
+        {"key": key, "hits": hits, "last_use": tick + late, "used_at": at}
         for key, (hits, tick, at) in pending.touches.items()
     ]
     for start in range(0, len(used), CHUNK):

@@ -254,7 +254,7 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
                 if module not in known:
                     raise UnknownModule(f"there is no module {module}")
             states = _states(session, ids)
-            keys |= {KVKey(row.key): None for module in ids for row in states[module]}
+            keys |= {row.key: None for module in ids for row in states[module]}
     return list(keys)
 
 

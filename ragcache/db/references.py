@@ -53,7 +53,7 @@ def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
             left = {"key": row.key, "tier": row.tier, "nbytes": row.nbytes, "at": now}
             session.add(EvictionTable(reason="superseded", **left))
         session.execute(delete(StateTable).where(lasting))
-        retired += map(KVKey, ended)
+        retired += ended
     _announce(session, retired)
     return retired
 
@@ -62,7 +62,7 @@ def _announce(session: Session, keys: Sequence[KVKey]) -> None:
     """Tells all processes; those that have been silent for an hour look for themselves."""
     if keys:
         now = session.scalars(select(clock(session))).one()
-        rows = [{"key": str(key), "at": now} for key in keys]
+        rows = [{"key": key, "at": now} for key in keys]
         session.execute(insert(RetirementTable), rows)
         old = select(RetirementTable.id).where(RetirementTable.at < now - RETIREMENTS_KEPT)
         free = old.with_for_update(skip_locked=True)  # another session may delete them, too
@@ -87,15 +87,15 @@ def freed_states(
 
 def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
     """The keys that a module, schema, scaffold or job owns, or the store itself."""
-    return {KVKey(key) for chunk in chunks(keys) for key in _owned(session, chunk)}
+    return {key for chunk in chunks(keys) for key in _owned(session, chunk)}
 
 
 def _owned(
-    session: Session, keys: list[str], modules: Set[int] = frozenset(),
+    session: Session, keys: list[KVKey], modules: Set[int] = frozenset(),
     scaffolds: Set[int] = frozenset(),
-) -> set[str]:  # fmt: skip
+) -> set[KVKey]:  # fmt: skip
     """The keys that anything besides these modules and scaffolds owns."""
-    owned: set[str] = set()
+    owned: set[KVKey] = set()
     leaving = {EncodingTable: (EncodingTable.module_id, modules),
                ScaffoldTable: (ScaffoldTable.id, scaffolds)}  # fmt: skip
     for table in _OWNERS:

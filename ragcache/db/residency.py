@@ -92,7 +92,7 @@ class Residency:
         joined = columns.join(StateTable, StateTable.key == EncodingTable.key)
         rows: dict[int, list[_Row]] = defaultdict(list)
         for chunk in chunks(ids):
-            mine = joined.where(EncodingTable.module_id.in_(map(int, chunk)))
+            mine = joined.where(EncodingTable.module_id.in_(chunk))
             for number, *row in self.database.fetch(mine):
                 rows[number].append(tuple(row))
         return rows

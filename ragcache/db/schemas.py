@@ -92,11 +92,11 @@ class SchemaTexts:
         found = session.scalar(self._named(select(SchemaTable.id), name))
         if found is None:
             return []
-        keys: list[str] = []
+        keys: list[KVKey] = []
         for table in (SchemaStateTable, ScaffoldTable):
             keys += session.scalars(select(table.key).where(table.schema_id == found))
         session.execute(delete(SchemaTable).where(SchemaTable.id == found))
-        return list(map(KVKey, keys))
+        return keys
 
     def _named(self, statement: Select[Any], name: str) -> Select[Any]:
         chosen = SchemaTable.name == name
@@ -104,7 +104,7 @@ class SchemaTexts:
 
 
 def _own(session: Session, schema: int, keys: Iterable[KVKey]) -> None:
-    owned = [{"schema_id": schema, "key": str(key)} for key in dict.fromkeys(keys)]
+    owned = [{"schema_id": schema, "key": key} for key in dict.fromkeys(keys)]
     insert_new(session, SchemaStateTable, owned)
 
 
@@ -124,7 +124,7 @@ class ScaffoldRows:
         columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
         with self._database.reading() as session:
             rows = session.execute(self._named(columns, collection))
-            return {(tuple(members), KVKey(key)) for members, key in rows}
+            return {(tuple(members), key) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""
@@ -134,10 +134,10 @@ class ScaffoldRows:
             count = select(func.count()).where(ModuleTable.id.in_(members))
             if owner is None or session.scalar(count) != len(members):
                 return
-            same = (ScaffoldTable.collection_id == owner) & (ScaffoldTable.key == str(key))
+            same = (ScaffoldTable.collection_id == owner) & (ScaffoldTable.key == key)
             kept = session.scalars(select(ScaffoldTable.members).where(same))
             if list(members) not in kept.all():  # other modules may have the same texts
-                new = {"collection_id": owner, "key": str(key), "members": list(members)}
+                new = {"collection_id": owner, "key": key, "members": list(members)}
                 session.add(ScaffoldTable(**new))
 
     def _named(self, statement: Select[Any], collection: str) -> Select[Any]:
@@ -156,4 +156,4 @@ def delete_scaffolds(session: Session, owner: int, modules: Set[int]) -> list[KV
     gone = scaffolds_of(session, owner, modules)
     for row in gone:
         session.delete(row)
-    return [KVKey(row.key) for row in gone]
+    return [row.key for row in gone]

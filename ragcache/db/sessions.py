@@ -245,12 +245,12 @@ class KeyLocks:
     def acquire_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
         """As `acquire`, in the caller's transaction."""
         me = self.sessions.id
-        busy: set[str] = set()
+        busy: set[KVKey] = set()
         for chunk in chunks(keys):
             wanted = sorted(chunk)  # in one order everywhere, so that PostgreSQL sees no deadlock
             insert_new(session, ClaimTable, [{"key": key, "session": me} for key in wanted])
             busy |= set(self._others(session, wanted))
-        return [key for key in keys if str(key) not in busy]
+        return [key for key in keys if key not in busy]
 
     def release(self, keys: Iterable[KVKey]) -> None:
         """Gives claims back."""
@@ -284,13 +284,13 @@ class KeyLocks:
         for chunk in chunks(sorted(keys)):
             mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(chunk)
             rows = select(ClaimTable.key).where(mine).order_by(ClaimTable.key)
-            held |= {KVKey(key) for key in session.scalars(rows.with_for_update())}
+            held |= set(session.scalars(rows.with_for_update()))
         return held
 
-    def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
+    def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[KVKey]:
         with self.sessions.database.reading() as session:
             return {key for chunk in chunks(keys) for key in self._others(session, chunk)}
 
-    def _others(self, session: Session, keys: Sequence[str]) -> Iterable[str]:
+    def _others(self, session: Session, keys: Sequence[KVKey]) -> Iterable[KVKey]:
         others = select(ClaimTable.key).where(ClaimTable.session != self.sessions.id)
         return session.scalars(others.where(ClaimTable.key.in_(keys)))

@@ -34,6 +34,8 @@ from ragcache.db.tables import (
 )
 from ragcache.errors import InvalidRequest, UnknownCollection
 
+Item = TypeVar("Item")
+
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 _UNIX_EPOCH = 2_440_587.5  # in days of the Julian calendar
 _TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
@@ -102,10 +104,10 @@ def insert_for_module(session: Session, table: type[Base], module_id: int, **val
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))
 
 
-def chunks(items: Iterable[object]) -> Iterator[list[str]]:
-    """Items as text, as many at once as a statement takes."""
-    texts = [str(item) for item in items]
-    return (texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK))
+def chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Split items into lists of at most as many as one statement takes."""
+    every = list(items)
+    return (every[i : i + CHUNK] for i in range(0, len(every), CHUNK))
 
 
 def _insert(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:

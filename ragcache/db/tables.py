@@ -14,12 +14,14 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
+    String,
     UniqueConstraint,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from ragcache.config import NAMESPACE
+from ragcache.states import KVKey
 
 DEFAULT_NAMESPACE = NAMESPACE
 MEMORY_TIERS = ("device", "host")
@@ -36,7 +38,8 @@ def owned_by(table: str) -> ForeignKey:
 class Base(DeclarativeBase):
     """The root of all tables."""
 
-    type_annotation_map = {int: Number, float: Double()}  # noqa: RUF012  # SQLAlchemy's own attribute
+    # SQLAlchemy's own attribute
+    type_annotation_map = {int: Number, float: Double(), KVKey: String()}  # noqa: RUF012
 
 
 class PublicIdMixin:
@@ -156,7 +159,7 @@ class StateTable(Base):
               postgresql_where=text("expires_at IS NOT NULL")),
         {"sqlite_with_rowid": False},
     )  # fmt: skip
-    key: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     place: Mapped[str] = mapped_column(primary_key=True, default=SHARED)
     nbytes: Mapped[int]
@@ -178,7 +181,7 @@ class EncodingTable(Base):
     __tablename__ = "encodings"
     __table_args__ = ({"sqlite_with_rowid": False},)
     module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
-    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
 
 
 class SchemaTable(Base):
@@ -198,7 +201,7 @@ class SchemaStateTable(Base):
 
     __tablename__ = "schema_states"
     schema_id: Mapped[int] = mapped_column(owned_by("schemas"), primary_key=True)
-    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
 
 
 class ScaffoldTable(Base):
@@ -214,7 +217,7 @@ class ScaffoldTable(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     schema_id: Mapped[int | None] = mapped_column(owned_by("schemas"))
     collection_id: Mapped[int | None] = mapped_column(owned_by("collections"))
-    key: Mapped[str]
+    key: Mapped[KVKey]
     members: Mapped[list[Any]] = mapped_column(JSON)
 
 
@@ -241,7 +244,7 @@ class EvictionTable(PublicIdMixin, Base):
 
     __tablename__ = "evictions"
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str]
+    key: Mapped[KVKey]
     tier: Mapped[str]
     reason: Mapped[str]
     nbytes: Mapped[int]
@@ -254,7 +257,7 @@ class RetirementTable(Base):
 
     __tablename__ = "retirements"
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str]
+    key: Mapped[KVKey]
     at: Mapped[float]
 
 
@@ -277,7 +280,7 @@ class ClaimTable(Base):
     that are reserved for it, and where."""
 
     __tablename__ = "claims"
-    key: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True)
     session: Mapped[str] = mapped_column(index=True)
     tier: Mapped[str] = mapped_column(default="")
     place: Mapped[str] = mapped_column(default="")
@@ -331,7 +334,7 @@ class JobStateTable(Base):
 
     __tablename__ = "job_states"
     job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
-    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
 
 
 class ApiKeyTable(Base):

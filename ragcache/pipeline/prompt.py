@@ -56,7 +56,7 @@ class CachedSpan:
         are known."""
         own = None if token_ids is None else token_ids[self.begin : self.end]
         if (self.begin, self.end) == (0, states.length):
-            return Segment(states, self.start, str(key), own)
+            return Segment(states, self.start, key, own)
         part = states.part(self.begin, self.end, states.start + self.offset)
         return Segment(part, self.start, f"{key}[{self.begin}:{self.end}]", own)
 

@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NewType, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor  # the ledger knows keys, and opens without torch
@@ -123,20 +123,11 @@ FORMAT_VERSION = 3
 """Raised when encoding or the blob format changes, so that older states are not found."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class KVKey:
-    """A digest of everything that states depend on, 64 hexadecimal digits.
+KVKey = NewType("KVKey", str)
+"""Digest of everything that states depend on: 64 hexadecimal digits.
 
-    Equal keys mean interchangeable states.
-    """
-
-    digest: str
-
-    def __hash__(self) -> int:
-        return hash(self.digest)  # which a string remembers
-
-    def __str__(self) -> str:
-        return self.digest
+Equal keys mean interchangeable states.
+"""
 
 
 def state_key(
@@ -153,7 +144,7 @@ def state_key(
     digest = hashlib.sha256()
     if salt:  # everything else begins with a digit
         digest.update(f"salt {len(salt)}:{salt},".encode())
-    names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), str(root or ""))
+    names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), root or "")
     for name in names:
         digest.update(f"{len(name)}:{name},".encode())
     digest.update(_packed(token_ids))

@@ -50,7 +50,7 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         table[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     facts = {
-        "format": str(FORMAT_VERSION), "key": str(key), "start": str(states.start),
+        "format": str(FORMAT_VERSION), "key": key, "start": str(states.start),
         "dtype": _NAMES[model_dtype(states)],
     }  # fmt: skip
     contents = [_bytes(tensor) for tensor in tensors.values()]
@@ -168,7 +168,7 @@ def _read_header(stream: Stream, length: int, key: KVKey, where: str) -> _Header
             raise ValueError("its header is not as it was written")
         facts = table.pop("__metadata__")
         header = _Header(table, facts, facts.pop("checksum"), _total(table), where)
-        other = facts["format"] != str(FORMAT_VERSION) or facts["key"] != str(key)
+        other = facts["format"] != str(FORMAT_VERSION) or facts["key"] != key
         int(facts["start"]), _DTYPES[facts["dtype"]]
         if header.size != length - begin:
             raise ValueError(

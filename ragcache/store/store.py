@@ -448,7 +448,7 @@ def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
         if session.scalar(keys.limit(1)) is None:
             return []
     with ledger.database.transaction() as session:
-        return retire(session, [KVKey(key) for key in session.scalars(keys)])
+        return retire(session, list(session.scalars(keys)))
 
 
 def _is_alone(ledger: Ledger) -> bool:

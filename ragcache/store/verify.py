@@ -133,7 +133,7 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
         unowned = list(session.execute(statement.where(lasting, is_unowned())))
     if repair and unowned:
         with store.ledger.database.transaction() as session:
-            gone = retire(session, [KVKey(key) for key, _ in unowned])
+            gone = retire(session, [key for key, _ in unowned])
         store.discard(gone)
     for key, tier in unowned:
         detail = "neither a module, a schema nor an ingestion needs these states"
@@ -179,5 +179,5 @@ def _forget_interrupted(store: KVStore) -> None:
         for row in rows:
             session.delete(row)
         session.flush()
-        gone = retire(session, [KVKey(row.key) for row in rows])
+        gone = retire(session, [row.key for row in rows])
     store.discard(gone)

@@ -160,7 +160,7 @@ def expire_modules(
         keys = held_keys(database, modules, DEFAULT_NAMESPACE)
         done = admin.expire(store, keys, after, dry_run=dry_run)
     if as_json:
-        ui.print_json([{**asdict(change), "key": str(change.key)} for change in done])
+        ui.print_json(list(map(asdict, done)))
         return
     would = "would be" if dry_run else "are"
     until = "without a limit" if after is None else f"for {after:,g} s, unless they are pinned"

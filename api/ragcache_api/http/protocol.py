@@ -246,7 +246,7 @@ class ChangesResponse(ResponseModel):
     @classmethod
     def of(cls, changes: Sequence[StateChange], *, dry_run: bool = False) -> ChangesResponse:
         listed = [
-            ChangeResponse(key=str(c.key), action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
+            ChangeResponse(key=c.key, action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
             for c in changes
         ]
         return cls(dry_run=dry_run, changes=listed, bytes=sum(c.nbytes for c in changes))

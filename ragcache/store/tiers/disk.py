@@ -59,7 +59,7 @@ class DiskTier:
         return self._used
 
     def path(self, key: KVKey) -> Path:
-        return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
+        return self.folder / key[:2] / f"{key}{SUFFIX}"
 
     def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
         """Keys and allocated bytes of all blobs, counted anew; `known` sizes are not measured."""
@@ -127,7 +127,7 @@ class DiskTier:
             for folder in folders:
                 for file in os.scandir(folder) if folder.is_dir() else ():
                     key = key_of(file.name)
-                    if key is not None and key.digest[:2] == folder.name:
+                    if key is not None and key[:2] == folder.name:
                         yield key
 
     def remove_parts(self, older_than: float) -> None:

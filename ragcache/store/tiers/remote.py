@@ -100,7 +100,7 @@ class RemoteTier:
         return self._used
 
     def path(self, key: KVKey) -> str:
-        return f"{self.root}/{key.digest[:2]}/{key.digest}{SUFFIX}"
+        return f"{self.root}/{key[:2]}/{key}{SUFFIX}"
 
     def read_place(self) -> str | None:
         """The identity in the remote, None where there is none. Raises `RemoteUnavailable`."""
@@ -174,7 +174,7 @@ class RemoteTier:
 
     def _turn(self, key: KVKey) -> threading.Lock:
         """Threads that write or delete one key take turns, so that its bytes are counted right."""
-        return self._turns[int(key.digest[:2], 16) % len(self._turns)]
+        return self._turns[int(key[:2], 16) % len(self._turns)]
 
     def __contains__(self, key: KVKey) -> bool:
         return bool(self._calls.run("look up", lambda: self._exists(self.path(key))))

@@ -104,7 +104,7 @@ def test_verify_prints_disagreements_and_repairs_on_request(run: Run, unowned: s
     status, out, _ = run(*command)
     assert status == 1
     assert "1 states, 0 modules: 1 disagreement, 0 mended" in out
-    for word in ("unowned", f"{str(make_key(1))[:12]}…", "--repair"):
+    for word in ("unowned", f"{make_key(1)[:12]}…", "--repair"):
         assert word in out
     status, out, _ = run(*command, "--json")
     report = json.loads(out)

@@ -106,7 +106,7 @@ PAGED = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for
 
 def state(key: KVKey, tier: str, rng: random.Random) -> dict[str, Any]:
     return {
-        "key": str(key), "tier": tier, "place": "", "nbytes": rng.randrange(4), "tokens": 3,
+        "key": key, "tier": tier, "place": "", "nbytes": rng.randrange(4), "tokens": 3,
         "hits": rng.choice((0, 0, 1, 2)), "last_use": 0, "used_at": rng.randrange(5) / 2,
         "pinned": rng.random() < 0.3,
     }  # fmt: skip
@@ -220,7 +220,7 @@ def filled_evictions(database: Database) -> Database:
     SchemaTexts(database, "tenant").put_schema("trip", SchemaText("", "schema"), [make_key(2)])
     with database.transaction() as session:
         for number in (0, 1, 2, 3) * 3:
-            row = {"key": str(make_key(number)), "tier": "host", "reason": "ttl", "nbytes": number}
+            row = {"key": make_key(number), "tier": "host", "reason": "ttl", "nbytes": number}
             session.add(EvictionTable(**row, at=0.0))
     return database
 

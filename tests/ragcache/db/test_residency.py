@@ -42,7 +42,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def hold(database: Database, key: KVKey, *places: tuple[str, str]) -> None:
     with database.transaction() as session:
         for tier, place in places:
-            row = {"key": str(key), "tier": tier, "place": place, "nbytes": 100, "tokens": 4}
+            row = {"key": key, "tier": tier, "place": place, "nbytes": 100, "tokens": 4}
             session.add(StateTable(**row))
 
 
@@ -62,7 +62,7 @@ def test_modules_are_located_in_the_memory_of_sessions(database: Database) -> No
     hold(database, make_key(1), ("device", "a"), ("host", "a"), ("host", "b"), ("disk", "d"))
     hold(database, make_key(2), ("remote", ""))
     found = Residency(database).locate_modules([ids["leave"], ids["pay"], ids["shared"]])
-    one, two = str(make_key(1)), str(make_key(2))
+    one, two = make_key(1), make_key(2)
     assert [(each.key, each.nbytes, each.tokens) for each in found.modules] == [
         (one, 100, 4), (two, 100, 4),
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_rows_are_read_again_when_they_are_a_second_old(database: Database) -> N
     ids, clock = ingest(database), _Clock()
     located = Residency(database, clock=clock)
     hold(database, make_key(1), ("host", "a"))
-    key = str(make_key(1))
+    key = make_key(1)
     assert located.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
     hold(database, make_key(1), ("host", "b"))
     clock.now = 0.9

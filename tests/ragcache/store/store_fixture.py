@@ -24,7 +24,7 @@ def key_of(text: str) -> KVKey:
 
 def states_of(key: KVKey) -> KVStates:
     """States of four tokens that tell their key."""
-    numbers = torch.frombuffer(bytearray.fromhex(key.digest), dtype=torch.uint8).float()
+    numbers = torch.frombuffer(bytearray.fromhex(key), dtype=torch.uint8).float()
     return KVStates(numbers.view(1, 1, 4, 8), -numbers.view(1, 1, 4, 8), 0)
 
 

@@ -56,7 +56,7 @@ def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Pa
         time.sleep(max(0.0, start - time.monotonic()))
         for name in order:
             library.put(name, 2)
-        made = [str(key) for key in library.made]
+        made = list(library.made)
         library.close()
         return made
 
@@ -66,7 +66,7 @@ def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Pa
         told = result(reading)
         assert isinstance(told, list), told
         made.update(told)
-    keys = {str(key_of(text)) for name in NAMES for text in texts_of(name, 2)} | {str(ROOT)}
+    keys = {key_of(text) for name in NAMES for text in texts_of(name, 2)} | {ROOT}
     assert made == dict.fromkeys(keys, 1)
     library = Library(tmp_path, where)
     assert library.versions() == dict.fromkeys(NAMES, 2)

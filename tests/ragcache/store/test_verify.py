@@ -93,7 +93,7 @@ class TestOneFault:
 
     def test_a_row_with_another_size(self, store: KVStore) -> None:
         with store.ledger.database.transaction() as session:
-            row = update(StateTable).where(StateTable.key == str(make_key(4)))
+            row = update(StateTable).where(StateTable.key == make_key(4))
             session.execute(row.values(nbytes=10**9))
         self.check(store, "size", subject(4), 3)
 

@@ -206,7 +206,7 @@ def test_a_damaged_blob_is_never_served(
 ) -> None:
     tier.put(make_key(1), make_states(1, 50))
     damage(tier.path(make_key(1)))
-    with pytest.raises(error, match=make_key(1).digest):
+    with pytest.raises(error, match=make_key(1)):
         tier.get(make_key(1))
     with pytest.raises(error):
         tier.load(make_key(1), lambda n: torch.empty(n, dtype=torch.uint8))
