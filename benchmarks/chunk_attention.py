@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
 from papers import (
-    Comparison,
     ModelSetting,
+    PaperComparison,
     ShapeOption,
     engine_config,
     print_comparisons,
@@ -107,14 +107,14 @@ def bench_chunk_attention(
         f"an answer, {setting.requests} requests, {setting.rate:.0f} in the time of a lone one"
     )
     comparisons = [
-        Comparison(
+        PaperComparison(
             "latency of a token", "1.42x sooner than vLLM: 15.20 against 21.61 ms (2,048 shared)",
             "Open Llama2 7B, A100-80GB, Poisson arrivals, at most 32 at once (§4.2, table 4)",
             ratio,
             f"{ratio:.2f}x sooner: {1000 * found.normalized:.1f} against "
             f"{1000 * alone.normalized:.1f} ms", here,
         ),
-        Comparison(
+        PaperComparison(
             "memory of states", "84 % less: 3.40 against 21.09 GB (2,048 shared)",
             "as above", saved,
             f"{saved:.0%} less: {found.blocks} against {alone.blocks} blocks of 64 tokens", here,

@@ -1,9 +1,9 @@
 """The gains and costs of several replicas, measured on one machine over a PostgreSQL: encodings, a
-lost replica, a rolling upgrade, and the front.
+lost replica, a rolling upgrade, and the gateway.
 
     python benchmarks/cluster.py --ledger URL --documents FOLDER --questions FILE --json FILE
 
-Replicas of the embedded reader in float32 run on Ray Serve behind their front, over a ledger and a
+Replicas of the embedded reader in float32 run on Ray Serve behind a gateway, over a ledger and a
 remote tier in a folder.
 """
 
@@ -214,11 +214,11 @@ class ClusterSetting:
 
     Attributes:
         documents, questions: Texts, and what is asked about them.
-        replicas: Of all parts but `front`.
+        replicas: Of all parts but `gateway`.
         askers: Clients that ask one question after another; `kill` and `upgrade` have one more,
             which reads streams.
         seconds: Of load in `kill`.
-        rounds: Of `front`.
+        rounds: Of `gateway`.
     """
 
     documents: Sequence[str]
@@ -276,7 +276,7 @@ def _place(ledger: str) -> Iterator[_Place]:
 def measure_encodings(
     place: _Place, setting: ClusterSetting, progress: Progress
 ) -> dict[str, Any]:  # fmt: skip
-    """Encodings when documents are ingested through the front and asked everywhere."""
+    """Encodings when documents are ingested through the gateway and asked everywhere."""
     texts, questions = setting.documents, setting.questions
     with place.cluster(place.settings(setting.replicas)) as client:
         progress(f"encodings: {len(texts)} documents")
@@ -314,7 +314,7 @@ def measure_kill(place: _Place, setting: ClusterSetting, progress: Progress) -> 
 
 
 def measure_upgrade(place: _Place, setting: ClusterSetting, progress: Progress) -> dict[str, Any]:
-    """Replaces every replica, and the front, under load."""
+    """Replaces every replica, and the gateway, under load."""
     settings = place.settings(setting.replicas)
     with place.cluster(settings) as client:
         load, streams = _begin_load(client, setting)
@@ -363,12 +363,12 @@ def _pid(ledger: str, session: str) -> int:
     return int(row[0])
 
 
-def measure_front(place: _Place, setting: ClusterSetting, progress: Progress) -> dict[str, Any]:
-    """The same calls through the front to one replica and to a service by itself, in turn."""
+def measure_gateway(place: _Place, setting: ClusterSetting, progress: Progress) -> dict[str, Any]:
+    """The same calls through the gateway to one replica and to a service by itself, in turn."""
     with ExitStack() as running:
-        sides = {"front": running.enter_context(place.cluster(place.settings(1)))}
+        sides = {"gateway": running.enter_context(place.cluster(place.settings(1)))}
         sides["direct"] = running.enter_context(_service(place))
-        sides["front"].ingest(setting.documents)
+        sides["gateway"].ingest(setting.documents)
         return _compare_sides(sides, setting.questions, setting, progress)
 
 
@@ -383,7 +383,7 @@ def _compare_sides(
         for client in sides.values():
             client.ask(question)
     for number in range(setting.rounds):
-        progress(f"front: round {number + 1} of {setting.rounds}")
+        progress(f"gateway: round {number + 1} of {setting.rounds}")
         for name, client in sides.items():
             got = check_replies([client.call("GET", "/v1/collections") for _ in range(30)])
             asked = check_replies([client.ask(each) for each in questions[:24]])
@@ -394,10 +394,10 @@ def _compare_sides(
     rates = {name: statistics.median(each) for name, each in events.items()}
     return {
         "get_seconds": middle,
-        "get_added_seconds": middle["front"] - middle["direct"],
+        "get_added_seconds": middle["gateway"] - middle["direct"],
         "answer_seconds": {name: statistics.median(each) for name, each in answers.items()},
         "events_per_second": rates,
-        "events_share": rates["front"] / rates["direct"],
+        "events_share": rates["gateway"] / rates["direct"],
         "events_per_second_by_round": events,
     }  # fmt: skip
 
@@ -439,7 +439,7 @@ def _events_per_second(client: BenchClient, questions: Sequence[str], streams: i
 
 PARTS: Mapping[str, Callable[[_Place, ClusterSetting, Progress], dict[str, Any]]] = {
     "encodings": measure_encodings, "kill": measure_kill, "upgrade": measure_upgrade,
-    "front": measure_front,
+    "gateway": measure_gateway,
 }  # fmt: skip
 
 
@@ -483,7 +483,7 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Replicas on this machine behind their front: encodings, lost replicas, upgrades."""
+    """Replicas on this machine behind their gateway: encodings, lost replicas, upgrades."""
     if unknown := set(part or ()) - set(PARTS):
         raise typer.BadParameter(f"no part {sorted(unknown)}; parts: {', '.join(PARTS)}")
     texts = [each.text for each in load_sources([documents]).documents]

@@ -17,8 +17,8 @@ import typer
 from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
 from papers import (
     MODELS,
-    Comparison,
     ModelSetting,
+    PaperComparison,
     ShapeOption,
     copy_of,
     encode_one,
@@ -86,7 +86,7 @@ def needle_document(
 def bench_needles(
     causal: CausalLM, tokenizer: LoadedModel, setting: NeedleSetting, book: str,
     progress: Progress = lambda _: None,
-) -> Comparison:  # fmt: skip
+) -> PaperComparison:  # fmt: skip
     """Questions a second, over states that all share against a copy for each (§4.3). Reading the
     document is not counted, as in the paper."""
     document, questions = needle_document(tokenizer, setting.questions, setting.document, book)
@@ -107,7 +107,7 @@ def bench_needles(
             progress(f"{len(asked)} questions, {way}, run {number + 1} of {setting.runs}")
             rates[way].append(len(asked) / run_batch(causal, asked)[0])
     fast, slow = (statistics.median(each) for each in rates.values())
-    return Comparison(
+    return PaperComparison(
         "needles in a book",
         "256 questions in less time than 64 with FlashAttention: over 4x the questions a second",
         "19,947 tokens, Yi-6B-200k, four A100-40GB (§4.3)",
@@ -120,7 +120,7 @@ def bench_needles(
 
 def bench_consistency(
     causal: CausalLM, setting: ConsistencySetting, progress: Progress = lambda _: None
-) -> list[Comparison]:
+) -> list[PaperComparison]:
     """Answers a second where a prompt is shared by all and each problem by its samples (§4.4):
     over copies, with the first level shared, and with both."""
     rng = random.Random(2)
@@ -150,12 +150,12 @@ def bench_consistency(
     )
     to_copies, to_one = median["copies"] / median["two"], median["one"] / median["two"]
     return [
-        Comparison(
+        PaperComparison(
             "self-consistency", "over 2x faster than FlashAttention",
             "GSM8k, eight-shot, 40 samples, Llama 2 7B and 13B (§4.4, Table 1)",
             to_copies, f"{to_copies:.1f}x faster than with copies", here,
         ),
-        Comparison(
+        PaperComparison(
             "two levels against one", "55 % less time",
             "APPS, two-shot, 128 samples, CodeLlama-7b, eight A100-40GB (§4.4)",
             to_one, f"{1 - 1 / to_one:.0%} less time", here,

@@ -37,7 +37,7 @@ _AT_ONCE = 500  # documents that are stored in one transaction
 _CHANGES = 15  # of which two have tantivy merge segments
 
 
-class Corpus:
+class GeneratedCorpus:
     """Documents of made-up words with Zipf's odds."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Corpus:
 
 def bench_indexes(modules: int) -> dict[str, Any]:
     """Seconds of each question, and those of the processor in its own thread, as medians."""
-    corpus = Corpus()
+    corpus = GeneratedCorpus()
     waits: dict[str, list[dict[str, float]]] = defaultdict(list)
     with (
         TemporaryDirectory() as folder,

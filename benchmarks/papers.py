@@ -63,7 +63,7 @@ class ModelSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PaperComparison:
     """A figure of a paper with its setting, and the same measured here. ratio: ours as a number."""
 
     workload: str
@@ -107,7 +107,7 @@ def engine_config(causal: CausalLM, requests: Iterable[Request]) -> EngineConfig
 
 
 def result_of(
-    comparisons: Sequence[Comparison], causal: CausalLM | None, **settings: Any
+    comparisons: Sequence[PaperComparison], causal: CausalLM | None, **settings: Any
 ) -> dict[str, Any]:
     """The JSON of a workload."""
     return {

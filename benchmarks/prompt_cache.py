@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 from harness import BenchDTypeOption, DeviceOption, JsonFile, Progress, run_benchmark
 from papers import (
-    Comparison,
     ModelSetting,
+    PaperComparison,
     ShapeOption,
     encode_one,
     engine_config,
@@ -50,7 +50,7 @@ class LengthSetting:
 
 def bench_lengths(
     causal: CausalLM, setting: LengthSetting, progress: Progress = lambda _: None
-) -> tuple[list[dict[str, float]], Comparison]:
+) -> tuple[list[dict[str, float]], PaperComparison]:
     """Median seconds to the first token, ordinary and over states in memory, by length (§5.4)."""
     rng = random.Random(5)
     rows = []
@@ -77,7 +77,7 @@ def bench_lengths(
         rows.append({"tokens": length, **medians, "ratio": medians["ordinary"] / medians["cached"]})
     first, last = rows[0], rows[-1]
     growth = [last[way] / first[way] for way in ("ordinary", "cached")]
-    comparison = Comparison(
+    comparison = PaperComparison(
         "first token against length", "10x sooner at 3K tokens: 90 ms against 900 ms",
         "Llama2 7B, RTX 4090, modules in CPU memory (§5.4, figure 5)", last["ratio"],
         f"{last['ratio']:.1f}x sooner at {last['tokens']:,} tokens, {first['ratio']:.1f}x at "
@@ -90,7 +90,7 @@ def bench_lengths(
 
 def bench_use_cases(
     model: LoadedModel, runs: int, progress: Progress = lambda _: None
-) -> list[Comparison]:
+) -> list[PaperComparison]:
     """The first token of each use case's prompts, cached over ordinary, in modules of PML."""
     run_folder = runpy.run_path(str(EXAMPLES / "run.py"))["run_folder"]
     comparisons = []
@@ -105,7 +105,7 @@ def bench_use_cases(
             best = max(rows, key=lambda row: row.ratio)
             sizes = ", ".join(f"{row.cached_tokens:,} of {row.tokens:,}" for row in rows)
             comparisons.append(
-                Comparison(
+                PaperComparison(
                     name,
                     paper,
                     "Llama2 7B, modules in GPU memory (§5.6)",

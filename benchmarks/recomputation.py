@@ -95,7 +95,7 @@ def over_documents(dataset: Dataset, split: Split) -> list[AskedQuestion]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RecomputedPrompt:
     """A prompt in tokens: the preamble, the modules, the question."""
 
     preamble: tuple[int, ...]
@@ -131,21 +131,21 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
 
 
-class PromptReader:
+class VariantReader:
     """Computes the states and answers of one prompt in all variants."""
 
     def __init__(self, model: LoadedModel, setting: RecomputationSetting) -> None:
         self.model, self.setting = model, setting
         self.runner: ModelRunner = runner_for(model.causal)
 
-    def read(self, prompt: Prompt, seed: int) -> dict[tuple[str, float], Outcome]:
+    def read(self, prompt: RecomputedPrompt, seed: int) -> dict[tuple[str, float], Outcome]:
         """The outcome by name and share of each variant; `exact` computed everything."""
         variants = list(self._variants(prompt, seed))
         variants = [self._computed(prompt, each) for each in variants]
         outcomes = self._answers(prompt, variants)
         return {(v.name, v.share): o for v, o in zip(variants, outcomes, strict=True)}
 
-    def _variants(self, prompt: Prompt, seed: int) -> Iterator[Variant]:
+    def _variants(self, prompt: RecomputedPrompt, seed: int) -> Iterator[Variant]:
         count = len(prompt.modules)
         exact = self._encoded(prompt, [(0, count)])
         rooted = self._encoded(prompt, [(n, n + 1) for n in range(count)])
@@ -167,7 +167,7 @@ class PromptReader:
                 yield Variant(choice, share, states, tuple(chosen))
 
     def _encoded(
-        self, prompt: Prompt, runs: Sequence[tuple[int, int]], *, isolated: bool = False
+        self, prompt: RecomputedPrompt, runs: Sequence[tuple[int, int]], *, isolated: bool = False
     ) -> KVStates:
         """States of the preamble and the modules, those of each run encoded together after the
         preamble or without it, at the places that they have in the prompt."""
@@ -188,7 +188,7 @@ class PromptReader:
         )
         return KVStates(keys, values, 0)
 
-    def _computed(self, prompt: Prompt, variant: Variant) -> Variant:
+    def _computed(self, prompt: RecomputedPrompt, variant: Variant) -> Variant:
         """The variant with the states of its chosen tokens computed over all others."""
         if not variant.chosen:
             return variant
@@ -205,7 +205,7 @@ class PromptReader:
         keys[:, :, here], values[:, :, here] = private.keys, private.values
         return Variant(variant.name, variant.share, KVStates(keys, values, 0), chosen)
 
-    def _answers(self, prompt: Prompt, variants: Sequence[Variant]) -> list[Outcome]:
+    def _answers(self, prompt: RecomputedPrompt, variants: Sequence[Variant]) -> list[Outcome]:
         """Greedy answers of all variants, in one batch."""
         limit, begin = self.setting.answer_tokens, prompt.bounds[-1]
         question = prompt.question
@@ -282,7 +282,7 @@ def bench_recomputation(
     distribution from that of `exact`, in nats; agrees: whether the likeliest first token is the
     same; same_answer: whether the whole answer is."""
     frame = prompt_frame(model.tokenizer)
-    reader = PromptReader(model, setting)
+    reader = VariantReader(model, setting)
     preamble = tuple(model.encode(frame.preamble))
     before, after = model.encode(frame.question), model.encode(frame.epilogue)
     split, layers = splitter(model, setting.module_tokens), model.causal.num_layers
@@ -295,7 +295,7 @@ def bench_recomputation(
             texts = [each.texts[at] for at in retrieve(each.question, each.texts, setting.k)]
             modules = [tuple(model.encode_untrusted(text)) for text in texts]
             question = (*before, *model.encode_untrusted(each.question), *after)
-            prompt = Prompt(preamble, tuple(modules), question)
+            prompt = RecomputedPrompt(preamble, tuple(modules), question)
             if len(modules) < 2:
                 continue
             outcomes = reader.read(prompt, number)

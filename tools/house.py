@@ -1,5 +1,8 @@
 """Figures of the source tree, and two rules: no import circles, no class name defined twice.
 
+Circles between modules and circles between the packages and modules of one package are found. The
+scripts in `benchmarks/` keep the rules, and count in no figure.
+
 `from package import name` imports the submodule of that name, if there is one, and else the
 package's `__init__`. Circles are strongly connected modules over all imports, also those in
 functions and under `TYPE_CHECKING`. A module with one importer is one that at most one other module
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api": "api"}
+SCRIPTS = "benchmarks"
 
 
 class SourceFile:
@@ -49,11 +53,13 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.modules = dict[str, SourceFile]()
-        for folder, base in ROOTS.items():
+        for folder, base in {**ROOTS, SCRIPTS: SCRIPTS}.items():
             for path in sorted((root / folder).rglob("*.py")):
                 parts = path.relative_to(root / base).with_suffix("").parts
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 self.modules[name] = SourceFile(name, path)
+        scripts = (root / SCRIPTS).rglob("*.py")
+        self.scripts = {path.relative_to(root / SCRIPTS).stem for path in scripts}
 
     def target(self, source: str, name: str) -> str:
         """The module that an import names; "" outside the tree."""
@@ -71,17 +77,37 @@ class Tree:
         """Modules that at most one other imports, and that one or ""."""
         importers: dict[str, list[str]] = {name: [] for name in self.modules}
         for name, targets in self.graph().items():
-            for target in targets:
+            for target in targets if name not in self.scripts else ():
                 importers[target].append(name)
         found = {name: "".join(by) for name, by in importers.items() if len(by) < 2}
         packages = {name for name, module in self.modules.items() if module.is_package}
-        return {n: by for n, by in found.items() if n not in packages and by not in packages}
+        left_out = packages | self.scripts
+        return {n: by for n, by in found.items() if n not in left_out and by not in packages}
 
     def circles(self) -> list[list[str]]:
+        """Circles of modules, and circles of the members of each package."""
         graph = self.graph()
-        ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
-        rings = {frozenset(o for o in ahead[n] if n in ahead[o]) for n in graph if n in ahead[n]}
+        rings = _rings(graph)
+        for package in (name for name, module in self.modules.items() if module.is_package):
+            rings |= _rings(self._members(graph, package))
         return sorted(sorted(ring) for ring in rings)
+
+    def _members(self, graph: Mapping[str, set[str]], package: str) -> dict[str, set[str]]:
+        """The packages and modules in a package, with imports between all that they hold."""
+        depth = package.count(".") + 2
+        members: dict[str, set[str]] = {}
+        for name, targets in graph.items():
+            if name.startswith(f"{package}."):
+                member = ".".join(name.split(".")[:depth])
+                inside = (each for each in targets if each.startswith(f"{package}."))
+                found = {".".join(each.split(".")[:depth]) for each in inside}
+                members.setdefault(member, set()).update(found - {member})
+        return members
+
+
+def _rings(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
+    return {frozenset(o for o in ahead[n] if n in ahead[o]) for n in graph if n in ahead[n]}
 
 
 def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
@@ -96,10 +122,11 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 def measure(root: Path) -> dict[str, Any]:
     """All figures of the tree under `root`; `circles` and `doubled_classes` should be empty."""
     tree = Tree(root)
-    modules = tree.modules.values()
+    modules = [each for name, each in tree.modules.items() if name not in tree.scripts]
     lines = [module.lines for module in modules]
     homes = dict[str, list[str]]()
-    for name, home in sorted((name, module.name) for module in modules for name in module.classes):
+    everywhere = tree.modules.values()
+    for name, home in sorted((name, each.name) for each in everywhere for name in each.classes):
         homes.setdefault(name, []).append(home)
     return {
         "files": len(lines),

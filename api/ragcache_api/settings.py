@@ -107,7 +107,7 @@ class ServiceSettings(BaseSettings):
     )
 
     replicas: Positive | None = Field(
-        None, description="Replicas behind one front, on Ray (extra `ray`)."
+        None, description="Replicas behind one gateway, on Ray (extra `ray`)."
     )
     autoscale: str | None = Field(
         None, description="Fewest and most replicas, as `1-8`: as many as requests need."

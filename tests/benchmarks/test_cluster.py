@@ -1,4 +1,4 @@
-"""The counts of the cluster's script, over a front in this process."""
+"""The counts of the cluster's script, over a gateway in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LocalPlace:
     @contextmanager
     def cluster(self, settings: ServiceSettings) -> Iterator[Any]:
         local = LocalCluster(self.folder, self.reader)
-        with serving(local.front(local.replicas())) as port:
+        with serving(local.gateway(local.replicas())) as port:
             yield cluster.BenchClient(port)
         local.close()
 

@@ -23,6 +23,14 @@ FILES = {
     "ragcache/demo.py": "import ragcache.rag\ndef run():\n    from ragcache.rag import Rag\n",
     "api/ragcache_api/__init__.py": "",
     "api/ragcache_api/shapes.py": "class Shape: ...\n",
+    "api/ragcache_api/cli/__init__.py": "",
+    "api/ragcache_api/cli/main.py": "from ragcache_api.http.app import App\n",
+    "api/ragcache_api/http/__init__.py": "",
+    "api/ragcache_api/http/app.py": "class App: ...\n",
+    "api/ragcache_api/http/server.py": "from ragcache_api.cli import colors\n",
+    "api/ragcache_api/cli/colors.py": "",
+    "benchmarks/speed.py": "from load import Load\nfrom ragcache.rag import Rag\n",
+    "benchmarks/load.py": "import speed\nclass Disk: ...\n",
     "tests/test_rag.py": "class Shape: ...\n",
 }
 
@@ -39,14 +47,19 @@ def tree(tmp_path: Path) -> Path:
 def test_circles_are_found_through_relative_imports(tree: Path) -> None:
     house = TOOL["measure"](tree)
     assert house["circles"] == [
+        ["load", "speed"],
         ["ragcache.demo", "ragcache.rag"],
         ["ragcache.store.disk", "ragcache.store.shapes"],
+        ["ragcache_api.cli", "ragcache_api.http"],
     ]
 
 
 def test_public_classes_of_one_name_are_found_outside_tests(tree: Path) -> None:
     house = TOOL["measure"](tree)
-    assert house["doubled_classes"] == {"Shape": ["ragcache.store.shapes", "ragcache_api.shapes"]}
+    assert house["doubled_classes"] == {
+        "Disk": ["load", "ragcache.store.disk"],
+        "Shape": ["ragcache.store.shapes", "ragcache_api.shapes"],
+    }
 
 
 def test_modules_with_one_importer_leave_out_packages(tree: Path) -> None:
@@ -55,6 +68,10 @@ def test_modules_with_one_importer_leave_out_packages(tree: Path) -> None:
         "ragcache.rag": "ragcache.demo",
         "ragcache.demo": "ragcache.rag",
         "ragcache_api.shapes": "",
+        "ragcache_api.cli.main": "",
+        "ragcache_api.cli.colors": "ragcache_api.http.server",
+        "ragcache_api.http.app": "ragcache_api.cli.main",
+        "ragcache_api.http.server": "",
     }
     (tree / "ragcache/store/shapes.py").write_text("")
     assert "ragcache.store.disk" not in TOOL["measure"](tree)["one_importer"]
@@ -64,9 +81,10 @@ def test_modules_with_one_importer_leave_out_packages(tree: Path) -> None:
 
 def test_sizes_are_of_the_source(tree: Path) -> None:
     house = TOOL["measure"](tree)
-    assert (house["files"], house["test_files"]) == (8, 1)
-    assert house["lines"] == sum(text.count("\n") for text in FILES.values()) - 1
-    assert house["import_share"] == pytest.approx(8 / house["lines"])
+    source = [text for name, text in FILES.items() if not name.startswith(("tests", "bench"))]
+    assert (house["files"], house["test_files"]) == (14, 1)
+    assert house["lines"] == sum(text.count("\n") for text in source)
+    assert house["import_share"] == pytest.approx(10 / house["lines"])
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -76,6 +94,8 @@ def test_the_exit_code_tells_whether_a_rule_is_broken(
     if not broken:
         (tree / "ragcache/store/shapes.py").write_text("")
         (tree / "ragcache/demo.py").write_text("")
+        (tree / "api/ragcache_api/http/server.py").write_text("")
+        (tree / "benchmarks/load.py").write_text("")
     assert TOOL["main"]([str(tree)]) == int(broken)
     assert (
         "class Shape: ragcache.store.shapes, ragcache_api.shapes" in capsys.readouterr().out

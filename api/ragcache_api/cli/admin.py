@@ -430,7 +430,7 @@ def serve(
         str | None, typer.Option(help="What the model is to do with the documents.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Replicas behind one front, on Ray (extra `ray`).")
+        int | None, typer.Option(min=1, help="Replicas behind one gateway, on Ray (extra `ray`).")
     ] = None,
     setting: Annotated[
         list[str] | None,

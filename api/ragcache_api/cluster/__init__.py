@@ -1,2 +1,2 @@
-"""Several replicas of the service behind one front, which routes requests to where the states of
+"""Several replicas of the service behind one gateway, which routes requests to where the states of
 their modules are."""

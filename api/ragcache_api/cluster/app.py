@@ -1,7 +1,7 @@
-"""Replicas and their front on Ray Serve (extra `ray`), for `ragcache serve --replicas N`, for
+"""Replicas and their gateway on Ray Serve (extra `ray`), for `ragcache serve --replicas N`, for
 `serve run ragcache_api.cluster.app:build`, and for KubeRay's RayService.
 
-A replica is the whole service in a process of its own. The front calls it through a handle that
+A replica is the whole service in a process of its own. The gateway calls it through a handle that
 `ModuleRouter` routes; the ASGI messages of the response come back as they are sent.
 """
 
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message
 from ragcache.db import ApiKeys, Database
 from ragcache.routing import RoutingCosts
 from ragcache_api.cluster import replicas as shared
-from ragcache_api.cluster.front import create_front
+from ragcache_api.cluster.gateway import create_gateway
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
     ReplicaLost,
@@ -55,13 +55,13 @@ _OBJECT_STORE_BYTES = (
     256 * 2**20
 )  # of a Ray that is started here; bodies of uploads pass through it
 _PROXY_PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
-_FRONTS_CPUS = 2  # of Ray's count: the front, and room for a replica that takes over
+_GATEWAY_CPUS = 2  # of Ray's count: the gateway, and room for a replica that takes over
 
 
 class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     """Routes calls of `Replica.asgi` by the states that their requests read.
 
-    Ray makes one in the process of the front, and shares nothing with it but modules.
+    Ray makes one in the process of the gateway, and shares nothing with it but modules.
     """
 
     def initialize_state(self) -> None:
@@ -192,7 +192,7 @@ class Replica:
         rank = serve.get_replica_context().rank.rank
         every = ServiceSettings(**settings)
         folder = every.state / f"replica-{rank}"
-        own = every.model_copy(update={"rate": None, "state": folder})  # the front counts rates
+        own = every.model_copy(update={"rate": None, "state": folder})  # the gateway counts rates
         self._rag = RagCache.open(own.state, own.model, warm_up=True, **own.opening())
         self._app = create_app(self._rag, own)
         self._session = self._rag.internals.shared.store.ledger.sessions.id
@@ -236,8 +236,8 @@ class Replica:
             self._rag.close()
 
 
-class FrontDeployment:
-    """The front, as an ingress of Ray Serve."""
+class GatewayDeployment:
+    """The gateway, as an ingress of Ray Serve."""
 
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
         self._settings, self._replicas = ServiceSettings(**settings), RayReplicas(replicas)
@@ -245,7 +245,7 @@ class FrontDeployment:
         check_exposure(ApiKeys(self._database), self._settings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_front(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
+        return create_gateway(self._database, self._replicas, shared.PROCESS_TABLE, self._settings)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -264,7 +264,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(settings: ServiceSettings) -> serve.Application:
-    """The replicas and their front."""
+    """The replicas and their gateway."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -286,12 +286,12 @@ def application(settings: ServiceSettings) -> serve.Application:
     else:
         options["num_replicas"] = settings.replicas or 1
     replicas = serve.deployment(Replica, name="Replica", **options).bind(values)
-    front = serve.deployment(
-        serve.ingress()(FrontDeployment), name="Front", max_ongoing_requests=_MOST_REQUESTS,
+    gateway = serve.deployment(
+        serve.ingress()(GatewayDeployment), name="Gateway", max_ongoing_requests=_MOST_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
         logging_config=quiet,
     )  # fmt: skip
-    return front.bind(values, replicas)
+    return gateway.bind(values, replicas)
 
 
 def serve_cluster(settings: ServiceSettings) -> None:
@@ -343,6 +343,6 @@ def _start_ray(settings: ServiceSettings) -> None:
     bounds = settings.autoscale_bounds
     most = bounds[1] if bounds else settings.replicas or 1
     ray.init(
-        include_dashboard=False, num_cpus=most + _FRONTS_CPUS,
+        include_dashboard=False, num_cpus=most + _GATEWAY_CPUS,
         object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True,
     )  # fmt: skip

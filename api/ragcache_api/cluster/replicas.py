@@ -1,4 +1,4 @@
-"""Replicas as the front sees them: an ASGI request goes in, ASGI messages come out."""
+"""Replicas as the gateway sees them: an ASGI request goes in, ASGI messages come out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _PASSED_ON = (
 _WAITING_MESSAGES = 64  # of a replica whose client is slow; then its app waits
 
 
-class ReplicaLost(Exception):
+class ReplicaLost(HTTPProblem):
     """A replica ended before its response did."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(503, "replica-lost", detail, {"Retry-After": "2"})
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReads:
-    """The states that a request reads, and the selection if the front has retrieved."""
+    """The states that a request reads, and the selection if the gateway has retrieved."""
 
     located: LocatedStates = field(default_factory=LocatedStates)
     selection: Selection | None = None
@@ -134,8 +137,8 @@ class RoutingTable:
 
 
 PROCESS_TABLE = RoutingTable()
-"""Of this process, in which Ray makes the router: it copies the router's class, so that nothing can
-be kept there."""
+"""The table of the current process. Ray copies the router and its arguments when it makes it in the
+gateway's process, so that the two can share nothing but a module."""
 
 
 async def run_app(

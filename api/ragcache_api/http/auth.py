@@ -56,6 +56,12 @@ class Caller:
         """Whether the caller may see what all namespaces share."""
         return self.role == "admin" and self.namespace == NAMESPACE
 
+    def require_operator(self) -> None:
+        """Raise `HTTPProblem` (403) unless the caller may see what all namespaces share."""
+        if not self.is_operator:
+            text = "this concerns all namespaces: it takes a key of the role `admin` in `default`"
+            raise HTTPProblem(403, "forbidden", text)
+
 
 @dataclass(frozen=True, slots=True)
 class APIKeyAuth:

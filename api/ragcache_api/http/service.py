@@ -16,7 +16,6 @@ from ragcache.errors import DeadlineExceeded
 from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
 from ragcache_api.http.auth import Caller
-from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
@@ -94,18 +93,10 @@ class RequestContext:
 
     @property
     def selection(self) -> dict[str, Any]:
-        """The option `selection` of `RagCache.ask`, where the front of a cluster has retrieved. It
+        """The option `selection` of `RagCache.ask`, where the gateway has retrieved. It
         comes from the process that called the app (`ForwardedRequest`), never with HTTP."""
         found: Selection | None = getattr(self.request.state, "selection", None)
         return {} if found is None else {"selection": found}
-
-    def require_operator(self) -> None:
-        """Raises `HTTPProblem` (403) unless the caller may see what all namespaces share."""
-        if not self.caller.is_operator:
-            raise HTTPProblem(
-                403, "forbidden",
-                "this concerns all namespaces: it takes a key of the role `admin` in `default`",
-            )  # fmt: skip
 
 
 # FastAPI runs dependencies that are not coroutines in a thread.

@@ -21,7 +21,7 @@ from ragcache import RagCache
 from ragcache.db import Database
 from ragcache.models import LoadedModel
 from ragcache.retrieval import Retriever
-from ragcache_api.cluster.front import create_front
+from ragcache_api.cluster.gateway import create_gateway
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
     ReplicaLost,
@@ -111,7 +111,7 @@ class LocalReplicas:
 
 
 class LocalCluster:
-    """Two replicas behind a front."""
+    """Two replicas behind a gateway."""
 
     def __init__(self, folder: Path, reader: LoadedModel) -> None:
         ledger = f"sqlite:///{folder / 'ledger.sqlite'}"
@@ -129,12 +129,12 @@ class LocalCluster:
         pairs = zip("ab", self.rags, strict=True)
         return LocalReplicas([LocalReplica(*pair, page=page) for pair in pairs], RoutingTable())
 
-    def front(self, replicas: LocalReplicas, **settings: Any) -> ASGIApp:
+    def gateway(self, replicas: LocalReplicas, **settings: Any) -> ASGIApp:
         chosen = ServiceSettings.read(**({"embedding": "none", "page": False} | settings))
-        return create_front(self.database, replicas, replicas.table, chosen)
+        return create_gateway(self.database, replicas, replicas.table, chosen)
 
     def client(self, replicas: LocalReplicas, **settings: Any) -> TestClient:
-        return TestClient(self.front(replicas, **settings), base_url="http://localhost")
+        return TestClient(self.gateway(replicas, **settings), base_url="http://localhost")
 
     def close(self) -> None:
         for rag in self.rags:

@@ -1,4 +1,4 @@
-"""The page behind the front of several replicas."""
+"""The page behind the gateway of several replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_replica_is_drained_and_resumed(
 ) -> None:
     cluster = LocalCluster(tmp_path, reader)
     replicas = cluster.replicas(page=True)
-    with serving(cluster.front(replicas, page=True)) as port:
+    with serving(cluster.gateway(replicas, page=True)) as port:
         page = opened(f"http://127.0.0.1:{port}/admin/")
         page.open("replicas")
         page.find("[aria-label='Drain b']")

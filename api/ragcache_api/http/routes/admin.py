@@ -78,7 +78,7 @@ class SchemaDetail(SchemaListedResponse):
 
 class ReplicaResponse(ResponseModel):
     """session: under which the ledger has its memory; requests: that it holds; routed: those that
-    the front has sent it; draining: whether it gets no more."""
+    the gateway has sent it; draining: whether it gets no more."""
 
     name: str
     session: str
@@ -88,7 +88,7 @@ class ReplicaResponse(ResponseModel):
 
 
 class ReplicasResponse(ResponseModel):
-    """Of the front that answers. retried: requests that it sent again; bytes: of the modules that
+    """Of the gateway that answers. retried: requests that it sent again; bytes: of the modules that
     requests read, `held` where they were sent, or `moved` there."""
 
     items: list[ReplicaResponse]
@@ -98,9 +98,9 @@ class ReplicasResponse(ResponseModel):
 
 @router.get("/replicas")
 async def list_replicas(context: ContextDep) -> ReplicasResponse:
-    """The replicas behind a front, which answers this itself; a service by itself has none. There
+    """The replicas behind a gateway, which answers this itself; a service by itself has none. There
     `POST /admin/replicas/NAME/drain` keeps requests from one, and `resume` ends that."""
-    context.require_operator()
+    context.caller.require_operator()
     return ReplicasResponse(items=[], retried=0, bytes={"held": 0, "moved": 0})
 
 
@@ -253,7 +253,7 @@ def _engine_figures(stats: EngineStats) -> dict[str, float]:
 @router.get("/tiers")
 async def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
     """The tiers, which all namespaces share."""
-    context.require_operator()
+    context.caller.require_operator()
     listed = await off_loop(context.rag.tiers)
     return PageOf(items=listed, total=len(listed))
 
@@ -262,7 +262,7 @@ async def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
 async def get_memory(context: ContextDep) -> MemoryResponse:
     """The memory of the process, of its machine or control group, of the model's GPU and of the
     tiers."""
-    context.require_operator()
+    context.caller.require_operator()
     return await off_loop(_memory, context.rag)
 
 
@@ -350,7 +350,7 @@ def _active_fields(active: ActiveRequest) -> dict[str, Any]:
 async def flush_ledger(context: ContextDep) -> FlushResponse:
     """Writes uses, evictions and the contents of memory to the ledger. States themselves are on
     disk already."""
-    context.require_operator()
+    context.caller.require_operator()
     await off_loop(context.service.shared.store.ledger.flush)
     return FlushResponse(flushed=True)
 
@@ -358,7 +358,7 @@ async def flush_ledger(context: ContextDep) -> FlushResponse:
 @router.post("/verify", responses=problems(507))
 async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResponse:
     """Checks each row of the ledger against its blob; `repair` mends the rows that it can."""
-    context.require_operator()
+    context.caller.require_operator()
     report = await off_loop(verify, context.service.shared.store, repair=repair)
     return VerifyResponse.model_validate(report)
 
@@ -366,7 +366,7 @@ async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResp
 @router.post("/plan", responses=problems(507))
 async def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
     """Costs and gains of caching a corpus; a sample is measured while requests run."""
-    context.require_operator()
+    context.caller.require_operator()
     return await off_loop(_plan, context, body)
 
 
@@ -412,5 +412,5 @@ async def check_ready(service: ServiceDep) -> HealthResponse:
 @health_router.get("/metrics", response_class=PlainTextResponse, responses=problems())
 async def read_metrics(context: ContextDep) -> Response:
     """Metrics in Prometheus's text format."""
-    context.require_operator()
+    context.caller.require_operator()
     return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE_LATEST)

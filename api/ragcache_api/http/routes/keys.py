@@ -56,7 +56,7 @@ class KeyCreatedResponse(KeyResponse):
 @router.get("")
 async def list_keys(context: ContextDep, page: PageDep) -> PageOf[KeyResponse]:
     """All keys, the revoked ones too, the oldest first."""
-    context.require_operator()
+    context.caller.require_operator()
     rows = await off_loop(context.rag.keys.list)
     listed = [KeyResponse.model_validate(row) for row in rows]
     current = context.caller.key
@@ -72,7 +72,7 @@ async def create_key(
 ) -> KeyCreatedResponse:  # fmt: skip
     """Creates a key. The first one closes the service to requests without any, and is one of the
     operator's."""
-    context.require_operator()
+    context.caller.require_operator()
     row, secret = await off_loop(_create, context, body)
     response.headers["Cache-Control"] = "no-store"
     return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
@@ -95,7 +95,7 @@ async def revoke_key(
 ) -> KeyResponse:  # fmt: skip
     """Refuses a key from now on; other processes do within ten seconds. That of the request itself
     stays, so that an operator's key is left."""
-    context.require_operator()
+    context.caller.require_operator()
     if key == context.caller.key:
         raise HTTPProblem(
             409, "own-key", "this request came with that key; revoke it with another one, or "

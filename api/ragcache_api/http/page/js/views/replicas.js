@@ -1,4 +1,4 @@
-// The replicas behind the front: what each of them holds of the load, and who gets no more of it.
+// The replicas behind the gateway: what each of them holds of the load, and who gets no more of it.
 import { get, post } from "../api.js";
 import { h, show } from "../dom.js";
 import { bytes, count, percent } from "../format.js";

@@ -1,4 +1,4 @@
-"""The front over two services in this process, which share a ledger and a remote tier."""
+"""The gateway over two services in this process, which share a ledger and a remote tier."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_questions_go_where_the_states_are(
     replicas: LocalReplicas,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Retrieval runs once, in the front, and nothing is encoded twice."""
+    """Retrieval runs once, in the gateway, and nothing is encoded twice."""
     searched = recorded_searches(monkeypatch)
     flush(cluster)
     encoded = replicas.encoded
@@ -187,7 +187,7 @@ def test_a_selection_comes_from_the_front_alone(
     cluster: LocalCluster, client: TestClient, replicas: LocalReplicas,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Nothing that a client sends is taken for one, by a front or by a replica: not a header, nor
+    """Nothing that a client sends is taken for one, by a gateway or by a replica: not a header, nor
     a field of the body, nor what it says of the scope."""
     question = {**LEAVE, "max_tokens": 1}
     client.post("/v1/answers", json=question)
@@ -209,13 +209,13 @@ def test_a_selection_comes_from_the_front_alone(
         assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
         refused = asked.post("/v1/answers", json=question | {"selection": [keys.id]})
         assert refused.status_code == 422
-    assert searched == [LEAVE["question"]] * 3  # the front's two, and the replica's own
+    assert searched == [LEAVE["question"]] * 3  # the gateway's two, and the replica's own
 
 
 def test_a_replica_answers_from_a_selection_without_the_ledger(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads no rows of the modules that the front has chosen."""
+    """It reads no rows of the modules that the gateway has chosen."""
 
     def unread(*_: object) -> None:
         raise LedgerUnavailable("the ledger is away")

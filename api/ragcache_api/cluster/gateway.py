@@ -1,4 +1,4 @@
-"""The front: the one address of a service with several replicas.
+"""The gateway: the one address of a service with several replicas.
 
 It checks keys and counts rates, finds out which modules a request reads (retrieval, recognition,
 PML), and passes the request on to the replica that should have it. No model is loaded here. A
@@ -39,7 +39,7 @@ from ragcache_api.cluster.replicas import (
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, Caller, RateLimit
 from ragcache_api.http.browser import open_paths
-from ragcache_api.http.errors import HTTPProblem, error_info, error_response
+from ragcache_api.http.errors import HTTPProblem, error_response, logged_error, stream_error
 from ragcache_api.http.request_ids import REQUEST_ID_HEADER, RequestIds, request_id
 from ragcache_api.settings import ServiceSettings
 from ragcache_schemas import PMLError, parse_prompt
@@ -59,7 +59,7 @@ _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
-class RequestReader:
+class RequestInspector:
     """Finds out which states a request of one namespace reads."""
 
     namespace: str
@@ -95,35 +95,29 @@ def _question(body: Mapping[str, Any]) -> str:
 
 
 @dataclass(slots=True)
-class Front:
-    """An ASGI app behind `AccessMiddleware`.
-
-    Attributes:
-        database: The ledger that all replicas share.
-        replicas: Who answers.
-        table: Counts what was routed.
-    """
+class Gateway:
+    """Passes requests to replicas: an ASGI app behind `AccessMiddleware`."""
 
     database: Database
+    """The ledger that all replicas share."""
     replicas: ReplicaSet
+    """The replicas, which answer."""
     table: RoutingTable
+    """Counts requests and bytes by replica."""
     residency: Residency
     stale_seconds: float = 60.0
     embedder: Embeddings | None = None
     reranker: Reranker | None = None
     retried: int = 0
-    _readers: dict[str, RequestReader] = field(default_factory=dict)
+    _inspectors: dict[str, RequestInspector] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                try:
-                    await self._answer(scope, receive, send)
-                except ReplicaLost as lost:
-                    raise _lost(lost) from None
+                await self._answer(scope, receive, send)
             except (HTTPProblem, RagCacheError) as problem:
-                error = error_info(problem)
-                assert error is not None
+                call = f"request {request_id()}: {scope['method']} {scope['path']}"
+                error = logged_error(problem, call)
                 await error_response(error, scope["path"])(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,10 +127,10 @@ class Front:
         elif path == "/health/ready":
             response = JSONResponse(await self._ready())
         elif path == "/metrics":
-            self._require_operator(scope)
+            scope["state"]["caller"].require_operator()
             response = Response(await self._metrics(scope), media_type="text/plain; version=0.0.4")
         elif found := _REPLICAS.match(path):
-            self._require_operator(scope)
+            scope["state"]["caller"].require_operator()
             response = JSONResponse(await self._replicas(scope["method"], found))
         else:
             await self._forward(scope, receive, send)
@@ -147,11 +141,6 @@ class Front:
         if not await self.replicas.statuses():
             raise HTTPProblem(503, "no-replica", "no replica is ready", {"Retry-After": "2"})
         return {"status": "ready"}
-
-    def _require_operator(self, scope: Scope) -> None:
-        if not scope["state"]["caller"].is_operator:
-            text = "this concerns all namespaces: it takes a key of the role `admin` in `default`"
-            raise HTTPProblem(403, "forbidden", text)
 
     async def _replicas(self, method: str, found: re.Match[str]) -> dict[str, Any]:
         """The list of replicas, after a change if one is asked for."""
@@ -170,7 +159,7 @@ class Front:
         return {"items": listed, "retried": self.retried, "bytes": self.table.routed_bytes}
 
     async def _metrics(self, scope: Scope) -> bytes:
-        """The metrics of all replicas, each with its name, and the front's own."""
+        """The metrics of all replicas, each with its name, and the gateway's own."""
         texts = await self.replicas.call_all(ForwardedRequest.of(scope))
         bodies = {
             name: b"".join(message.get("body", b"") for message in messages)
@@ -186,7 +175,7 @@ class Front:
         for kind, count in self.table.routed_bytes.items():
             routed.add_metric([kind], count)
         text = "Requests that were sent again."
-        retries = CounterMetricFamily("ragcache_front_retries", text, value=self.retried)
+        retries = CounterMetricFamily("ragcache_gateway_retries", text, value=self.retried)
         return generate_latest(_ReplicaMetrics(bodies, (up, routed, retries)))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,20 +205,20 @@ class Front:
         """The states that a request reads. Empty for a wrong request, which the replica refuses.
         May read rows."""
         try:
-            return self._reader(caller.namespace).read(path, body)
+            return self._inspector(caller.namespace).read(path, body)
         except (RagCacheError, PMLError, LookupError, TypeError, ValueError, AttributeError) as no:
             logger.debug("%s is not routed by modules: %s", path, no)
             return RequestReads()
 
-    def _reader(self, namespace: str) -> RequestReader:
-        if namespace not in self._readers:
+    def _inspector(self, namespace: str) -> RequestInspector:
+        if namespace not in self._inspectors:
             vectors = None if self.embedder is None else embedder_name(self.embedder)
             catalog = Catalog(self.database, "", vectors, namespace, self.stale_seconds)
             retrievers = Retrievers(catalog, self.database, self.embedder, self.reranker)
-            self._readers[namespace] = RequestReader(
+            self._inspectors[namespace] = RequestInspector(
                 namespace, retrievers.retriever_for(), Recognizer(catalog), self.residency
             )
-        return self._readers[namespace]
+        return self._inspectors[namespace]
 
     async def _pass_on(
         self, request: ForwardedRequest, response: ResumableResponse, send: Send
@@ -252,18 +241,12 @@ class Front:
             if attempt == _RETRIES or not (response.started or _is_repeatable(request)):
                 break
             self.retried += 1
-        if response.started and not response.is_stream:
-            raise ConnectionError(str(lost))  # the server closes the connection
-        problem = _lost(lost)
-        info = error_info(problem)
-        if info is None or not response.started:
-            raise problem
-        last = error_event(info, request.path)
+        if not response.started:
+            raise lost
+        if not response.is_stream:
+            raise ConnectionError(lost.detail)  # the server closes the connection
+        last = error_event(stream_error(lost), request.path)
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _lost(error: ReplicaLost) -> HTTPProblem:
-    return HTTPProblem(503, "replica-lost", str(error), {"Retry-After": "2"})
 
 
 def _is_repeatable(request: ForwardedRequest) -> bool:
@@ -305,7 +288,7 @@ def _parse_json(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaMetrics(Collector):
-    """Metrics of replicas, each with a label `replica`, and the front's own. texts: what each
+    """Metrics of replicas, each with a label `replica`, and the gateway's own. texts: what each
     replica exposes, by its name."""
 
     texts: Mapping[str, bytes]
@@ -324,10 +307,10 @@ class _ReplicaMetrics(Collector):
         yield from (*merged.values(), *self.own)
 
 
-def create_front(
+def create_gateway(
     database: Database, replicas: ReplicaSet, table: RoutingTable, settings: ServiceSettings
 ) -> ASGIApp:
-    """The front over a ledger, with keys, rates and limits for the whole service.
+    """The gateway over a ledger, with keys, rates and limits for the whole service.
 
     Args:
         database: Stays the caller's to close.
@@ -336,12 +319,12 @@ def create_front(
         settings: Those of all replicas.
     """
     keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
-    front = Front(
+    gateway = Gateway(
         database, replicas, table, Residency(database), settings.stale_seconds,
         resolve_embedder(settings.embedding), resolve_reranker(settings.reranker),
     )  # fmt: skip
     access = AccessMiddleware(
-        front, auth=APIKeyAuth(keys), rate=RateLimit(settings.rate, settings.rate_storage),
+        gateway, auth=APIKeyAuth(keys), rate=RateLimit(settings.rate, settings.rate_storage),
         body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
         deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
