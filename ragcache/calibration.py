@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ragcache.answers.confidence import FEATURES, Calibration, CheckedOutput, ConfidenceFeatures
+from ragcache.answers.confidence import FEATURES, Calibration, ConfidenceFeatures
+from ragcache.answers.policy import AnswerOutput
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Question, f1
@@ -90,20 +91,20 @@ def collect_examples(
             )
         pending = rag.internals.submitter.run(prompts, generation)
         for (question, _), each in zip(part, pending, strict=True):
-            examples.append(_example(question, each.checked()))
+            examples.append(_example(question, each.output()))
         if progress is not None:
             progress(len(examples), len(asked))
     return examples
 
 
-def _example(question: Question, checked: CheckedOutput) -> CalibrationExample:
-    said = checked.output.choices[0].text
+def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
+    said = answer.output.choices[0].text
     return CalibrationExample(
         question.question,
         answerable=bool(question.answers),
         right=bool(question.answers) and f1(said, question.answers) >= _RIGHT,
-        evidence=next(iter(checked.evidence), ConfidenceFeatures()),
-        confidence=next(iter(checked.confidences), None),
+        evidence=next(iter(answer.features), ConfidenceFeatures()),
+        confidence=next(iter(answer.confidences), None),
     )
 
 

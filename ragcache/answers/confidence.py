@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragcache.answers.support import LexicalSupport
-from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
+from ragcache.engine import Choice
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
 from ragcache.models.reader import READER
-from ragcache.params import REFUSAL
 
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
 
-
-_ALTERNATIVES = 20  # likeliest tokens among which the no-answer token is looked for
 _LEAST = -20.0  # log-probabilities and odds below count as this
-ScorePass = Callable[[Sequence[int]], "RequestHandle[TokenDelta, RequestOutput]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,7 @@ class ConfidenceFeatures:
             for the question.
         gap: How far the second module is below that, as the same share, whether it is read or not.
         cosine: That of the best module by its vector.
-        support: How much of the question stands around the answer (`LexicalSupport`).
+        support: How much of the question stands around the answer (`LexicalSupport.share`).
         lift: How much more likely the documents make each token of the answer, as the mean of the
             differences of log-probabilities.
     """
@@ -94,6 +89,13 @@ FEATURES = tuple(each.name for each in fields(ConfidenceFeatures))
 
 def _logprob(token: SampledToken) -> float:
     return _LEAST if token.logprob is None else token.logprob
+
+
+def lift_of(chosen: Sequence[SampledToken], alone: Sequence[float]) -> float:
+    """The mean difference between the log-probabilities of an answer's tokens, limited from below.
+    chosen: the tokens with the documents; alone: log-probabilities without them."""
+    pairs = zip(chosen, alone, strict=True)
+    return _mean([max(_LEAST, _logprob(each)) - max(_LEAST, other) for each, other in pairs])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -202,118 +204,3 @@ def find_calibration(
     embedded reader's quotations; None where there is neither."""
     found = read_calibrations(kept).get(calibration_key(model, extractive=extractive))
     return reader_calibration() if found is None and extractive and model.extractive else found
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerCheck:
-    """How the confidence in one request's answers is found, and what becomes of them.
-
-    evidence: of retrieval. min_confidence: answers below are refused. support: of an answer, None
-    where nothing was searched by words. no_answer: see `LoadedModel`. score: submits a pass that
-    scores tokens behind the question without documents; None where the calibration does without.
-    logprobs: what the caller asked to see.
-    """
-
-    calibration: Calibration
-    evidence: ConfidenceFeatures
-    min_confidence: float
-    support: LexicalSupport | None = None
-    refusal: str = REFUSAL
-    no_answer: int | None = None
-    score: ScorePass | None = None
-    logprobs: int | None = None
-
-    @property
-    def wanted_logprobs(self) -> int:
-        """How many alternatives the engine has to report."""
-        own = 0 if self.no_answer is None else _ALTERNATIVES
-        return max(own, self.logprobs or 0)
-
-    @property
-    def holds(self) -> bool:
-        """Whether text is shown only once it is known not to be refused."""
-        return self.min_confidence > 0
-
-    def begin(self, output: RequestOutput) -> list[RequestHandle[TokenDelta, RequestOutput] | None]:
-        """Submits the passes without documents; None for an answer that needs none."""
-        if self.score is None:
-            return [None for _ in output.choices]
-        return [self.score(each.token_ids) if each.token_ids else None for each in output.choices]
-
-    def finish(
-        self, output: RequestOutput, passes: Sequence[RequestOutput | None]
-    ) -> CheckedOutput:
-        """The output, whose answers that are below `min_confidence` are refused."""
-        pairs = zip(output.choices, passes, strict=True)
-        evidence = tuple(self.evidence_of(choice, scored) for choice, scored in pairs)
-        found = tuple(map(self.confidence_of, output.choices, evidence))
-        choices = tuple(
-            self._refused(choice) if confidence < self.min_confidence else self._shown(choice)
-            for choice, confidence in zip(output.choices, found, strict=True)
-        )
-        ends = [each.finished_at for each in passes if each is not None]
-        finished = max([output.finished_at, *ends])
-        output = replace(output, choices=choices, finished_at=finished)
-        return CheckedOutput(output, found, evidence)
-
-    def evidence_of(
-        self, choice: Choice, scored: RequestOutput | None = None
-    ) -> ConfidenceFeatures:
-        """All that is known of an answer. scored: the pass without documents."""
-        support = None if self.support is None else self.support.share(choice.text)
-        evidence = replace(self.evidence.with_answer(choice, self.no_answer), support=support)
-        if scored is None or not choice.chosen:
-            return evidence
-        pairs = zip(choice.chosen, scored.prompt_logprobs, strict=True)
-        lifts = [max(_LEAST, _logprob(each)) - max(_LEAST, alone) for each, alone in pairs]
-        return replace(evidence, lift=_mean(lifts))
-
-    def confidence_of(self, choice: Choice, evidence: ConfidenceFeatures) -> float:
-        """The confidence in an answer; 0 where there is none, or where the model itself said so."""
-        said_so = self.no_answer is not None and self.no_answer in choice.token_ids
-        if said_so or not choice.text.strip():
-            return 0.0
-        return self.calibration.confidence(evidence)
-
-    def _refused(self, choice: Choice) -> Choice:
-        refused = replace(choice, text=self.refusal, finish_reason="no_answer", stopped_by=None)
-        return replace(refused, chosen=(), ending=None)
-
-    def _shown(self, choice: Choice) -> Choice:
-        """The answer with the log-probabilities that the caller asked for."""
-        if self.logprobs is None:
-            return replace(choice, chosen=(), ending=None)
-        chosen = tuple(map(self.shown_token, choice.chosen))
-        ending = None if choice.ending is None else self.shown_token(choice.ending)
-        return replace(choice, chosen=chosen, ending=ending)
-
-    def shown_token(self, token: SampledToken) -> SampledToken:
-        """The token with the log-probabilities that the caller asked for."""
-        if self.logprobs is None:
-            return SampledToken(token.token)
-        return replace(token, alternatives=token.alternatives[: self.logprobs])
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedOutput:
-    """A finished request whose refused answers are replaced. confidences,
-    evidence: of each choice; empty where nothing was checked."""
-
-    output: RequestOutput
-    confidences: tuple[float, ...] = ()
-    evidence: tuple[ConfidenceFeatures, ...] = ()
-
-    def deltas(self, seen: Sequence[TokenDelta], check: AnswerCheck) -> list[TokenDelta]:
-        """What a stream that held everything back shows: the deltas of what was not refused, and
-        the refusal of the others."""
-        refused = [each.finish_reason == "no_answer" for each in self.output.choices]
-        shown = [
-            each if each.chosen is None else replace(each, chosen=check.shown_token(each.chosen))
-            for each in seen
-            if not refused[each.choice]
-        ]
-        texts = enumerate(self.output.choices)
-        return [
-            *shown,
-            *(TokenDelta(number, None, each.text) for number, each in texts if refused[number]),
-        ]

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ragcache.answers.confidence import AnswerCheck, CheckedOutput
-from ragcache.answers.quotations import AnswerSpan, QuotationSources
+from ragcache.answers.policy import AnswerOutput, AnswerPolicy
+from ragcache.answers.quotations import AnswerSpan
 from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
@@ -161,9 +161,7 @@ class Timestamps:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """Everything in an answer but what is generated; known when its request is submitted. tokens:
-    of the prompt, by the tier that their states came from, or `encoded`; quoted: what an extractive
-    answer quotes; check: of the confidence in it."""
+    """The parts of an answer that are known when its request is submitted."""
 
     question: str
     sources: tuple[Citation, ...]
@@ -174,12 +172,13 @@ class PreparedAnswer:
     timestamps: Timestamps
     created_tokens: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
-    quoted: QuotationSources | None = None
-    check: AnswerCheck | None = None
+    """Tokens of the prompt by the tier that their states came from, or `encoded`."""
+    policies: tuple[AnswerPolicy, ...] = ()
+    """The features of the answer, in the order in which they finish it."""
 
-    def answer(self, checked: CheckedOutput) -> Answer:
+    def answer(self, finished: AnswerOutput) -> Answer:
         """The whole answer."""
-        completion, times = checked.output, self.timestamps
+        completion, times = finished.output, self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
         reuse = Reuse(
             self.prompt_tokens, self.cached_tokens, self.prompt_tokens - kept,
@@ -196,8 +195,7 @@ class PreparedAnswer:
         return Answer(
             self.question, completion.choices[0].text.strip(), self.sources, self.mode,
             completion.finish_reason, reuse, timings, completion.choices,
-            () if self.quoted is None else self.quoted.spans(completion.choices),
-            next(iter(checked.confidences), None),
+            finished.spans, next(iter(finished.confidences), None),
         )  # fmt: skip
 
 
@@ -229,65 +227,57 @@ class PendingAnswer:
         lease: Lease | None, deferred: DeferredReleases,
     ) -> None:  # fmt: skip
         self.prepared, self.handle = prepared, handle
-        self._checked: CheckedOutput | None = None
+        self._output: AnswerOutput | None = None
         self._lease_end = weakref.finalize(self, deferred.put, lease)
         self._lease_end.atexit = False
 
     def result(self) -> Answer:
         """Waits for the end. Raises what made the request fail."""
-        return self.prepared.answer(self.checked())
+        return self.prepared.answer(self.output())
 
-    def checked(self) -> CheckedOutput:
-        """Waits for the end, and checks the answers. Raises as `result`."""
-        if self._checked is None:
+    def output(self) -> AnswerOutput:
+        """Waits for the end, and lets the policies finish the answer. Raises as `result`."""
+        if self._output is None:
             try:
-                output = self.handle.result()
+                answer = AnswerOutput(self.handle.result())
             finally:
                 self.handle.cancel()  # where the wait was interrupted; else it has ended
                 self.release()
-            check = self.prepared.check
-            if check is None:
-                self._checked = CheckedOutput(output)
-            else:
-                passes = check.begin(output)
-                found = [None if each is None else each.result() for each in passes]
-                self._checked = check.finish(output, found)
-        return self._checked
+            for policy in self.prepared.policies:
+                passes = [each.result() for each in policy.follow_up(answer.output)]
+                answer = policy.finish(answer, passes)
+            self._output = answer
+        return self._output
 
     async def aresult(self) -> Answer:
         """`result` for asyncio. Canceling the task gives the request up."""
-        return self.prepared.answer(await self.achecked())
+        return self.prepared.answer(await self.aoutput())
 
-    async def achecked(self) -> CheckedOutput:
-        """`checked` for asyncio."""
-        if self._checked is None:
+    async def aoutput(self) -> AnswerOutput:
+        """`output` for asyncio."""
+        if self._output is None:
             try:
-                output = await self.handle
+                answer = AnswerOutput(await self.handle)
             except BaseException:
                 self.give_up()
                 raise
             await asyncio.to_thread(self.release)
-            check = self.prepared.check
-            if check is None:
-                self._checked = CheckedOutput(output)
-            else:
-                passes = check.begin(output)
-                found = [None if each is None else await each for each in passes]
-                self._checked = check.finish(output, found)
-        return self._checked
+            for policy in self.prepared.policies:
+                passes = [await each for each in policy.follow_up(answer.output)]
+                answer = policy.finish(answer, passes)
+            self._output = answer
+        return self._output
 
     @property
     def done(self) -> bool:
         """Whether `result` need not wait."""
-        check = self.prepared.check
-        waits = check is not None and check.score is not None and self._checked is None
+        waits = self._output is None and any(p.follows_up for p in self.prepared.policies)
         return self.handle.done and not waits
 
     @property
-    def held(self) -> AnswerCheck | None:
-        """The check before which a stream shows no text; None where text is shown as it comes."""
-        check = self.prepared.check
-        return check if check is not None and check.holds else None
+    def holder(self) -> AnswerPolicy | None:
+        """The policy that holds streams until it has finished the answer, if there is one."""
+        return next((policy for policy in self.prepared.policies if policy.holds), None)
 
     def give_up(self) -> None:
         """Cancels the request, unless it has ended. Waits for nothing."""
@@ -409,12 +399,12 @@ class AnswerStream(_Stream):
         answers may be refused, all of it comes at the end."""
         pending = self._pending
         try:
-            if (check := pending.held) is not None:
-                checked = pending.checked()
-                yield from checked.deltas(list(pending.handle), check)
+            if (holder := pending.holder) is not None:
+                finished = pending.output()
+                yield from holder.release(list(pending.handle), finished)
             else:
                 yield from pending.handle
-                pending.checked()
+                pending.output()
         except BaseException:  # also where the garbage collector ends the iteration
             pending.give_up()
             raise
@@ -446,15 +436,15 @@ class AsyncAnswerStream(_Stream):
         answers may be refused, all of it comes at the end."""
         pending = self._pending
         try:
-            if (check := pending.held) is not None:
-                checked = await pending.achecked()
-                for piece in checked.deltas([each async for each in pending.handle], check):
+            if (holder := pending.holder) is not None:
+                finished = await pending.aoutput()
+                for piece in holder.release([each async for each in pending.handle], finished):
                     yield piece
             else:
                 async for piece in pending.handle:
                     yield piece
                 if not pending.done:
-                    await pending.achecked()
+                    await pending.aoutput()
         finally:
             pending.give_up()
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from ragcache.answers.confidence import ConfidenceFeatures
-from ragcache.answers.support import LexicalSupport
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
@@ -78,7 +76,6 @@ class AskPipeline:
                 encoder, self.catalog, tuple(layout.groups), mode.encoding,
                 self.scaffolds, collection,
             )  # fmt: skip
-        modules = tuple(hit.module for hit in selection.hits)
         return BuiltPrompt(
             question=selection.query,
             mode=mode,
@@ -91,16 +88,14 @@ class AskPipeline:
             collection=collection,
             shares=mode.reads_states,
             answerable=bool(selection.hits),
-            modules=modules,
-            evidence=ConfidenceFeatures.of_selection(selection),
-            support=None if selection.words is None else LexicalSupport(selection.words, modules),
-            calibrations=selection.version.calibrations,
+            modules=tuple(hit.module for hit in selection.hits),
+            selection=selection,
             bare=lambda: (*encoder.preamble_ids, *question),
         )
 
     def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """All variables of this call's template; None where they are those of all."""
-        given = template_kwargs(self.encoder.model.tokenizer, kwargs)
+        given = template_kwargs(self.encoder.model.tokenizer, kwargs) if kwargs else None
         return self.template.kwargs | given if given else None
 
     def _groups(

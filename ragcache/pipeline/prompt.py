@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ragcache.answers.confidence import ConfidenceFeatures
-from ragcache.answers.support import LexicalSupport
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
 from ragcache.modes import Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
+from ragcache.retrieval import Selection
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.store import Lease
@@ -132,9 +131,8 @@ class BuiltPrompt:
     kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
     it is read from, None where it is computed. shares: whether the states of its own tokens may be
     shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
-    modules: those that an extractive answer may quote, the best first. evidence: of retrieval;
-    support: of an answer by the words of the question, None where nothing was searched by words;
-    calibrations: of the collection (`read_calibrations`). bare: makes the prompt's tokens without
+    modules: those that an extractive answer may quote, the best first. selection: the result of the
+    search, None for chats and PML prompts. bare: makes the prompt's tokens without
     its modules, for the answer to be scored behind them; None where that is not offered.
     """
 
@@ -151,9 +149,7 @@ class BuiltPrompt:
     shares: bool = True
     answerable: bool = True
     modules: tuple[ModuleRow, ...] = ()
-    evidence: ConfidenceFeatures = field(default_factory=ConfidenceFeatures)
-    support: LexicalSupport | None = None
-    calibrations: str | None = None
+    selection: Selection | None = None
     bare: Callable[[], Sequence[int]] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)
 

@@ -7,11 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import partial, reduce
 
-from ragcache.answers.confidence import UNCALIBRATED, AnswerCheck, find_calibration
-from ragcache.answers.quotation_index import Quotation, QuotationText
-from ragcache.answers.quotations import Quotations, QuotationSources
+from ragcache.answers.policy import AnswerPolicy, answer_policies
+from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE, RagCacheConfig
 from ragcache.engine import (
     Choice,
@@ -26,8 +25,8 @@ from ragcache.engine import (
 )
 from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.request import MakeText, check_options
-from ragcache.errors import InvalidRequest, StoreError
+from ragcache.engine.request import check_options
+from ragcache.errors import StoreError
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
@@ -44,7 +43,7 @@ MakeRequest = Callable[[Context], Request]
 
 def request_maker(
     params: GenerationParams, model: LoadedModel, default_tokens: int, tenant: Hashable,
-    quoted: QuotationSources | None = None, check: AnswerCheck | None = None,
+    policies: Sequence[AnswerPolicy] = (),
 ) -> MakeRequest:  # fmt: skip
     """Prepare the engine's request, which is made once its context is known.
 
@@ -52,10 +51,10 @@ def request_maker(
 
     Args:
         params: How the answer is generated.
+        model: The model that answers.
         default_tokens: Most tokens of the answer, unless `params` says otherwise.
         tenant: Requests of equal tenants may share private states.
-        quoted: Sources of an answer that is a quotation.
-        check: Check of the confidence in the answer. Unless it refuses answers, a reader does not
+        policies: Features of the answer, which change the request. Without them, a reader does not
             say that there is no answer.
 
     Raises:
@@ -63,25 +62,23 @@ def request_maker(
     """
     grammar = Grammar.of(params)
     constraint = None if grammar is None else compile_constraint(grammar, model)
-    text: MakeText = partial(_plain_text, model, params.skip_special_tokens)
-    if quoted is not None:
-        constraint = partial(Quotation, quoted.index)
-        text = partial(QuotationText, quoted.index)
     most, stop = params.token_limit(default_tokens), tuple(params.stop)
     check_options(most, params.min_tokens, params.n, params.timeout, stop=stop)
-    sampling, refuses = sampling_params(params), check is not None and check.holds
-    if check is not None:
-        sampling = replace(sampling, logprobs=check.wanted_logprobs)
-    unsaid = None if refuses or constraint is not None else model.no_answer_id
-    suppressed = frozenset[int]() if unsaid is None else frozenset({unsaid})
-    return partial(
+    unsaid = None if grammar is not None else model.no_answer_id
+    make = partial(
         Request,
         max_tokens=most, min_tokens=params.min_tokens,
         stop=check_stop_strings(stop), stop_ids=model.stop_ids,
-        sampling=sampling, n=params.n, ignore_eos=params.ignore_eos,
-        text=text, constraint=constraint, suppress_tokens=suppressed,
+        sampling=sampling_params(params), n=params.n, ignore_eos=params.ignore_eos,
+        text=partial(_plain_text, model, params.skip_special_tokens), constraint=constraint,
+        suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
         tenant=tenant if params.share else None, priority=params.priority, timeout=params.timeout,
     )  # fmt: skip
+    return lambda context: reduce(_changed, policies, make(context))
+
+
+def _changed(request: Request, policy: AnswerPolicy) -> Request:
+    return policy.change_request(request)
 
 
 def sampling_params(params: GenerationParams) -> SamplingParams:
@@ -95,42 +92,46 @@ def _plain_text(model: LoadedModel, skip_special_tokens: bool, stop: Sequence[st
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What an answer may quote, and how it is checked; None where it is not."""
-
-    quoted: QuotationSources | None = None
-    check: AnswerCheck | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Submitter:
-    """Runs built prompts on the engine. namespace: whose requests share private states.
-    quotations: of modules that prompts read; None where those are of schemas. gate: of the modes
-    that prompts read states in; None lets all pass."""
+    """Runs built prompts on the engine."""
 
     model: LoadedModel
+    """The model of the engine."""
     engine: LLMEngine
+    """The engine."""
     deferred: DeferredReleases
+    """Leases that the next call ends."""
     config: RagCacheConfig
+    """The settings of the state folder."""
     namespace: str = NAMESPACE
+    """The namespace whose requests share private states."""
     quotations: Quotations | None = None
+    """Quotable texts of the namespace's modules. Without them no answer is a quotation."""
     gate: ModeGate | None = None
+    """The gate of reuse modes. Without it every mode is allowed."""
 
     def run(
         self, prompts: Sequence[BuiltPrompt], generation: GenerationParams | None = None
     ) -> list[PendingAnswer]:
         """Submits prompts, in order; all or none.
 
-        Raises `InvalidRequest`, `PromptTooLong` or `ModeRefused` before anything is leased or
-        computed, and `QueueFull` or `EngineClosed`, after which those submitted already are given
-        up.
+        Raises:
+            InvalidRequest: An option cannot be used. Nothing was leased or computed, nor with the
+                next two errors.
+            PromptTooLong: A prompt with its answer does not fit the window or the engine's pool.
+            ModeRefused: The answers of a mode are too far from `exact`.
+            QueueFull: The queue is full. Prompts that were submitted already are given up.
+            EngineClosed: The engine has been closed.
         """
         self.deferred.release()
         generation = generation or GenerationParams()
-        plans = [self._planned(prompt, generation) for prompt in prompts]
+        policies = [
+            answer_policies(prompt, generation, self.model, self.engine, self.quotations)
+            for prompt in prompts
+        ]
         requests = [
-            self._check(prompt, generation, plan)
-            for prompt, plan in zip(prompts, plans, strict=True)
+            self._validate_request(prompt, generation, applied)
+            for prompt, applied in zip(prompts, policies, strict=True)
         ]
         self._check_modes(prompts)
         for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
@@ -138,8 +139,8 @@ class Submitter:
                 prompt.states.prefetch()
         pending: list[PendingAnswer] = []
         try:
-            for prompt, request, plan in zip(prompts, requests, plans, strict=True):
-                pending.append(self._lease_and_submit(prompt, request, plan))
+            for each in zip(prompts, requests, policies, strict=True):
+                pending.append(self._lease_and_submit(*each))
         except BaseException:
             give_up(pending)
             raise
@@ -151,73 +152,6 @@ class Submitter:
         checker, end = self.engine.core.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_tokens=most)
 
-    def _planned(self, prompt: BuiltPrompt, generation: GenerationParams) -> _Plan:
-        """Raises `InvalidRequest`."""
-        quoted = self._quoted(prompt, generation)
-        return _Plan(quoted, self._checked(prompt, generation, extractive=quoted is not None))
-
-    def _checked(
-        self, prompt: BuiltPrompt, generation: GenerationParams, *, extractive: bool
-    ) -> AnswerCheck | None:
-        """How the confidence in the answers is found; None where it is not. Raises
-        `InvalidRequest`."""
-        wanted = bool(generation.confidence or generation.min_confidence)
-        if wanted and prompt.kind == "prompt":
-            raise InvalidRequest(
-                "the confidence in an answer is that in what documents say, and a PML prompt reads "
-                "a schema; ask a collection instead, or leave out confidence and min_confidence"
-            )
-        if generation.confidence is False or not prompt.modules or prompt.bare is None:
-            return None
-        calibration = None  # of a chat: nothing was retrieved for it
-        if prompt.kind == "question":
-            calibration = find_calibration(prompt.calibrations, self.model, extractive=extractive)
-        if not wanted and (calibration is None or generation.forms):
-            return None
-        calibration = calibration or UNCALIBRATED
-        least = generation.min_confidence
-        if least is None:
-            least = 0.0 if generation.forms else calibration.min_confidence
-        score = partial(self._score, prompt.bare) if "lift" in calibration.weights else None
-        return AnswerCheck(
-            calibration, prompt.evidence, least, prompt.support, generation.refusal,
-            self.model.no_answer_id, score, generation.logprobs,
-        )  # fmt: skip
-
-    def _score(
-        self, bare: Callable[[], Sequence[int]], answer: Sequence[int]
-    ) -> RequestHandle[TokenDelta, RequestOutput]:
-        """Submits a pass that scores an answer behind a prompt without modules."""
-        tokens = (*bare(), *answer)
-        context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
-        request = Request(context, max_tokens=1, prompt_logprobs=len(answer))
-        return self.engine.submit_request(request, follow_up=True)
-
-    def _quoted(self, prompt: BuiltPrompt, generation: GenerationParams) -> QuotationSources | None:
-        """What the answer may quote; None where it need not quote. Raises `InvalidRequest`."""
-        wanted = generation.extractive
-        if wanted and generation.forms:
-            raise InvalidRequest(
-                "an extractive answer is a quotation and keeps to no grammar; leave out either "
-                "extractive, or response format and grammar"
-            )
-        if wanted and prompt.kind == "prompt":
-            raise InvalidRequest(
-                "an extractive answer quotes documents, and a PML prompt reads a schema; ask a "
-                "collection instead, or leave out extractive"
-            )
-        if wanted and not prompt.modules and prompt.answerable:
-            raise InvalidRequest(
-                "an extractive answer quotes documents, and no ingested text was recognized in the "
-                "conversation; ask with a collection, or leave out extractive"
-            )
-        if wanted is None:
-            plain = prompt.kind == "question" and not generation.forms
-            wanted = plain and self.model.extractive
-        if not wanted or not prompt.modules or self.quotations is None:
-            return None
-        return self.quotations.of(prompt.modules)
-
     def _check_modes(self, prompts: Sequence[BuiltPrompt]) -> None:
         """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
         if self.gate is not None:
@@ -225,16 +159,21 @@ class Submitter:
             for mode in {prompt.mode for prompt in reading}:
                 self.gate.check_mode(mode)
 
-    def _check(self, prompt: BuiltPrompt, generation: GenerationParams, plan: _Plan) -> MakeRequest:
-        """Step 1: the sizes and the options, while nothing is leased."""
-        checker = self.engine.core.checker
-        blended = most_blended(prompt, prompt.mode.blend_percent)
+    def _validate_request(
+        self,
+        prompt: BuiltPrompt,
+        generation: GenerationParams,
+        policies: Sequence[AnswerPolicy],
+    ) -> MakeRequest:
+        """Checks sizes and options while nothing is leased. Returns the maker of the request."""
+        checker, percent = self.engine.core.checker, prompt.mode.blend_percent
+        blended = most_blended(prompt, percent) if percent else 0
         computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
         default = self.config.max_tokens
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
-        request = request_maker(generation, self.model, default, tenant, plan.quoted, plan.check)
+        request = request_maker(generation, self.model, default, tenant, policies)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + prompt.recomputed,
             recomputed=recomputed, end=prompt.end, max_tokens=generation.token_limit(default),
@@ -242,35 +181,40 @@ class Submitter:
         return request
 
     def _lease_and_submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, plan: _Plan
+        self, prompt: BuiltPrompt, request: MakeRequest, policies: Sequence[AnswerPolicy]
     ) -> PendingAnswer:
-        """Steps 2 and 3."""
+        """Leases the states that the prompt reads, and queues the request."""
         if not prompt.answerable:
             return self._answer_at_once(prompt)
         if prompt.states is None:
-            return self._submit(prompt, request, None, plan)
+            return self._submit(prompt, request, policies, None)
         lease = prompt.states.lease()
         try:
             _record_owners(prompt.states, lease)
-            return self._submit(prompt, request, lease, plan)
+            return self._submit(prompt, request, policies, lease)
         except BaseException:
             lease.release()
             raise
 
     def _submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None, plan: _Plan
+        self,
+        prompt: BuiltPrompt,
+        request: MakeRequest,
+        policies: Sequence[AnswerPolicy],
+        lease: Lease | None,
     ) -> PendingAnswer:
         """Queues the request. The lease remains the caller's until this returns."""
         if lease is not None:
-            prompt = self._blended(prompt, lease)
+            prompt = self._apply_blend(prompt, lease)
         found = ((), ()) if lease is None else (lease.keys, lease.states)
         context = build_context(prompt, *found)
-        prepared = prepare_answer(prompt, lease, time.perf_counter(), plan)
+        prepared = prepare_answer(prompt, lease, time.perf_counter(), policies)
         handle = self.engine.submit_request(request(context))
         return PendingAnswer(prepared, handle, lease, self.deferred)
 
-    def _blended(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
-        """The prompt laid out in mode `blend:R`, now that there are states; any other as it is."""
+    def _apply_blend(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
+        """Lays out a prompt of mode `blend:R`, which takes its states; returns any other as it
+        is."""
         percent = prompt.mode.blend_percent
         if not percent or prompt.states is None:
             return prompt
@@ -289,11 +233,10 @@ class Submitter:
 
 def prepare_answer(
     prompt: BuiltPrompt, lease: Lease | None, assembled: float,
-    plan: _Plan | None = None,
+    policies: Sequence[AnswerPolicy] = (),
 ) -> PreparedAnswer:  # fmt: skip
     """What the answer says besides what is generated, now that it is known which tier each of the
     states came from."""
-    plan = plan or _Plan()
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
@@ -310,7 +253,7 @@ def prepare_answer(
         created_tokens=tokens["encoded"], tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.timestamps, assembled=assembled),
-        quoted=plan.quoted, check=plan.check,
+        policies=tuple(policies),
     )  # fmt: skip
 
 

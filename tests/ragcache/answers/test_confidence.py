@@ -13,18 +13,18 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache.answers.confidence import (
-    REFUSAL,
-    AnswerCheck,
     Calibration,
     ConfidenceFeatures,
     reader_calibration,
 )
+from ragcache.answers.policy import AnswerOutput, ConfidencePolicy
 from ragcache.answers.support import LexicalSupport
-from ragcache.engine import Choice, RequestOutput, TokenDelta
+from ragcache.engine import Choice, Context, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.modes import ROOTED
+from ragcache.params import REFUSAL
 
 LEAVE = SourceDocument("leave", "Everybody has 28 days of leave. Requests go to Ines Marlow.")
 KEYS = SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse.")
@@ -101,11 +101,12 @@ def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Pa
 
 
 def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
-    check = AnswerCheck(SPAN, ConfidenceFeatures(), 0.5, refusal="No.", logprobs=1)
+    policy = ConfidencePolicy(SPAN, ConfidenceFeatures(), 0.5, refusal="No.", logprobs=1)
     sure = Choice((0,), "sure", "stop", 7, sampled(-0.1))
     doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0), first_logprobs=FIRST)
     output = RequestOutput((sure, doubtful), 0, 0.0, 0.0, 0.0, 1.0)
-    checked = check.finish(output, check.begin(output) and [None, None])
+    assert not policy.follow_up(output)
+    checked = policy.finish(AnswerOutput(output), ())
     assert [each.text for each in checked.output.choices] == ["sure", "No."]
     assert [each.finish_reason for each in checked.output.choices] == ["stop", "no_answer"]
     assert checked.output.choices[0].chosen[0].alternatives == ((99, -3.0),)
@@ -113,9 +114,9 @@ def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> N
     assert checked.output.choices[1].chosen == ()
     assert checked.confidences[0] > 0.5 > checked.confidences[1]
     seen = [TokenDelta(1, doubtful.chosen[0], "doubt"), TokenDelta(0, sure.chosen[0], "sure")]
-    shown = checked.deltas(seen, check)
+    shown = policy.release(seen, checked)
     assert [(each.choice, each.text) for each in shown] == [(0, "sure"), (1, "No.")]
-    silent = replace(check, logprobs=None).finish(output, [None, None])
+    silent = replace(policy, logprobs=None).finish(AnswerOutput(output), ())
     assert silent.output.choices[0].chosen == ()
 
 
@@ -165,8 +166,8 @@ def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
     assert found.words is not None
     support = LexicalSupport(found.words, [hit.module for hit in found.hits])
     [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), ROOTED)
-    checked = rag.internals.submitter.run([prompt], asked)[0].checked()
-    [evidence], [choice] = checked.evidence, checked.output.choices
+    checked = rag.internals.submitter.run([prompt], asked)[0].output()
+    [evidence], [choice] = checked.features, checked.output.choices
     assert evidence.support == support.share(choice.text)
     assert evidence.support is not None
     sure = replace(NOBODY, bias=0.0, weights={"support": 9.0}, means={"support": 0.0})
@@ -178,10 +179,11 @@ def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
 
 
 def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:
-    check = AnswerCheck(SPAN, ConfidenceFeatures(), 0.5, no_answer=0)
+    policy = ConfidencePolicy(SPAN, ConfidenceFeatures(), 0.5, no_answer=0)
     choice = Choice((0,), "words", "stop", 7, sampled(-0.1))
-    assert check.confidence_of(choice, check.evidence_of(choice)) == 0.0
-    assert check.wanted_logprobs == 20
+    assert policy.confidence_of(choice, policy.features_of(choice)) == 0.0
+    request = Request(Context((), (1,), (0,), 1), 8)
+    assert policy.change_request(request).sampling.logprobs == 20
 
 
 def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCache) -> None:

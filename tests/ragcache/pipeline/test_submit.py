@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ragcache.answers.confidence import UNCALIBRATED, AnswerCheck, ConfidenceFeatures
+from ragcache.answers.confidence import UNCALIBRATED, ConfidenceFeatures
+from ragcache.answers.policy import ConfidencePolicy
 from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
@@ -115,10 +116,10 @@ def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
     free = request_maker(GenerationParams(), reader, 4, "local")(CONTEXT)
     assert free.suppress_tokens == {reader.no_answer_id}
     for least, suppressed in ((0.5, set()), (0.0, {reader.no_answer_id})):
-        check = AnswerCheck(
+        policy = ConfidencePolicy(
             UNCALIBRATED, ConfidenceFeatures(), least, no_answer=reader.no_answer_id
         )
-        made = request_maker(GenerationParams(), reader, 4, "local", None, check)(CONTEXT)
+        made = request_maker(GenerationParams(), reader, 4, "local", [policy])(CONTEXT)
         assert made.suppress_tokens == suppressed
     grammar = request_maker(GenerationParams(regex="[ab]+"), reader, 4, "local")(CONTEXT)
     assert grammar.suppress_tokens == set(), "its masks allow no control tokens"

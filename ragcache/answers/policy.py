@@ -1,0 +1,357 @@
+"""Policies of an answer: the features that change a request and finish its answer.
+
+A question without such features has no policy. A policy is made while nothing is leased, so that it
+refuses options before anything is computed. It then changes the engine's request, and finishes the
+answers that came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from ragcache.answers.confidence import (
+    UNCALIBRATED,
+    Calibration,
+    ConfidenceFeatures,
+    find_calibration,
+    lift_of,
+)
+from ragcache.answers.quotation_index import Quotation, QuotationText
+from ragcache.answers.quotations import AnswerSpan, Quotations, QuotationSources
+from ragcache.answers.support import LexicalSupport
+from ragcache.db import ModuleRow
+from ragcache.engine import (
+    Choice,
+    Context,
+    LLMEngine,
+    Request,
+    RequestHandle,
+    RequestOutput,
+    TokenDelta,
+)
+from ragcache.engine.sampler import SampledToken
+from ragcache.errors import InvalidRequest
+from ragcache.models import LoadedModel
+from ragcache.params import REFUSAL, GenerationParams
+from ragcache.retrieval import Selection
+
+Pass = RequestHandle[TokenDelta, RequestOutput]
+"""A request to the engine that an answer waits for."""
+
+_ALTERNATIVES = 20  # likeliest tokens among which the no-answer token is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOutput:
+    """A finished request, with the findings of its policies."""
+
+    output: RequestOutput
+    """The output of the engine. Refused answers are replaced."""
+    confidences: tuple[float, ...] = ()
+    """Confidence in each choice, 0 to 1. Empty without a `ConfidencePolicy`."""
+    features: tuple[ConfidenceFeatures, ...] = ()
+    """The features that each confidence was computed from."""
+    spans: tuple[AnswerSpan, ...] = ()
+    """Document positions of the choices. Empty without a `QuotationPolicy`."""
+
+
+class AnswerPolicy:
+    """One feature of the answers to one request. The base changes nothing."""
+
+    __slots__ = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether a stream shows nothing before the answer is finished."""
+        return False
+
+    @property
+    def follows_up(self) -> bool:
+        """Whether finishing the answer takes more passes of the engine."""
+        return False
+
+    def change_request(self, request: Request) -> Request:
+        """Returns the request with the changes that the feature needs."""
+        return request
+
+    def follow_up(self, output: RequestOutput) -> Sequence[Pass]:  # noqa: ARG002
+        """Submits the passes whose outputs `finish` needs."""
+        return ()
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Returns the answer with the feature's findings. passes: outputs of `follow_up`."""
+        return answer
+
+    def release(
+        self,
+        deltas: Sequence[TokenDelta],
+        answer: AnswerOutput,  # noqa: ARG002
+    ) -> list[TokenDelta]:
+        """Returns the deltas to show of a stream that was held until its answer was finished."""
+        return list(deltas)
+
+
+class AnsweredPrompt(Protocol):
+    """The properties of a prompt that policies depend on."""
+
+    @property
+    def kind(self) -> str:
+        """`question`, `chat`, or `prompt` for PML."""
+
+    @property
+    def answerable(self) -> bool:
+        """Whether there is anything to answer from."""
+
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """The modules in the prompt, best first."""
+
+    @property
+    def selection(self) -> Selection | None:
+        """The result of the search. None for chats and PML prompts."""
+
+    @property
+    def bare(self) -> Callable[[], Sequence[int]] | None:
+        """Makes the prompt's tokens without its modules. None for PML prompts."""
+
+
+def answer_policies(
+    prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel, engine: LLMEngine,
+    quotations: Quotations | None,
+) -> tuple[AnswerPolicy, ...]:  # fmt: skip
+    """Returns the policies of a prompt's answers, in the order in which they finish them.
+
+    Args:
+        prompt: The prompt that is answered.
+        params: The options of the call.
+        model: The model that answers.
+        engine: The engine that confidence policies submit their passes to.
+        quotations: Quotable texts of the namespace. Without them no answer is a quotation.
+
+    Raises:
+        InvalidRequest: An option does not go with the prompt or with another option.
+    """
+    quotation = confidence = None
+    if params.extractive or (params.extractive is None and model.extractive):
+        quotation = QuotationPolicy.for_prompt(prompt, params, quotations)
+    if params.confidence is not False:
+        extractive = quotation is not None
+        confidence = ConfidencePolicy.for_prompt(prompt, params, model, engine, extractive)
+    return tuple(each for each in (confidence, quotation) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class QuotationPolicy(AnswerPolicy):
+    """Answers are contiguous runs of the modules' texts."""
+
+    sources: QuotationSources
+    """The modules that may be quoted."""
+
+    @classmethod
+    def for_prompt(
+        cls, prompt: AnsweredPrompt, params: GenerationParams, quotations: Quotations | None
+    ) -> QuotationPolicy | None:
+        """The policy of a prompt whose answers may be quotations; None if they are not. Raises
+        `InvalidRequest` where quotations were asked for and cannot be given."""
+        if params.extractive:
+            _check_extractive(prompt, params)
+        elif prompt.kind != "question" or params.forms:
+            return None
+        if not prompt.modules or quotations is None:
+            return None
+        return cls(quotations.of(prompt.modules))
+
+    def change_request(self, request: Request) -> Request:
+        """Allows the tokens of quotations only, and ends their text at word boundaries."""
+        index = self.sources.index
+        constraint, text = partial(Quotation, index), partial(QuotationText, index)
+        return replace(request, constraint=constraint, text=text, suppress_tokens=frozenset())
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Returns the answer with its document positions."""
+        return replace(answer, spans=self.sources.spans(answer.output.choices))
+
+
+def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
+    """Raises `InvalidRequest` for a prompt or options that quotations do not go with."""
+    if params.forms:
+        raise InvalidRequest(
+            "an extractive answer is a quotation and keeps to no grammar; leave out either "
+            "extractive, or response format and grammar"
+        )
+    if prompt.kind == "prompt":
+        raise InvalidRequest(
+            "an extractive answer quotes documents, and a PML prompt reads a schema; ask a "
+            "collection instead, or leave out extractive"
+        )
+    if not prompt.modules and prompt.answerable:
+        raise InvalidRequest(
+            "an extractive answer quotes documents, and no ingested text was recognized in the "
+            "conversation; ask with a collection, or leave out extractive"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidencePolicy(AnswerPolicy):
+    """Answers have a confidence, and are refused if it is too low."""
+
+    calibration: Calibration
+    """The model of the confidence."""
+    features: ConfidenceFeatures
+    """The features of retrieval."""
+    min_confidence: float
+    """Answers below this confidence are refused, 0 to 1."""
+    support: LexicalSupport | None = None
+    """Finds the question's words around an answer. None without a search by words."""
+    refusal: str = REFUSAL
+    """The text of a refused answer."""
+    no_answer: int | None = None
+    """The model's no-answer token; see `LoadedModel`."""
+    score: Callable[[Sequence[int]], Pass] | None = None
+    """Submits a pass that scores tokens behind the prompt without documents. None for calibrations
+    without `lift`."""
+    logprobs: int | None = None
+    """Alternatives to each token that the caller asked for."""
+
+    @classmethod
+    def for_prompt(
+        cls, prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel,
+        engine: LLMEngine, extractive: bool,
+    ) -> ConfidencePolicy | None:  # fmt: skip
+        """The policy of a prompt whose answers have a confidence; None if it was not asked for and
+        nothing is calibrated. Raises `InvalidRequest` for a PML prompt."""
+        wanted = bool(params.confidence or params.min_confidence)
+        if wanted and prompt.kind == "prompt":
+            raise InvalidRequest(
+                "the confidence in an answer is that in what documents say, and a PML prompt reads "
+                "a schema; ask a collection instead, or leave out confidence and min_confidence"
+            )
+        selection, bare = prompt.selection, prompt.bare
+        if not prompt.modules or bare is None or not (wanted or selection):
+            return None
+        calibration, features, support = None, ConfidenceFeatures(), None
+        if selection is not None:
+            kept = selection.version.calibrations
+            if kept is not None or extractive:
+                calibration = find_calibration(kept, model, extractive=extractive)
+        if not wanted and (calibration is None or params.forms):
+            return None
+        if selection is not None:
+            features = ConfidenceFeatures.of_selection(selection)
+            if selection.words is not None:
+                support = LexicalSupport(selection.words, prompt.modules)
+        calibration = calibration or UNCALIBRATED
+        least = params.min_confidence
+        if least is None:
+            least = 0.0 if params.forms else calibration.min_confidence
+        score = partial(_score, engine, bare) if "lift" in calibration.weights else None
+        return cls(
+            calibration, features, least, support, params.refusal, model.no_answer_id, score,
+            params.logprobs,
+        )  # fmt: skip
+
+    @property
+    def holds(self) -> bool:
+        """Whether answers may be refused."""
+        return self.min_confidence > 0
+
+    @property
+    def follows_up(self) -> bool:
+        """Whether answers are scored without the documents."""
+        return self.score is not None
+
+    def change_request(self, request: Request) -> Request:
+        """Reports log-probabilities. Where answers may be refused, the model may say that there is
+        no answer."""
+        own = 0 if self.no_answer is None else _ALTERNATIVES
+        sampling = replace(request.sampling, logprobs=max(own, self.logprobs or 0))
+        suppressed = frozenset[int]() if self.holds else request.suppress_tokens
+        return replace(request, sampling=sampling, suppress_tokens=suppressed)
+
+    def follow_up(self, output: RequestOutput) -> Sequence[Pass]:
+        """Scores each answer that has tokens without the documents."""
+        score = self.score
+        said = [each.token_ids for each in output.choices if each.token_ids]
+        return () if score is None else [score(token_ids) for token_ids in said]
+
+    def finish(self, answer: AnswerOutput, passes: Sequence[RequestOutput]) -> AnswerOutput:
+        """Returns the answer with its confidences. Replaces refused choices."""
+        output, scored = answer.output, iter(passes)
+        found = [
+            self.features_of(each, next(scored, None) if each.token_ids else None)
+            for each in output.choices
+        ]
+        confidences = tuple(map(self.confidence_of, output.choices, found))
+        choices = tuple(
+            self._refused(choice) if confidence < self.min_confidence else self._shown(choice)
+            for choice, confidence in zip(output.choices, confidences, strict=True)
+        )
+        finished = max([output.finished_at, *(each.finished_at for each in passes)])
+        output = replace(output, choices=choices, finished_at=finished)
+        return replace(answer, output=output, confidences=confidences, features=tuple(found))
+
+    def features_of(
+        self, choice: Choice, scored: RequestOutput | None = None
+    ) -> ConfidenceFeatures:
+        """All features of an answer. scored: the pass without documents."""
+        support = None if self.support is None else self.support.share(choice.text)
+        features = replace(self.features.with_answer(choice, self.no_answer), support=support)
+        if scored is None or not choice.chosen:
+            return features
+        return replace(features, lift=lift_of(choice.chosen, scored.prompt_logprobs))
+
+    def confidence_of(self, choice: Choice, features: ConfidenceFeatures) -> float:
+        """The confidence in an answer; 0 if it is empty, or if the model said that there is no
+        answer."""
+        declined = self.no_answer is not None and self.no_answer in choice.token_ids
+        if declined or not choice.text.strip():
+            return 0.0
+        return self.calibration.confidence(features)
+
+    def release(self, deltas: Sequence[TokenDelta], answer: AnswerOutput) -> list[TokenDelta]:
+        """The deltas of accepted answers, and the refusals of the others."""
+        choices = answer.output.choices
+        refused = {n for n, each in enumerate(choices) if each.finish_reason == "no_answer"}
+        shown = [
+            each if each.chosen is None else replace(each, chosen=self._shown_token(each.chosen))
+            for each in deltas
+            if each.choice not in refused
+        ]
+        return [*shown, *(TokenDelta(n, None, choices[n].text) for n in sorted(refused))]
+
+    def _refused(self, choice: Choice) -> Choice:
+        refused = replace(choice, text=self.refusal, finish_reason="no_answer", stopped_by=None)
+        return replace(refused, chosen=(), ending=None)
+
+    def _shown(self, choice: Choice) -> Choice:
+        """The answer with the log-probabilities that the caller asked for."""
+        if self.logprobs is None:
+            return replace(choice, chosen=(), ending=None)
+        chosen = tuple(map(self._shown_token, choice.chosen))
+        ending = None if choice.ending is None else self._shown_token(choice.ending)
+        return replace(choice, chosen=chosen, ending=ending)
+
+    def _shown_token(self, token: SampledToken) -> SampledToken:
+        """The token with the log-probabilities that the caller asked for."""
+        if self.logprobs is None:
+            return SampledToken(token.token)
+        return replace(token, alternatives=token.alternatives[: self.logprobs])
+
+
+def _score(engine: LLMEngine, bare: Callable[[], Sequence[int]], answer: Sequence[int]) -> Pass:
+    """Submits a pass that scores an answer behind a prompt without modules."""
+    tokens = (*bare(), *answer)
+    context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
+    request = Request(context, max_tokens=1, prompt_logprobs=len(answer))
+    return engine.submit_request(request, follow_up=True)
