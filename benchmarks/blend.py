@@ -31,7 +31,7 @@ from harness import (
 from ragcache.modes import ReuseMode
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import blend_prompt
-from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
+from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.states import KVKey, KVStates
 
 MODES = ("rooted", "blend:5", "blend:15", "blend:30", "exact")
@@ -74,7 +74,7 @@ class Asker:
         begin = time.perf_counter()
         layout = self._lay_out(order, question, mode)
         read = [] if not mode.reads_states else [session.root, *(self.states[n] for n in order)]
-        prompt = BuiltPrompt("", mode, tuple(layout.own), layout.length, tuple(layout.spans))
+        prompt = layout.prompt()
         laid_out = time.perf_counter()
         if percent := mode.blend_percent:
             token_ids = [group.token_ids for group in layout.groups]
@@ -82,7 +82,7 @@ class Asker:
         chosen = time.perf_counter()
         self._answer(prompt, read, new_tokens)
         end = time.perf_counter()
-        return Asked(end - begin, chosen - laid_out, len(prompt.own), len(prompt.spans))
+        return Asked(end - begin, chosen - laid_out, len(prompt.computed_tokens), len(prompt.spans))
 
     def _lay_out(
         self, order: Sequence[int], question: Sequence[int], mode: ReuseMode
@@ -97,7 +97,7 @@ class Asker:
         lay_out(layout, groups, question, mode)
         return layout
 
-    def _answer(self, prompt: BuiltPrompt, read: Sequence[KVStates], new_tokens: int) -> None:
+    def _answer(self, prompt: TokenPrompt, read: Sequence[KVStates], new_tokens: int) -> None:
         keys = [KVKey(f"{number:064x}") for number in range(len(read))]
         context = build_context(prompt, keys, read)
         self.session.engine.submit_request(self.session.request(context, new_tokens)).result()

@@ -68,7 +68,7 @@ class RecomputationSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedQuestion:
+class ComparedQuestion:
     """A question, its accepted answers, and texts among which BM25 finds its modules."""
 
     question: str
@@ -77,10 +77,10 @@ class AskedQuestion:
 
 
 Split = Callable[[str], list[str]]
-QuestionSet = Callable[[Split], list[AskedQuestion]]
+QuestionSet = Callable[[Split], list[ComparedQuestion]]
 
 
-def over_documents(dataset: Dataset, split: Split) -> list[AskedQuestion]:
+def over_documents(dataset: Dataset, split: Split) -> list[ComparedQuestion]:
     """Questions over the modules of their own documents, or else of all."""
     parts = {each.id: tuple(split(each.text)) for each in dataset.documents}
 
@@ -89,7 +89,7 @@ def over_documents(dataset: Dataset, split: Split) -> list[AskedQuestion]:
         return sum((parts[each] for each in documents), ())
 
     return [
-        AskedQuestion(each.question, each.answers, texts(each.own or tuple(parts)))
+        ComparedQuestion(each.question, each.answers, texts(each.own or tuple(parts)))
         for each in dataset.questions
     ]
 

@@ -480,7 +480,7 @@ class RagCache:
         check_options(options, PromptOptions, "prompt")
         mode = ReuseMode.parse(options.get("mode", ISOLATED))
         source = options.get("source", "<string>")
-        prompt = self.internals.pml.prepare_prompt(text, mode, source)
+        prompt = self.internals.pml.build(text, mode, source)
         [pending] = self.internals.submitter.run([prompt], options.get("generation"))
         return pending
 

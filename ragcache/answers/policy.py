@@ -106,8 +106,8 @@ class AnsweredPrompt(Protocol):
         """`question`, `chat`, or `prompt` for PML."""
 
     @property
-    def answerable(self) -> bool:
-        """Whether there is anything to answer from."""
+    def has_documents(self) -> bool:
+        """False if retrieval found nothing for a question."""
 
     @property
     def modules(self) -> tuple[ModuleRow, ...]:
@@ -118,8 +118,8 @@ class AnsweredPrompt(Protocol):
         """The result of the search. None for chats and PML prompts."""
 
     @property
-    def bare(self) -> Callable[[], Sequence[int]] | None:
-        """Makes the prompt's tokens without its modules. None for PML prompts."""
+    def without_documents(self) -> Callable[[], Sequence[int]]:
+        """Makes the prompt's tokens without its modules."""
 
 
 def answer_policies(
@@ -195,7 +195,7 @@ def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
             "an extractive answer quotes documents, and a PML prompt reads a schema; ask a "
             "collection instead, or leave out extractive"
         )
-    if not prompt.modules and prompt.answerable:
+    if not prompt.modules and prompt.has_documents:
         raise InvalidRequest(
             "an extractive answer quotes documents, and no ingested text was recognized in the "
             "conversation; ask with a collection, or leave out extractive"
@@ -237,8 +237,8 @@ class ConfidencePolicy(AnswerPolicy):
                 "the confidence in an answer is that in what documents say, and a PML prompt reads "
                 "a schema; ask a collection instead, or leave out confidence and min_confidence"
             )
-        selection, bare = prompt.selection, prompt.bare
-        if not prompt.modules or bare is None or not (wanted or selection):
+        selection = prompt.selection
+        if not prompt.modules or not (wanted or selection):
             return None
         calibration, features, support = None, ConfidenceFeatures(), None
         if selection is not None:
@@ -255,7 +255,9 @@ class ConfidencePolicy(AnswerPolicy):
         least = params.min_confidence
         if least is None:
             least = 0.0 if params.forms else calibration.min_confidence
-        score = partial(_score, engine, bare) if "lift" in calibration.weights else None
+        score = None
+        if "lift" in calibration.weights:
+            score = partial(_score, engine, prompt.without_documents)
         return cls(
             calibration, features, least, support, params.refusal, model.no_answer_id, score,
             params.logprobs,
@@ -349,9 +351,11 @@ class ConfidencePolicy(AnswerPolicy):
         return replace(token, alternatives=token.alternatives[: self.logprobs])
 
 
-def _score(engine: LLMEngine, bare: Callable[[], Sequence[int]], answer: Sequence[int]) -> Pass:
+def _score(
+    engine: LLMEngine, without_documents: Callable[[], Sequence[int]], answer: Sequence[int]
+) -> Pass:
     """Submits a pass that scores an answer behind a prompt without modules."""
-    tokens = (*bare(), *answer)
+    tokens = (*without_documents(), *answer)
     context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
     request = Request(context, max_tokens=1, prompt_logprobs=len(answer))
     return engine.submit_request(request, follow_up=True)

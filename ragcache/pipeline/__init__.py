@@ -19,13 +19,13 @@ from ragcache.pipeline.module_states import ModuleEncoder, ScopeEncoder
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
 from ragcache.pipeline.pml import PmlPipeline, generated_schema, members
-from ragcache.pipeline.prompt import BuiltPrompt
+from ragcache.pipeline.prompt import AskedQuestion, Retrieved, TokenPrompt
 from ragcache.pipeline.submit import Submitter
 
 __all__ = [
-    "Answer", "AnswerSpan", "AnswerStream", "AskPipeline", "AsyncAnswerStream",
-    "BuiltPrompt", "ChatCall", "ChatPipeline", "ChatTemplate", "Citation", "Conversation",
-    "DeferredReleases", "Ingestion", "Message", "ModuleEncoder", "Modules",
-    "Namespace", "PendingAnswer", "PmlPipeline", "Reuse", "ScopeEncoder", "SharedServices", "Stats",
-    "Submitter", "Timings", "generated_schema", "members",
+    "Answer", "AnswerSpan", "AnswerStream", "AskPipeline", "AskedQuestion", "AsyncAnswerStream",
+    "ChatCall", "ChatPipeline", "ChatTemplate", "Citation", "Conversation", "DeferredReleases",
+    "Ingestion", "Message", "ModuleEncoder", "Modules", "Namespace", "PendingAnswer", "PmlPipeline",
+    "Retrieved", "Reuse", "ScopeEncoder", "SharedServices", "Stats", "Submitter", "Timings",
+    "TokenPrompt", "generated_schema", "members",
 ]  # fmt: skip

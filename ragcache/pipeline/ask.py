@@ -15,7 +15,14 @@ from ragcache.modes import ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
-from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
+from ragcache.pipeline.prompt import (
+    AskedQuestion,
+    ModuleGroup,
+    ModuleStates,
+    PromptLayout,
+    Retrieved,
+    TokenPrompt,
+)
 from ragcache.retrieval import Retriever, SearchParams, Selection
 
 
@@ -34,7 +41,7 @@ class AskPipeline:
     def prepare_prompts(
         self, questions: Sequence[str], collection: str, params: SearchParams, mode: ReuseMode,
         template_kwargs: Mapping[str, Any] | None = None, selection: Selection | None = None,
-    ) -> list[BuiltPrompt]:  # fmt: skip
+    ) -> list[TokenPrompt]:  # fmt: skip
         """Retrieves modules for each question, and builds its prompt. selection: the modules, where
         they were retrieved already. Raises `EmptyQuestion`, `InvalidRequest` or
         `UnknownCollection`."""
@@ -48,50 +55,41 @@ class AskPipeline:
         else:
             selections = [self.retriever.retrieve(q, collection, params) for q in questions]
         reranking = sum(selection.rerank_seconds for selection in selections)
-        timestamps = Timestamps(called, time.perf_counter(), rerank=reranking)
+        times = Timestamps(called, time.perf_counter(), rerank=reranking)
         prompts = []
         for selection in selections:
             self.scaffolds.follow(collection, selection.version)
             encoder = self.encoder.with_instruction(selection.version.instruction)
             if kwargs is not None:
                 encoder = encoder.with_template(kwargs)
-            prompt = self.build(selection, collection, mode, encoder)
-            prompts.append(replace(prompt, timestamps=timestamps))
+            asked = AskedQuestion(selection.query, mode, "question", collection, times)
+            prompts.append(self.build(asked, selection, encoder))
         return prompts
 
     def build(
-        self, selection: Selection, collection: str, mode: ReuseMode,
-        encoder: ModuleEncoder | None = None,
-    ) -> BuiltPrompt:  # fmt: skip
-        """The prompt of one question over its selection. Nothing is leased or computed. encoder:
-        of this call's template; None is that of all."""
-        encoder = encoder or self.encoder
-        groups = self._groups(selection, collection, encoder)
+        self, question: AskedQuestion, selection: Selection, encoder: ModuleEncoder | None = None
+    ) -> TokenPrompt:
+        """Build the prompt of one question over its selection. Leases and computes nothing.
+
+        encoder: Encoder for this call's template. Defaults to the namespace's encoder.
+        """
+        mode, encoder = question.mode, encoder or self.encoder
+        groups = self._groups(selection, question.collection, encoder)
         layout = PromptLayout(encoder.preamble_ids)
-        question = question_ids(encoder.model, encoder.frame, selection.query, self.today)
-        recomputed = lay_out(layout, groups, question, mode)
+        asked = question_ids(encoder.model, encoder.frame, question.text, self.today)
+        lay_out(layout, groups, asked, mode)
         states = None
         if selection.hits and mode.encoding is not None:
             states = ModuleStates(
                 encoder, self.catalog, tuple(layout.groups), mode.encoding,
-                self.scaffolds, collection,
+                self.scaffolds, question.collection,
             )  # fmt: skip
-        return BuiltPrompt(
-            question=selection.query,
-            mode=mode,
-            own=tuple(layout.own),
-            end=layout.length,
-            spans=tuple(layout.spans),
-            recomputed=recomputed,
-            states=states,
-            sources=_sources(selection, groups, read=mode.reads_states),
-            collection=collection,
-            shares=mode.reads_states,
-            answerable=bool(selection.hits),
-            modules=tuple(hit.module for hit in selection.hits),
-            selection=selection,
-            bare=lambda: (*encoder.preamble_ids, *question),
-        )
+        citations = _citations(selection, groups, read=mode.reads_states)
+        retrieved = Retrieved(tuple(hit.module for hit in selection.hits), citations, selection)
+        return replace(
+            layout.prompt(), states=states, question=question, retrieved=retrieved,
+            without_documents=lambda: (*encoder.preamble_ids, *asked),
+        )  # fmt: skip
 
     def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """All variables of this call's template; None where they are those of all."""
@@ -127,9 +125,8 @@ def question_ids(
 
 def lay_out(
     layout: PromptLayout, groups: Sequence[ModuleGroup], question: Sequence[int], mode: ReuseMode
-) -> int:
-    """Lays out the preamble, the groups and the question; returns how many tokens of documents are
-    computed."""
+) -> None:
+    """Lays out the preamble, the groups and the question, whose tokens are given, in a mode."""
     preamble = layout.groups[0].token_ids
     if mode.reads_states:
         layout.read(0, 0, len(preamble))
@@ -140,12 +137,11 @@ def lay_out(
         count = mode.leading_tokens(size, follows_preamble=number == 0)
         layout.compute(group.token_ids[:count])
         layout.read(layout.add(group), count, size)
-    recomputed = len(layout.own)
+    layout.recomputed = len(layout.own)
     layout.compute(question)
-    return recomputed
 
 
-def _sources(
+def _citations(
     selection: Selection, groups: Sequence[ModuleGroup], *, read: bool
 ) -> tuple[tuple[Citation, int | None], ...]:
     hits = iter(selection.hits)

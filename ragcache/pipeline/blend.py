@@ -24,7 +24,7 @@ from torch.nn import functional
 from ragcache.attention import rotate
 from ragcache.engine import EncodeJob, Segment
 from ragcache.models import CausalLM
-from ragcache.pipeline.prompt import BuiltPrompt, CachedSpan
+from ragcache.pipeline.prompt import CachedSpan, TokenPrompt
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, restored, wait_for_arrival
 
@@ -39,16 +39,16 @@ class Encoder(Protocol):
         """The states of each job, in order."""
 
 
-def most_blended(prompt: BuiltPrompt, percent: int) -> int:
+def most_blended(prompt: TokenPrompt, percent: int) -> int:
     """The most tokens that `blend_prompt` computes again; none with 0 percent."""
     tokens = sum(span.length for span in _module_spans(prompt))
     return min(tokens, _wanted(tokens, percent) + RUN - 1) if percent else 0
 
 
 def blend_prompt(
-    prompt: BuiltPrompt, percent: int, states: Sequence[StoredStates],
+    prompt: TokenPrompt, percent: int, states: Sequence[StoredStates],
     token_ids: Sequence[Sequence[int]], model: CausalLM, encoder: Encoder,
-) -> BuiltPrompt:  # fmt: skip
+) -> TokenPrompt:  # fmt: skip
     """The prompt with the module tokens computed that deviate most.
 
     Args:
@@ -116,16 +116,16 @@ def _joined(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _module_spans(prompt: BuiltPrompt) -> list[CachedSpan]:
+def _module_spans(prompt: TokenPrompt) -> list[CachedSpan]:
     return [span for span in prompt.spans if span.group]
 
 
 def _in_context(
-    prompt: BuiltPrompt, states: Sequence[StoredStates], token_ids: Sequence[Sequence[int]],
+    prompt: TokenPrompt, states: Sequence[StoredStates], token_ids: Sequence[Sequence[int]],
     end: int,
 ) -> tuple[Segment | None, list[int]]:  # fmt: skip
     """The preamble, where the prompt begins with it, and all tokens between it and `end`."""
-    placed = dict(prompt.own)
+    placed = dict(prompt.computed_tokens)
     for span in _module_spans(prompt):
         placed |= enumerate(token_ids[span.group][span.begin : span.end], span.start)
     begin = next((span.length for span in prompt.spans if not span.group), 0)
@@ -162,9 +162,9 @@ def _turned(model: CausalLM, keys: Tensor, delta: int, layer: int) -> Tensor:
 
 
 def _with_own(
-    prompt: BuiltPrompt, chosen: dict[CachedSpan, list[tuple[int, int]]],
+    prompt: TokenPrompt, chosen: dict[CachedSpan, list[tuple[int, int]]],
     token_ids: Sequence[Sequence[int]],
-) -> BuiltPrompt:  # fmt: skip
+) -> TokenPrompt:  # fmt: skip
     """The prompt with runs of its spans, from the span's begin on, computed instead of read."""
     spans: list[CachedSpan] = []
     own: list[tuple[int, int]] = []
@@ -177,7 +177,7 @@ def _with_own(
             tokens = token_ids[span.group][first : span.begin + end]
             own += enumerate(tokens, span.start + begin)
     return replace(
-        prompt, spans=tuple(spans), own=tuple(sorted((*prompt.own, *own))),
+        prompt, spans=tuple(spans), computed_tokens=tuple(sorted((*prompt.computed_tokens, *own))),
         recomputed=prompt.recomputed + len(own),
     )  # fmt: skip
 

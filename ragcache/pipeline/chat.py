@@ -11,11 +11,18 @@ from typing import Any
 
 from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
-from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, Message, find_mark
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
+from ragcache.pipeline.prompt import (
+    AskedQuestion,
+    ModuleGroup,
+    ModuleStates,
+    PromptLayout,
+    Retrieved,
+    TokenPrompt,
+)
 from ragcache.recognition import Found, Recognizer
 
 Conversation = Sequence[Message] | str
@@ -69,18 +76,20 @@ class ChatPipeline:
 
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
-    ) -> list[BuiltPrompt]:
+    ) -> list[TokenPrompt]:
         """Renders each conversation, finds modules in it, and builds its prompt. Raises
         `InvalidRequest` or `UnsupportedModel`."""
         called = time.perf_counter()
         chats = [self._render(each, options) for each in conversations]
-        timestamps = Timestamps(called, time.perf_counter())
-        prompts = [self.build(chat, options) for chat in chats]
-        return [replace(prompt, timestamps=timestamps) for prompt in prompts]
+        times = Timestamps(called, time.perf_counter())
+        return [
+            self.build(chat, AskedQuestion(chat.question, options.mode, "chat", times=times))
+            for chat in chats
+        ]
 
-    def build(self, chat: RenderedChat, options: ChatCall) -> BuiltPrompt:
-        """The prompt of one conversation. Nothing is leased or computed."""
-        mode, encoding = options.mode, options.mode.encoding
+    def build(self, chat: RenderedChat, question: AskedQuestion) -> TokenPrompt:
+        """Build the prompt of one conversation. Leases and computes nothing."""
+        mode, encoding = question.mode, question.mode.encoding
         read = [] if encoding is None else chat.found
         layout = PromptLayout(self.encoder.preamble_ids)
         groups = lay_out_chat(
@@ -93,21 +102,14 @@ class ChatPipeline:
         states = None
         if layout.spans and encoding is not None:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)
-        return BuiltPrompt(
-            question=chat.question,
-            mode=EXACT if states is None else mode,
-            own=tuple(layout.own),
-            end=layout.length,
-            spans=tuple(layout.spans),
-            states=states,
-            sources=tuple(zip(cited, groups or [None] * len(cited), strict=True)),
-            kind="chat",
-            shares=mode.reads_states,
-            modules=tuple(found),
-            bare=lambda: tuple(self._bare(chat)),
-        )
+        citations = zip(cited, groups or [None] * len(cited), strict=True)
+        return replace(
+            layout.prompt(), states=states, question=question,
+            retrieved=Retrieved(tuple(found), tuple(citations)),
+            without_documents=lambda: tuple(self._without_modules(chat)),
+        )  # fmt: skip
 
-    def _bare(self, chat: RenderedChat) -> Iterator[int]:
+    def _without_modules(self, chat: RenderedChat) -> Iterator[int]:
         """The tokens of a conversation without the modules in it."""
         done = 0
         yield from chat.lead

@@ -25,7 +25,7 @@ from ragcache.models import LoadedModel, prompt_frame
 from ragcache.modes import AFTER_PREAMBLE, GATED, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
 from ragcache.pipeline.blend import blend_prompt
-from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
+from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
 
 logger = logging.getLogger(__name__)
@@ -310,9 +310,7 @@ class _Measurement:
         contexts = []
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
-            prompt = BuiltPrompt(
-                "", mode, tuple(layout.own), layout.length, spans=tuple(layout.spans)
-            )
+            prompt = layout.prompt()
             if percent := mode.blend_percent:
                 token_ids = [group.token_ids for group in layout.groups]
                 prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)

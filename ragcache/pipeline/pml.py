@@ -13,7 +13,7 @@ from ragcache.modes import EXACT, ISOLATED, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
-from ragcache.pipeline.prompt import BuiltPrompt, CachedSpan
+from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved, TokenPrompt
 from ragcache.store import Lease
 from ragcache_schemas import (
     Module,
@@ -137,15 +137,10 @@ class PmlPipeline:
         self.encoder.store.discard(self.texts.delete_schema(name))
         self._loaded.pop(name, None)
 
-    def prepare_prompt(self, text: str, mode: ReuseMode, source: str = "<string>") -> BuiltPrompt:
-        """As `build`, with the times when it began and ended."""
-        called = time.perf_counter()
-        prompt = self.build(text, mode, source)
-        return replace(prompt, timestamps=Timestamps(called, time.perf_counter()))
-
-    def build(self, text: str, mode: ReuseMode, source: str = "<string>") -> BuiltPrompt:
-        """The prompt of a PML text. Nothing is leased or computed. Raises `PMLError`,
+    def build(self, text: str, mode: ReuseMode, source: str = "<string>") -> TokenPrompt:
+        """Build the prompt of a PML text. Leases and computes nothing. Raises `PMLError`,
         `ConfigurationError` or `UnknownSchema`."""
+        called = time.perf_counter()
         if mode not in (ISOLATED, EXACT):
             raise ConfigurationError(
                 "a schema's modules are encoded at their places in the schema: use the mode "
@@ -155,10 +150,13 @@ class PmlPipeline:
         prompt = parse_prompt(text, source=source)
         loaded = self.load(prompt.schema)
         spelled = render_prompt_turns(prompt, loaded.schema, self.template.render)
-        return self.build_plan(loaded.index, resolve_prompt(loaded.index, spelled), mode)
+        plan = resolve_prompt(loaded.index, spelled)
+        built = self.build_plan(loaded.index, plan, mode)
+        times = Timestamps(called, time.perf_counter())
+        return replace(built, question=replace(built.question, times=times))
 
-    def build_plan(self, index: SchemaIndex, plan: Plan, mode: ReuseMode) -> BuiltPrompt:
-        """The prompt of a resolved plan."""
+    def build_plan(self, index: SchemaIndex, plan: Plan, mode: ReuseMode) -> TokenPrompt:
+        """Build the prompt of a resolved plan."""
         if not mode.reads_states:
             plan = replace(plan, pieces=tuple(replace(p, cached=False) for p in plan.pieces))
         groups = self.groups(index, plan)
@@ -170,18 +168,14 @@ class PmlPipeline:
             for path in plan.modules
         ]
         states = SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))
-        return BuiltPrompt(
-            question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),
-            mode=mode,
-            own=tuple(own),
-            end=max(plan.length, own[-1][0] + 1),
-            spans=tuple(spans),
-            states=states if mode.reads_states else None,
-            sources=tuple(zip(citations, map(group_of.get, plan.modules), strict=True)),
-            kind="prompt",
-            collection=plan.schema,
-            shares=mode.reads_states,
-        )
+        text = "".join(p.text for p in plan.pieces if p.kind == "new").strip()
+        cited = zip(citations, map(group_of.get, plan.modules), strict=True)
+        return TokenPrompt(
+            tuple(own), tuple(spans), max(plan.length, own[-1][0] + 1),
+            states if mode.reads_states else None,
+            question=AskedQuestion(text, mode, "prompt"),
+            retrieved=Retrieved(citations=tuple(cited)),
+        )  # fmt: skip
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[ScopeGroup]:
         """The modules of a plan as they are encoded: those of a scaffold together (§3.3), the

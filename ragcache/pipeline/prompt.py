@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
-from ragcache.modes import Encoding, ReuseMode
+from ragcache.modes import EXACT, ROOTED, Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.retrieval import Selection
@@ -120,53 +120,97 @@ class ModuleStates:
         return [group.token_ids for group in groups], [group.start for group in groups]
 
 
+PromptKind = Literal["question", "chat", "prompt"]
+"""Origin of a prompt: a question to a collection, a conversation, or a PML prompt."""
+
+
 @dataclass(frozen=True, slots=True)
-class BuiltPrompt:
-    """A prompt before anything is leased or computed, and what its answer says about it.
+class AskedQuestion:
+    """What was asked, and how."""
 
-    own: tokens to compute as (position, token), by position. end: where the answer continues.
-    spans: what is read. recomputed: how many own tokens are those of documents. states: None where
-    nothing is read.
-
-    kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
-    it is read from, None where it is computed. shares: whether the states of its own tokens may be
-    shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
-    modules: those that an extractive answer may quote, the best first. selection: the result of the
-    search, None for chats and PML prompts. bare: makes the prompt's tokens without
-    its modules, for the answer to be scored behind them; None where that is not offered.
-    """
-
-    question: str
-    mode: ReuseMode
-    own: tuple[tuple[int, int], ...]
-    end: int
-    spans: tuple[CachedSpan, ...] = ()
-    recomputed: int = 0
-    states: PromptStates | None = None
-    sources: tuple[tuple[Citation, int | None], ...] = ()
-    kind: str = "question"
+    text: str = ""
+    """The question, the user's last message, or the new text of a PML prompt."""
+    mode: ReuseMode = ROOTED
+    """The mode that the caller asked for."""
+    kind: PromptKind = "question"
     collection: str = ""
-    shares: bool = True
-    answerable: bool = True
+    """The collection that is searched. Empty for chats and PML prompts."""
+    times: Timestamps = field(default_factory=Timestamps)
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """The modules that an answer is read from, and what retrieval tells about them."""
+
     modules: tuple[ModuleRow, ...] = ()
+    """Modules that an extractive answer may quote, the best one first. Empty for PML prompts."""
+    citations: tuple[tuple[Citation, int | None], ...] = ()
+    """Sources of the answer, each with the group that it is read from, or with None if all of its
+    tokens are computed."""
     selection: Selection | None = None
-    bare: Callable[[], Sequence[int]] | None = None
-    timestamps: Timestamps = field(default_factory=Timestamps)
+    """The result of the search. None for chats and PML prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt before any states are leased or any tokens computed."""
+
+    computed_tokens: tuple[tuple[int, int], ...]
+    """Tokens to compute, as (position, token), by position."""
+    spans: tuple[CachedSpan, ...]
+    """Spans that are read from kept states."""
+    end: int
+    """Position at which the answer continues."""
+    states: PromptStates | None = None
+    """The states that the spans read. None for a prompt without spans."""
+    recomputed: int = 0
+    """Number of computed tokens that are the documents'."""
+    question: AskedQuestion = field(default_factory=AskedQuestion)
+    retrieved: Retrieved = field(default_factory=Retrieved)
+    without_documents: Callable[[], Sequence[int]] = tuple
+    """Make the prompt's tokens without its modules. Answers are scored after them."""
+
+    @property
+    def kind(self) -> PromptKind:
+        """Origin of the prompt."""
+        return self.question.kind
+
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """Modules that the answer may quote, the best one first."""
+        return self.retrieved.modules
+
+    @property
+    def selection(self) -> Selection | None:
+        """The result of the search. None for chats and PML prompts."""
+        return self.retrieved.selection
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether other requests may share the states of the computed tokens."""
+        return self.question.mode.reads_states
+
+    @property
+    def has_documents(self) -> bool:
+        """False if retrieval found nothing for a question, which is then answered at once."""
+        return self.kind != "question" or bool(self.modules)
 
     @property
     def answer_mode(self) -> str:
         """The mode as answers name it: `recognized:MODE` for a chat that reads states."""
-        recognized = self.kind == "chat" and self.mode.reads_states
-        return f"recognized:{self.mode}" if recognized else str(self.mode)
+        mode = self.question.mode
+        if self.kind != "chat":
+            return str(mode)
+        return str(EXACT) if self.states is None else f"recognized:{mode}"
 
     @property
     def read_tokens(self) -> int:
-        """Tokens whose states are read."""
+        """Number of tokens whose states are read."""
         return sum(span.length for span in self.spans)
 
 
 def build_context(
-    prompt: BuiltPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
+    prompt: TokenPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
 ) -> Context:
     """What the engine attends to. keys, states: those of the prompt's lease, in order."""
     known = None if prompt.states is None else prompt.states.token_ids
@@ -176,7 +220,7 @@ def build_context(
         )
         for span in prompt.spans
     ]
-    positions, own = zip(*prompt.own, strict=True)
+    positions, own = zip(*prompt.computed_tokens, strict=True)
     return Context(tuple(segments), own, positions, prompt.end)
 
 
@@ -184,6 +228,7 @@ class PromptLayout:
     """Lays out a prompt without gaps, from front to back.
 
     groups: the preamble, then what `add` took. own: (position, token). length: in tokens.
+    recomputed: how many own tokens are those of documents.
     """
 
     def __init__(self, preamble: Iterable[int] = ()) -> None:
@@ -191,6 +236,7 @@ class PromptLayout:
         self.spans: list[CachedSpan] = []
         self.own: list[tuple[int, int]] = []
         self.length = 0
+        self.recomputed = 0
 
     def add(self, group: ModuleGroup) -> int:
         """Takes a group whose states are leased; returns its index."""
@@ -214,3 +260,8 @@ class PromptLayout:
             last = self.spans.pop()
             self.spans.append(last.shortened())
             self.own.append((self.length - 1, self.groups[last.group].token_ids[last.end - 1]))
+
+    def prompt(self) -> TokenPrompt:
+        """The prompt that was laid out, without its question."""
+        own, spans = tuple(self.own), tuple(self.spans)
+        return TokenPrompt(own, spans, self.length, recomputed=self.recomputed)

@@ -32,7 +32,7 @@ from ragcache.params import GenerationParams
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
 from ragcache.pipeline.gate import ModeGate
-from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
+from ragcache.pipeline.prompt import PromptStates, TokenPrompt, build_context
 from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
 
@@ -111,7 +111,7 @@ class Submitter:
     """The gate of reuse modes. Without it every mode is allowed."""
 
     def run(
-        self, prompts: Sequence[BuiltPrompt], generation: GenerationParams | None = None
+        self, prompts: Sequence[TokenPrompt], generation: GenerationParams | None = None
     ) -> list[PendingAnswer]:
         """Submits prompts, in order; all or none.
 
@@ -152,27 +152,27 @@ class Submitter:
         checker, end = self.engine.core.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_tokens=most)
 
-    def _check_modes(self, prompts: Sequence[BuiltPrompt]) -> None:
+    def _check_modes(self, prompts: Sequence[TokenPrompt]) -> None:
         """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
         if self.gate is not None:
-            reading = [p for p in prompts if p.answerable and p.states is not None]
-            for mode in {prompt.mode for prompt in reading}:
+            reading = [p for p in prompts if p.has_documents and p.states is not None]
+            for mode in {prompt.question.mode for prompt in reading}:
                 self.gate.check_mode(mode)
 
     def _validate_request(
         self,
-        prompt: BuiltPrompt,
+        prompt: TokenPrompt,
         generation: GenerationParams,
         policies: Sequence[AnswerPolicy],
     ) -> MakeRequest:
         """Checks sizes and options while nothing is leased. Returns the maker of the request."""
-        checker, percent = self.engine.core.checker, prompt.mode.blend_percent
+        checker, percent = self.engine.core.checker, prompt.question.mode.blend_percent
         blended = most_blended(prompt, percent) if percent else 0
-        computed, recomputed = len(prompt.own) + blended, prompt.recomputed + blended
+        computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended
         default = self.config.max_tokens
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
-        tenant = self.namespace if prompt.shares else None
+        tenant = self.namespace if prompt.cacheable else None
         request = request_maker(generation, self.model, default, tenant, policies)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + prompt.recomputed,
@@ -181,10 +181,10 @@ class Submitter:
         return request
 
     def _lease_and_submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, policies: Sequence[AnswerPolicy]
+        self, prompt: TokenPrompt, request: MakeRequest, policies: Sequence[AnswerPolicy]
     ) -> PendingAnswer:
         """Leases the states that the prompt reads, and queues the request."""
-        if not prompt.answerable:
+        if not prompt.has_documents:
             return self._answer_at_once(prompt)
         if prompt.states is None:
             return self._submit(prompt, request, policies, None)
@@ -198,7 +198,7 @@ class Submitter:
 
     def _submit(
         self,
-        prompt: BuiltPrompt,
+        prompt: TokenPrompt,
         request: MakeRequest,
         policies: Sequence[AnswerPolicy],
         lease: Lease | None,
@@ -212,19 +212,19 @@ class Submitter:
         handle = self.engine.submit_request(request(context))
         return PendingAnswer(prepared, handle, lease, self.deferred)
 
-    def _apply_blend(self, prompt: BuiltPrompt, lease: Lease) -> BuiltPrompt:
+    def _apply_blend(self, prompt: TokenPrompt, lease: Lease) -> TokenPrompt:
         """Lays out a prompt of mode `blend:R`, which takes its states; returns any other as it
         is."""
-        percent = prompt.mode.blend_percent
+        percent = prompt.question.mode.blend_percent
         if not percent or prompt.states is None:
             return prompt
         token_ids, model = prompt.states.token_ids, self.model.causal
         return blend_prompt(prompt, percent, lease.states, token_ids, model, self.engine)
 
-    def _answer_at_once(self, prompt: BuiltPrompt) -> PendingAnswer:
+    def _answer_at_once(self, prompt: TokenPrompt) -> PendingAnswer:
         """Retrieval found no module that shares anything with the question: nothing is made up."""
-        now = prompt.timestamps.retrieved
-        empty = replace(prompt, own=(), spans=())
+        now = prompt.question.times.retrieved
+        empty = replace(prompt, computed_tokens=(), spans=())
         prepared = prepare_answer(empty, None, now)
         channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
         channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
@@ -232,7 +232,7 @@ class Submitter:
 
 
 def prepare_answer(
-    prompt: BuiltPrompt, lease: Lease | None, assembled: float,
+    prompt: TokenPrompt, lease: Lease | None, assembled: float,
     policies: Sequence[AnswerPolicy] = (),
 ) -> PreparedAnswer:  # fmt: skip
     """What the answer says besides what is generated, now that it is known which tier each of the
@@ -242,17 +242,17 @@ def prepare_answer(
     for span in prompt.spans:
         tokens[tiers[span.group]] += span.length
     return PreparedAnswer(
-        prompt.question,
+        prompt.question.text,
         sources=tuple(
             cited if group is None else replace(cited, tier=tiers[group])
-            for cited, group in prompt.sources
+            for cited, group in prompt.retrieved.citations
         ),
         mode=prompt.answer_mode,
-        prompt_tokens=len(prompt.own) + prompt.read_tokens,
+        prompt_tokens=len(prompt.computed_tokens) + prompt.read_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
         created_tokens=tokens["encoded"], tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
-        timestamps=replace(prompt.timestamps, assembled=assembled),
+        timestamps=replace(prompt.question.times, assembled=assembled),
         policies=tuple(policies),
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
 from quotations import QuotationsSetting, bench_quotations
 from recomputation import (
-    AskedQuestion,
+    ComparedQuestion,
     RecomputationSetting,
     bench_recomputation,
     choose_tokens,
@@ -175,7 +175,7 @@ def test_what_is_computed_again_comes_nearer_to_exact(
         "The oar is made of ash and was painted white by the man who keeps the boat.\n\n",
         "Ash trees grow here by the water, and their wood is what a boat is mended with.\n\n",
     )
-    asked = AskedQuestion("What is the oar of the boat made of?", ("ash",), texts)
+    asked = ComparedQuestion("What is the oar of the boat made of?", ("ash",), texts)
     setting = RecomputationSetting(shares=(0.2, 1.0), questions=1, answer_tokens=2)
     result = bench_recomputation(tiny_reader, {"boats": lambda _: [asked]}, setting)
     kl = {(row["variant"], row["share"]): row["kl"] for row in result["means"]}

@@ -233,8 +233,7 @@ def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag:
     asked = GenerationParams(extractive=True, confidence=True, logprobs=0)
     answer = rag.ask(QUESTION, generation=asked, **ASK)
     [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), ROOTED)
-    assert prompt.bare is not None
-    tokens = [*prompt.bare(), *answer.choices[0].token_ids]
+    tokens = [*prompt.without_documents(), *answer.choices[0].token_ids]
     causal = rag.internals.shared.model.causal
     logits = causal.model(torch.tensor([tokens])).logits[0].detach().log_softmax(-1)
     count = len(answer.choices[0].token_ids)

@@ -29,7 +29,7 @@ from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ROOTED, ReuseMode
-from ragcache.pipeline import AskPipeline, BuiltPrompt, ChatTemplate, ModuleEncoder
+from ragcache.pipeline import AskedQuestion, AskPipeline, ChatTemplate, ModuleEncoder, TokenPrompt
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
@@ -106,7 +106,7 @@ def test_nothing_is_encoded_again_after_midnight(
                 rag.schemas.add(SCHEMA)
             ask = replace(rag.internals.ask, today=partial(date, 2026, 11, day))
             [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), ROOTED)
-            asked.append(model.decode([token for _, token in question.own]))
+            asked.append(model.decode([token for _, token in question.computed_tokens]))
             found = rag.ask(QUESTION, collection="notes", k=1)
             planned = rag.prompt(prompt)
             chat = rag.chat([{"role": "user", "content": DOCUMENTS[1].text}])
@@ -263,16 +263,14 @@ def groups_of(modules: list[tuple[int, ...]], start: int) -> list[ModuleGroup]:
 
 def linked_context(
     states: list[KVStates], modules: list[tuple[int, ...]], own: list[int], linked: int
-) -> tuple[Context, BuiltPrompt]:
+) -> tuple[Context, TokenPrompt]:
     """states: of the preamble and of each module. The preamble's tokens do not matter where they
     are read."""
     layout = PromptLayout([0] * states[0].length)
     groups = groups_of(modules, states[0].length)
     mode = ReuseMode.parse(f"linked:{linked}") if linked else ROOTED
-    recomputed = lay_out(layout, groups, own, mode)
-    prompt = BuiltPrompt(
-        "", mode, tuple(layout.own), layout.length, tuple(layout.spans), recomputed
-    )
+    lay_out(layout, groups, own, mode)
+    prompt = layout.prompt()
     keys = [KVKey(f"{number:064x}") for number in range(len(states))]
     return build_context(prompt, keys, states), prompt
 
@@ -386,10 +384,14 @@ def selection_of(*numbers: int) -> Selection:
     return Selection(QUESTION, hits, CollectionVersion(1, 1))
 
 
-def all_tokens(prompt: BuiltPrompt) -> list[int]:
+def asked_in(mode: str) -> AskedQuestion:
+    return AskedQuestion(QUESTION, ReuseMode.parse(mode), collection="notes")
+
+
+def all_tokens(prompt: TokenPrompt) -> list[int]:
     """Every token of a prompt in order; each position is there once."""
     groups = prompt.states.groups if isinstance(prompt.states, ModuleStates) else ()
-    places = dict(prompt.own)
+    places = dict(prompt.computed_tokens)
     for span in prompt.spans:
         read = groups[span.group].token_ids[span.begin : span.end]
         at = range(span.start, span.start + span.length)
@@ -408,11 +410,11 @@ def test_every_mode_builds_the_same_tokens(
     texts = [model.encode_untrusted(ROWS[n - 1].text) for n in numbers]
     asked = model.encode(f"{frame.question}{QUESTION}{frame.epilogue}")
     expected = [*model.encode(frame.preamble), *chain(*texts)]
-    prompt = pipeline.build(selection_of(*numbers), "notes", ReuseMode.parse(mode))
+    prompt = pipeline.build(asked_in(mode), selection_of(*numbers))
     assert all_tokens(prompt) == [*expected, *asked]
-    assert (prompt.question, str(prompt.mode), prompt.kind) == (QUESTION, mode, "question")
-    assert (prompt.collection, prompt.answerable) == ("notes", True)
-    assert len(prompt.own) - prompt.recomputed == len(asked)
+    assert (prompt.question.text, prompt.answer_mode) == (QUESTION, mode)
+    assert prompt.has_documents
+    assert len(prompt.computed_tokens) - prompt.recomputed == len(asked)
 
 
 NOTES = [
@@ -463,33 +465,36 @@ def test_added_tokens_in_documents_and_questions_are_ordinary_text(
 
 
 def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(3, 1), "notes", ROOTED)
+    prompt = pipeline.build(asked_in("rooted"), selection_of(3, 1))
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (3,), (1,)]
     assert [group.start for group in prompt.states.groups] == [s.start for s in prompt.spans]
-    assert (prompt.states.encoding, prompt.recomputed, prompt.shares) == ("rooted", 0, True)
-    assert prompt.sources == (
+    assert (prompt.states.encoding, prompt.recomputed, prompt.cacheable) == ("rooted", 0, True)
+    assert prompt.retrieved.citations == (
         (Citation("leave", "leave#1", "/leave", 1 / 3, "computed"), 1),
         (Citation("boats", "boats#1", "/boats", 1.0, "computed"), 2),
     )
 
 
 def test_an_exact_prompt_reads_nothing(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(1, 2), "notes", EXACT)
-    assert (prompt.states, prompt.spans, prompt.shares) == (None, (), False)
-    assert [(cited.scaffold, group) for cited, group in prompt.sources] == [("", None)] * 2
-    assert len(prompt.own) == prompt.end
+    prompt = pipeline.build(asked_in("exact"), selection_of(1, 2))
+    assert (prompt.states, prompt.spans, prompt.cacheable) == (None, (), False)
+    assert [(cited.scaffold, group) for cited, group in prompt.retrieved.citations] == [
+        ("", None)
+    ] * 2
+    assert len(prompt.computed_tokens) == prompt.end
 
 
 def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(1, 2, 3), "notes", ReuseMode.parse("linked:5"))
+    prompt = pipeline.build(asked_in("linked:5"), selection_of(1, 2, 3))
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (1, 2), (3,)]
-    assert [group for _, group in prompt.sources] == [1, 1, 2]
-    assert [cited.scaffold for cited, _ in prompt.sources] == ["boats#1 keys#1"] * 2 + [""]
+    citations = prompt.retrieved.citations
+    assert [group for _, group in citations] == [1, 1, 2]
+    assert [cited.scaffold for cited, _ in citations] == ["boats#1 keys#1"] * 2 + [""]
     assert prompt.recomputed == 5, "of the last module; the first group comes after the preamble"
 
 
 def test_a_prompt_without_modules_has_no_answer(pipeline: AskPipeline) -> None:
-    prompt = pipeline.build(selection_of(), "notes", ROOTED)
-    assert (prompt.answerable, prompt.states, prompt.sources) == (False, None, ())
+    prompt = pipeline.build(asked_in("rooted"), selection_of())
+    assert (prompt.has_documents, prompt.states, prompt.retrieved.citations) == (False, None, ())

@@ -16,8 +16,8 @@ from ragcache import RagCache
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import PromptTooLong
 from ragcache.models import CausalLM, LoadedModel, prompt_frame, wrap_causal
-from ragcache.modes import EXACT, ROOTED, ReuseMode
-from ragcache.pipeline import BuiltPrompt, blend
+from ragcache.modes import ROOTED
+from ragcache.pipeline import TokenPrompt, blend
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import RUN, blend_prompt, choose_runs, most_blended
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
@@ -44,15 +44,13 @@ class Here:
 
 def built(
     modules: Sequence[tuple[int, ...]], preamble: Sequence[int] = PREAMBLE
-) -> tuple[BuiltPrompt, list[tuple[int, ...]]]:
+) -> tuple[TokenPrompt, list[tuple[int, ...]]]:
     """A prompt in mode `rooted`, and the tokens of what it reads."""
     layout = PromptLayout(preamble)
     starts = accumulate(map(len, modules), initial=len(preamble))
     groups = [ModuleGroup((n,), ids, next(starts)) for n, ids in enumerate(modules)]
-    recomputed = lay_out(layout, groups, QUESTION, ROOTED)
-    own, spans = tuple(layout.own), tuple(layout.spans)
-    prompt = BuiltPrompt("", ReuseMode.parse("blend:30"), own, layout.length, spans, recomputed)
-    return prompt, [group.token_ids for group in layout.groups]
+    lay_out(layout, groups, QUESTION, ROOTED)
+    return layout.prompt(), [group.token_ids for group in layout.groups]
 
 
 def encoded(causal: CausalLM, *, movable: bool = True) -> list[StoredStates]:
@@ -64,14 +62,14 @@ def encoded(causal: CausalLM, *, movable: bool = True) -> list[StoredStates]:
     return [root, *encode(causal, jobs)]
 
 
-def logits_of(causal: CausalLM, prompt: BuiltPrompt, states: Sequence[StoredStates]) -> Tensor:
+def logits_of(causal: CausalLM, prompt: TokenPrompt, states: Sequence[StoredStates]) -> Tensor:
     keys = [KVKey(f"{number:064x}") for number in range(len(states))]
     return last_logits(causal, [build_context(prompt, keys, states)])[0]
 
 
 def exact_logits(causal: CausalLM) -> Tensor:
     tokens = (*PREAMBLE, *chain(*MODULES), *QUESTION)
-    whole = BuiltPrompt("", EXACT, tuple(enumerate(tokens)), len(tokens))
+    whole = TokenPrompt(tuple(enumerate(tokens)), (), len(tokens))
     return logits_of(causal, whole, [])
 
 
@@ -116,7 +114,7 @@ def test_every_position_is_read_or_computed_once(
     states = [KVStates(torch.randn(shape), torch.randn(shape), 3) for shape in shapes]
     found = blend_prompt(prompt, percent, states, token_ids, causal, Here(causal))
     tokens = sum(map(len, modules))
-    again = len(found.own) - len(prompt.own)
+    again = len(found.computed_tokens) - len(prompt.computed_tokens)
     assert again == found.recomputed
     assert min(tokens, tokens * percent / 100) <= again <= most_blended(prompt, percent)
     assert again < tokens * percent / 100 + RUN or not tokens
@@ -126,10 +124,10 @@ def test_every_position_is_read_or_computed_once(
         for i in range(span.length)
     ]
     assert all(span.offset == span.begin for span in found.spans)
-    placed = sorted([*kept, *found.own])
+    placed = sorted([*kept, *found.computed_tokens])
     assert placed == list(enumerate([*preamble, *chain(*modules), *QUESTION]))
-    assert [at for at, _ in found.own] == sorted(at for at, _ in found.own)
-    assert (found.end, found.read_tokens + len(found.own)) == (prompt.end, prompt.end)
+    assert [at for at, _ in found.computed_tokens] == sorted(at for at, _ in found.computed_tokens)
+    assert (found.end, found.read_tokens + len(found.computed_tokens)) == (prompt.end, prompt.end)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", LATENT])
@@ -165,7 +163,7 @@ def test_what_deviates_most_in_context_is_chosen(family: str) -> None:
         deviations.append(away.square().sum((0, 2)))
         at += each.length
     assert deviations[0].max() < 1e-6
-    own = {at for at, _ in found.own} - {at for at, _ in prompt.own}
+    own = {at for at, _ in found.computed_tokens} - {at for at, _ in prompt.computed_tokens}
     assert 18 <= len(own) < 18 + RUN
     assert not own & set(range(28)), "the preamble and the first module"
     if causal.value_dim:

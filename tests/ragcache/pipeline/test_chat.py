@@ -363,13 +363,16 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
 def test_a_chat_is_built_without_an_engine(pipeline: ChatPipeline) -> None:
     chat = user(f"Read: {MODULES[1]}{MODULES[0]}Which?")
     [prompt] = pipeline.prepare_prompts([chat], ChatCall())
-    assert (prompt.kind, prompt.answer_mode, prompt.shares) == ("chat", "recognized:rooted", True)
-    assert prompt.question == chat[0]["content"]
+    assert (prompt.answer_mode, prompt.cacheable) == ("recognized:rooted", True)
+    assert prompt.question.text == chat[0]["content"]
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (1,), (0,)]
-    assert [(cited.module, group) for cited, group in prompt.sources] == [("d#1", 1), ("d#0", 2)]
+    assert [(cited.module, group) for cited, group in prompt.retrieved.citations] == [
+        ("d#1", 1),
+        ("d#0", 2),
+    ]
     assert [span.group for span in prompt.spans] == [1, 2], "the preamble is leased, not read"
-    assert prompt.timestamps.called <= prompt.timestamps.retrieved
+    assert prompt.question.times.called <= prompt.question.times.retrieved
 
 
 def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) -> None:
@@ -378,9 +381,9 @@ def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) 
     [exact] = pipeline.prepare_prompts([chat], ChatCall(EXACT))
     assert isinstance(read.states, ModuleStates)
     assert read.states.encoding == "isolated"
-    assert (exact.states, exact.spans, exact.shares) == (None, (), False)
-    assert [(cited.module, group) for cited, group in exact.sources] == [("d#1", None)]
-    assert len(exact.own) == exact.end
+    assert (exact.states, exact.spans, exact.cacheable) == (None, (), False)
+    assert [(cited.module, group) for cited, group in exact.retrieved.citations] == [("d#1", None)]
+    assert len(exact.computed_tokens) == exact.end
     [plain] = pipeline.prepare_prompts([chat], ChatCall(recognize=False))
-    assert (plain.answer_mode, plain.sources, plain.shares) == ("exact", (), True)
-    assert plain.own == exact.own
+    assert (plain.answer_mode, plain.retrieved.citations, plain.cacheable) == ("exact", (), True)
+    assert plain.computed_tokens == exact.computed_tokens

@@ -72,7 +72,7 @@ class Bench:
     plain: Any
 
     def answer(self, prompt: str, mode: ReuseMode = ISOLATED) -> Answer:
-        [pending] = self.submitter.run([self.runner.prepare_prompt(prompt, mode)])
+        [pending] = self.submitter.run([self.runner.build(prompt, mode)])
         return pending.result()
 
 
@@ -289,19 +289,20 @@ def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) 
     prompt = pipeline.build(PROMPTS[name], ISOLATED)
     exact = pipeline.build(PROMPTS[name], EXACT)
     assert isinstance(prompt.states, SchemaStates)
-    tokens = list(prompt.own)
+    tokens = list(prompt.computed_tokens)
     for span in prompt.spans:
         group = prompt.states.groups[span.group].tokens
         tokens += enumerate(group.token_ids[span.begin : span.end], span.start)
         assert span.offset == group.position_ids[span.begin] - group.start
-    assert sorted(tokens) == sorted(exact.own)
-    assert [at for at, _ in prompt.own] == sorted(at for at, _ in prompt.own)
-    assert (exact.states, exact.spans, exact.shares) == (None, (), False)
-    assert prompt.end == exact.end > prompt.own[-1][0]
-    assert (prompt.kind, prompt.collection, prompt.shares) == ("prompt", "trip", True)
-    cited = [replace(each, scaffold="") for each, _ in prompt.sources]
-    assert cited == [each for each, _ in exact.sources]
-    assert {group for _, group in exact.sources} == {None}
+    assert sorted(tokens) == sorted(exact.computed_tokens)
+    places = [at for at, _ in prompt.computed_tokens]
+    assert places == sorted(places)
+    assert (exact.states, exact.spans, exact.cacheable) == (None, (), False)
+    assert prompt.end == exact.end > places[-1]
+    assert (prompt.question.kind, prompt.cacheable) == ("prompt", True)
+    cited = [replace(each, scaffold="") for each, _ in prompt.retrieved.citations]
+    assert cited == [each for each, _ in exact.retrieved.citations]
+    assert {group for _, group in exact.retrieved.citations} == {None}
 
 
 def test_sources_name_the_group_that_they_are_read_from(pipeline: PmlPipeline) -> None:
@@ -309,11 +310,11 @@ def test_sources_name_the_group_that_they_are_read_from(pipeline: PmlPipeline) -
     assert isinstance(prompt.states, SchemaStates)
     read = {
         cited.module: prompt.states.groups[group].paths
-        for cited, group in prompt.sources
+        for cited, group in prompt.retrieved.citations
         if group is not None
     }
     assert read == dict.fromkeys(["miami", "style"], (("miami",), ("style",)))
-    assert prompt.question == "What is there to see?"
+    assert prompt.question.text == "What is there to see?"
 
 
 def test_a_schema_that_another_process_changes_is_read_anew(pipeline: PmlPipeline) -> None:

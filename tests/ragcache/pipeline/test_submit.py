@@ -14,14 +14,14 @@ import torch
 from ragcache.answers.confidence import UNCALIBRATED, ConfidenceFeatures
 from ragcache.answers.policy import ConfidencePolicy
 from ragcache.config import RagCacheConfig
+from ragcache.db import ModuleRow
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.modes import ROOTED
 from ragcache.params import GenerationParams
-from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Submitter
+from ragcache.pipeline import Citation, DeferredReleases, Submitter, TokenPrompt
 from ragcache.pipeline.answer import Timestamps
-from ragcache.pipeline.prompt import CachedSpan
+from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved
 from ragcache.pipeline.submit import prepare_answer, request_maker
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Lease
@@ -174,12 +174,15 @@ def submitter(model: LoadedModel) -> Iterator[Submitter]:
         yield Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_tokens=4))
 
 
-def reading(states: FakeStates | None, own: int = 2) -> BuiltPrompt:
+def reading(states: FakeStates | None, own: int = 2) -> TokenPrompt:
     """A prompt of three tokens that are read and some of its own."""
     tokens = tuple((at, 1) for at in range(3, 3 + own))
     spans = (CachedSpan(0, 0, 3, 0, 0),)
     cited = Citation("d", "d#1", "", 1.0)
-    return BuiltPrompt("q", ROOTED, tokens, 3 + own, spans, states=states, sources=((cited, 0),))
+    modules = (ModuleRow(1, "d#1", "d", "", ""),)
+    retrieved = Retrieved(modules, ((cited, 0),))
+    asked = AskedQuestion("q")
+    return TokenPrompt(tokens, spans, 3 + own, states, question=asked, retrieved=retrieved)
 
 
 def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) -> None:
@@ -246,8 +249,9 @@ def test_what_was_submitted_is_given_up_where_a_later_prompt_fails(submitter: Su
 
 
 def test_a_prompt_without_documents_is_answered_at_once(submitter: Submitter) -> None:
-    prompt = replace(reading(None), sources=(), answerable=False)
-    [pending] = submitter.run([replace(prompt, timestamps=Timestamps(1.0, 3.0))])
+    asked = AskedQuestion("q", times=Timestamps(1.0, 3.0))
+    prompt = replace(reading(None), retrieved=Retrieved(), question=asked)
+    [pending] = submitter.run([prompt])
     answer = pending.result()
     assert (answer.finish_reason, answer.reuse.prompt_tokens) == ("no_documents", 0)
     assert answer.sources == ()
