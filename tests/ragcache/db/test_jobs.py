@@ -151,17 +151,15 @@ def test_pages_join_to_the_whole_list(jobs: Jobs) -> None:
         jobs.page("!")
 
 
-def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs, database: Database) -> None:
+def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs) -> None:
     other = jobs.within("tenant")
     for each in (jobs, other):
         failed = each.begin(NOTES, 1)
         each.expect(failed, [make_key(1)])
         each.fail(failed, ValueError("no"))
     job = jobs.begin(NOTES, 1)
-    with database.transaction() as session:
-        assert complete(session, job) == [make_key(1)]
-    assert [row.states for row in jobs.page().items] == [0, 0]
-    assert [row.states for row in other.page().items] == [1]
+    store(jobs, job)
+    assert [row.states for row in (*jobs.page().items, *other.page().items)] == [0, 0, 1]
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
 
 
@@ -208,8 +206,9 @@ def test_a_job_that_waits_or_runs_can_be_canceled(jobs: Jobs, database: Database
     jobs.fail(running, ValueError("late"))
     assert [row.status for row in jobs.page().items] == ["canceled"] * 2
     assert taken(jobs) is None
-    with pytest.raises(UnknownJob):
-        jobs.within("tenant").cancel(running)
+    for call in (jobs.within("tenant").cancel, jobs.within("tenant").get):
+        with pytest.raises(UnknownJob, match=f"no job {running}"):
+            call(running)
     assert put(jobs, NOTES, "a", idempotency_key="b") == (waiting, True)
     assert taken(jobs) == waiting
     store(jobs, waiting)
@@ -230,8 +229,3 @@ def test_open_jobs_are_told_of_deleted_documents(jobs: Jobs, database: Database)
             note_deleted(session, jobs.namespace, NOTES, list(deleted))
         told = [deleted_meanwhile(session, job) for job in (ended, first, plans, last)]
     assert told == [frozenset(), frozenset("abc"), frozenset(), frozenset("abc")]
-
-
-def test_an_unknown_job_is_named(jobs: Jobs) -> None:
-    with pytest.raises(UnknownJob, match="no job 7"):
-        jobs.get(7)
