@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,16 +62,6 @@ def rows(database: Database) -> dict[str, int]:
     with database.transaction() as session:
         tables = Base.metadata.sorted_tables
         return {t.name: session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
-
-
-def test_documents_are_stored_with_their_modules_in_order(catalog: Catalog) -> None:
-    assert catalog.replace_documents("notes", [document("a", 2, 1), document("b", 3)]) == []
-    assert catalog.collections() == {"notes": 2}
-    assert texts(catalog) == ["text 2", "text 1", "text 3"]
-    first = catalog.modules("notes")[0]
-    assert (first.name, first.document, first.uri) == ("m2", "a", "file:///a")
-    assert catalog.documents("notes")["b"].digest == "digest"
-    assert catalog.documents("unknown") == {}
 
 
 def test_a_document_replaces_the_one_of_its_name(catalog: Catalog) -> None:
@@ -131,35 +122,22 @@ def test_a_deletion_is_previewed_with_the_states_that_nothing_else_needs(
     assert {make_key(1), make_key(2)} <= gone
 
 
-def test_more_documents_than_one_statement_takes(catalog: Catalog) -> None:
-    many = [NewDocument(f"d{n}", "", "", []) for n in range(CHUNK + 1)]
-    catalog.replace_documents("notes", many)
-    catalog.delete_documents("notes", [d.source_id for d in many])
-    assert catalog.collections() == {"notes": 0}
-
-
-def test_the_version_changes_with_every_change(catalog: Catalog) -> None:
+def test_the_version_changes_with_every_change_of_its_collection(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [document("a", 1), document("b", 2)])
     versions = [catalog.version("notes")]
-    assert catalog.version("notes") == versions[0], "reading is no change"
-    catalog.delete_documents("notes", ["b"])
-    versions.append(catalog.version("notes"))
-    catalog.replace_documents("notes", [document("b", 2)])
-    versions.append(catalog.version("notes"))
-    catalog.replace_documents("notes", [document("b", 5)])
-    versions.append(catalog.version("notes"))
-    catalog.delete_documents("notes", ["a", "b"])
-    versions.append(catalog.version("notes"))
-    catalog.replace_documents("notes", [document("a", 1)])
-    versions.append(catalog.version("notes"))
+    changes: list[Callable[[], object]] = [
+        lambda: catalog.delete_documents("notes", ["b"]),
+        lambda: catalog.replace_documents("notes", [document("b", 2)]),
+        lambda: catalog.replace_documents("notes", [document("b", 5)]),
+        lambda: catalog.delete_documents("notes", ["a", "b"]),
+        lambda: catalog.replace_documents("notes", [document("a", 1)]),
+    ]
+    for change in changes:
+        change()
+        versions.append(catalog.version("notes"))
+        catalog.replace_documents("plans", [document("a", 2)])
+        assert catalog.version("notes") == versions[-1], "nothing of it has changed"
     assert len(set(versions)) == len(versions)
-
-
-def test_a_version_belongs_to_one_collection(catalog: Catalog) -> None:
-    catalog.replace_documents("notes", [document("a", 1)])
-    before = catalog.version("notes")
-    catalog.replace_documents("plans", [document("a", 2)])
-    assert catalog.version("notes") == before
 
 
 def test_an_unknown_collection_names_the_known(catalog: Catalog, database: Database) -> None:
@@ -190,6 +168,9 @@ def test_tokens_belong_to_a_tokenizer(catalog: Catalog, database: Database) -> N
         other.add_tokens(first, tokens)
     assert other.token_ids([first, second]) == {first: (9, 10)}
     assert catalog.token_ids([first]) == {first: (1, 2)}
+    for key in (make_key(1), make_key(5), make_key(5)):
+        catalog.add_key(first, key)
+    assert rows(database)["encodings"] == 3, "a key is added once"
 
 
 def test_writes_for_a_deleted_module_are_ignored(catalog: Catalog, database: Database) -> None:
@@ -203,19 +184,6 @@ def test_writes_for_a_deleted_module_are_ignored(catalog: Catalog, database: Dat
     assert catalog.token_ids([module.id]) == {}
     with database.reading() as session:
         assert owned_among(session, [make_key(9)]) == set()
-
-
-def test_a_key_is_added_once(catalog: Catalog, database: Database) -> None:
-    catalog.replace_documents("notes", [document("a", 1)])
-    number = catalog.modules("notes")[0].id
-    for key in (make_key(1), make_key(5), make_key(5)):
-        catalog.add_key(number, key)
-    assert rows(database)["encodings"] == 2
-
-
-def test_vectors_are_kept_only_under_an_embedder(database: Database) -> None:
-    Catalog(database, "tokenizer", None).replace_documents("notes", [document("a", 1)])
-    assert rows(database)["vectors"] == 0
 
 
 def test_metadata_may_hold_dates_and_paths(catalog: Catalog, database: Database) -> None:
@@ -282,41 +250,33 @@ def test_states_of_a_schema_are_owned_by_it_until_it_is_replaced(database: Datab
     schemas.add_keys("unknown", [key(4)])
     with database.reading() as session:
         assert owned_among(session, map(key, range(9))) == {key(1), key(2), key(3)}
-    freed = schemas.put_schema("trip", SchemaText("two", "schema"), [key(2)])
+    schemas.put_schema("plan", SchemaText("plan", "schema"))
+    freed = schemas.put_schema("trip", SchemaText("two", "compact"), [key(2)])
     assert set(freed) == {key(1), key(3)}
+    assert schemas.names() == ["plan", "trip"]
+    assert schemas.get_schema("trip") == SchemaText("two", "compact")
+    assert schemas.get_schema("unknown") is None
     assert schemas.delete_schema("trip") == [key(2)]
     with pytest.raises(UnknownSchema, match="no schema 'trip'"):
         schemas.delete_schema("trip")
 
 
-def test_schemas_are_stored_by_name(database: Database) -> None:
-    schemas = SchemaTexts(database)
-    for name, text in (("trip", "one"), ("plan", "two"), ("trip", "three")):
-        schemas.put_schema(name, SchemaText(text, "compact"))
-    assert (schemas.names(), schemas.get_schema("trip")) == (
-        ["plan", "trip"],
-        SchemaText("three", "compact"),
-    )
-    assert schemas.get_schema("unknown") is None
-
-
-def test_stored_vectors_are_found_by_their_modules(catalog: Catalog, database: Database) -> None:
-    catalog.replace_documents("notes", [document("a", 7)])
-    [(number, vector)] = Vectors(database, "embedder").read_vectors("notes").items()
-    assert number == catalog.modules("notes")[0].id
-    assert vector.tolist() == [7.0, 0.5]
-
-
-def test_documents_come_with_metadata_and_numbers_of_modules(catalog: Catalog) -> None:
-    first, second = document("b", 1, 2), document("a", 3)
+def test_documents_come_with_metadata_and_their_modules_in_order(catalog: Catalog) -> None:
+    first, second = document("b", 2, 1), document("a", 3)
     whole = NewDocument("c", "", "d", document("c").modules, {"year": 2024}, "")
-    catalog.replace_documents("notes", [first, second, whole])
+    assert catalog.replace_documents("notes", [first, second, whole]) == []
+    assert catalog.collections() == {"notes": 3}
+    assert texts(catalog) == ["text 2", "text 1", "text 3"]
     found = catalog.documents("notes")
     assert {name: row.modules for name, row in found.items()} == {"b": 2, "a": 1, "c": 0}
-    assert found["c"].attributes == {"year": 2024}
+    assert (found["b"].digest, found["c"].attributes) == ("digest", {"year": 2024})
     assert list(catalog.documents("notes", ["c", "a", "nowhere"])) == ["a", "c"]
     assert catalog.documents("notes", []) == catalog.documents("plans", ["a"]) == {}
     assert len({*found.values()}) == 3, "rows can be hashed"
+    many = [NewDocument(f"d{n}", "", "", []) for n in range(CHUNK + 1)]
+    catalog.replace_documents("notes", many)
+    catalog.delete_documents("notes", [d.source_id for d in many])
+    assert catalog.collections() == {"notes": 3}
 
 
 def test_modules_carry_metadata_and_are_found_by_name(catalog: Catalog) -> None:
@@ -324,7 +284,8 @@ def test_modules_carry_metadata_and_are_found_by_name(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [NewDocument("a", "", "d", plain.modules, {"tags": ["x"]})])
     rows = catalog.modules("notes", ["m2", "m9", "m1", "m2"])
     assert [row.name for row in rows] == ["m2", "m1", "m2"]
-    assert rows[0].attributes == {"tags": ["x"]}
+    first = rows[0]
+    assert (first.document, first.uri, first.attributes) == ("a", "", {"tags": ["x"]})
     assert catalog.modules("notes", []) == []
     with pytest.raises(UnknownCollection):
         catalog.modules("plans", [])
@@ -355,50 +316,35 @@ def numbers(database: Database) -> list[int]:
     return [row.id for name in ("notes", "plans") for row in catalog.modules(name)]
 
 
-def test_an_empty_collection_has_no_vectors(database: Database, numbers: list[int]) -> None:
-    assert Vectors(database, "e").read_vectors("notes") == {}
-
-
 def test_vectors_come_back_to_the_bit_in_the_order_of_ids(
     database: Database, numbers: list[int]
 ) -> None:
-    rows = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
-    Vectors(database, "e").add_vectors(numbers[::-1], rows)
-    stored = Vectors(database, "e").read_vectors("notes")
-    assert list(stored) == numbers[:2]
-    assert {vector.dtype for vector in stored.values()} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(np.stack(list(stored.values())), rows[[2, 1]])
-
-
-def test_vectors_of_one_embedder_are_not_those_of_another(
-    database: Database, numbers: list[int]
-) -> None:
-    one, other = Vectors(database, "one"), Vectors(database, "other")
-    one.add_vectors(numbers[:1], np.ones((1, 2), dtype=np.float32))
-    other.add_vectors(numbers[:1], np.zeros((1, 7), dtype=np.float32))
-    assert one.read_vectors("notes")[numbers[0]].tolist() == [1.0, 1.0]
-    assert other.read_vectors("notes")[numbers[0]].shape == (7,)
-
-
-def test_a_vector_may_be_stored_again(database: Database, numbers: list[int]) -> None:
     vectors = Vectors(database, "e")
-    for value in (1.0, 2.0):
-        vectors.add_vectors(numbers[:1], np.full((1, 2), value))
-    assert vectors.read_vectors("notes")[numbers[0]].tolist() == [2.0, 2.0]
-
-
-def test_vectors_of_several_lengths_may_be_stored(database: Database, numbers: list[int]) -> None:
-    vectors = Vectors(database, "e")
-    vectors.add_vectors(numbers[:1], np.ones((1, 2)))
-    vectors.add_vectors(numbers[1:2], np.ones((1, 3)))
-    assert [len(vector) for vector in vectors.read_vectors("notes").values()] == [2, 3]
-
-
-def test_ids_and_vectors_must_match_in_number(database: Database, numbers: list[int]) -> None:
-    vectors = Vectors(database, "e")
+    assert vectors.read_vectors("notes") == {}
     with pytest.raises(ValueError, match="zip"):
         vectors.add_vectors(numbers, np.ones((2, 2)))
     assert vectors.read_vectors("notes") == {}, "nothing is stored of it"
+    rows = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    for written in (rows + 1, rows):
+        vectors.add_vectors(numbers[::-1], written)
+    stored = vectors.read_vectors("notes")
+    assert list(stored) == numbers[:2]
+    assert {vector.dtype for vector in stored.values()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(np.stack(list(stored.values())), rows[[2, 1]])
+    assert list(vectors.read_vectors("notes", numbers[1:])) == numbers[1:2]
+
+
+def test_vectors_belong_to_an_embedder(
+    catalog: Catalog, database: Database, numbers: list[int]
+) -> None:
+    assert rows(database)["vectors"] == 0, "of documents that were stored without one"
+    other = Vectors(database, "other")
+    other.add_vectors(numbers[:1], np.zeros((1, 7)))
+    other.add_vectors(numbers[1:2], np.zeros((1, 3)))
+    assert [len(vector) for vector in other.read_vectors("notes").values()] == [7, 3]
+    catalog.replace_documents("notes", [document("a", 7)])
+    [(number, vector)] = Vectors(database, "embedder").read_vectors("notes").items()
+    assert (number, vector.tolist()) == (catalog.modules("notes")[-1].id, [7.0, 0.5])
 
 
 class Clocked(Records):
@@ -420,16 +366,12 @@ def write(records: Clocked, at: float, keys: list[str], groups: list[str | None]
     records.update(keys, groups)
 
 
-def test_written_keys_exist(records: Clocked) -> None:
-    write(records, 1.0, ["a", "b"], [None, "g"])
-    assert records.exists(["b", "nothing", "a", "b"]) == [True, False, True, True]
-    assert records.exists([]) == []
-
-
 def test_keys_by_time_and_group_the_oldest_first(records: Clocked) -> None:
     write(records, 2.0, ["a", "b"], ["g", "h"])
     write(records, 1.0, ["c"], ["g"])
     write(records, 3.0, ["d"], [None])
+    assert records.exists(["b", "nothing", "a", "b"]) == [True, False, True, True]
+    assert records.exists([]) == []
     assert records.keys() == ["c", "a", "b", "d"]
     assert records.keys(before=2.0) == ["c"]
     assert records.keys(after=2.0) == ["d"]
@@ -473,11 +415,8 @@ def test_the_clock_of_the_ledger_runs(database: Database) -> None:
     records.update(["a"], time_at_least=before)
     assert records.keys(after=before - 1e-6) == ["a"]
     assert records.now() >= before > 1.7e9
-
-
-def test_invalid_records_are_refused_and_nothing_is_written(records: Clocked) -> None:
-    with pytest.raises(ConfigurationError, match="2 keys have 1 group_ids"):
-        records.update(["a", "b"], ["g"])
     with pytest.raises(LedgerUnavailable, match="set back"):
-        records.update(["a"], time_at_least=1.0)
-    assert records.keys() == []
+        records.update(["b"], time_at_least=before + 1e6)
+    with pytest.raises(ConfigurationError, match="2 keys have 1 group_ids"):
+        records.update(["b", "c"], ["g"])
+    assert records.keys() == ["a"], "nothing of it is written"

@@ -175,6 +175,15 @@ def test_pages_are_what_sorting_all_modules_gives(filled: Database, match: str) 
             assert found[: len(held)] == held, "those without states come last"
 
 
+def test_module_detail_has_all_states_and_the_text(filled: Database) -> None:
+    for row in list_modules(filled, namespace="tenant"):
+        detail = module_detail(filled, row.id, "tenant")
+        assert detail.listing == row
+        assert detail.text.startswith("tenant")
+        assert {held.tier for held in detail.states} == set(row.tiers)
+        assert max((held.hits for held in detail.states), default=0) == row.hits
+
+
 def test_nothing_of_another_namespace_is_found(filled: Database) -> None:
     mine, theirs = (
         {row.id for row in module_page(filled, name, ModuleFilter()).items}
@@ -185,23 +194,28 @@ def test_nothing_of_another_namespace_is_found(filled: Database) -> None:
     with pytest.raises(UnknownCollection, match="known: none yet"):
         module_page(filled, "nobody", ModuleFilter("notes"))
     number = min(theirs)
-    assert module_detail(filled, number, "tenant").text.startswith("tenant")
     with pytest.raises(UnknownModule, match=f"no module {number}"):
         module_detail(filled, number, "default")
 
 
-def test_module_detail_has_all_states(filled: Database) -> None:
-    for row in list_modules(filled):
-        detail = module_detail(filled, row.id, "default")
-        assert detail.listing == row
-        assert {held.tier for held in detail.states} == set(row.tiers)
-        assert max((held.hits for held in detail.states), default=0) == row.hits
+@pytest.mark.parametrize("page", [collection_page, eviction_page, document_page, Jobs.page])
+def test_a_cursor_that_postgresql_cannot_hold_is_refused(
+    catalog: Catalog, database: Database, page: Callable[..., object]
+) -> None:
+    add(catalog, "notes", "d")
+    if database.engine.dialect.name == "sqlite" and page in (collection_page, document_page):
+        return  # a name as others
+    given = (Jobs(database, "session"),) if page is Jobs.page else (database, "default")
+    with pytest.raises(InvalidRequest):
+        page(*given, *["notes"] * (page is document_page), "a\0")
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "٣", "9" * 20])
 def test_invalid_arguments_are_refused(filled: Database, cursor: str) -> None:
     with pytest.raises(InvalidRequest, match="begin without a cursor"):
         module_page(filled, "default", ModuleFilter(), cursor=cursor)
+    with pytest.raises(InvalidRequest, match="begin without a cursor"):
+        eviction_page(filled, "default", cursor)
     with pytest.raises(InvalidRequest, match="unknown order 'size'"):
         module_page(filled, "default", ModuleFilter(), "size")
     for limit in (0, -1, 1001):
@@ -243,27 +257,3 @@ def test_each_namespace_sees_its_own(filled_evictions: Database) -> None:
     assert found(filled_evictions, "default") == [(3, None), (0, "default#1")] * 3
     assert found(filled_evictions, "tenant") == [(2, None), (1, "tenant#1")] * 3
     assert found(filled_evictions, "nobody") == []
-
-
-def test_a_wrong_cursor_is_refused(filled_evictions: Database) -> None:
-    with pytest.raises(InvalidRequest, match="begin without"):
-        eviction_page(filled_evictions, "default", "x")
-
-
-def job_page(database: Database, namespace: str, cursor: str) -> object:
-    return Jobs(database, "session", namespace).page(cursor)
-
-
-def notes_page(database: Database, namespace: str, cursor: str) -> object:
-    return document_page(database, namespace, "notes", cursor)
-
-
-@pytest.mark.parametrize("page", [collection_page, eviction_page, job_page, notes_page])
-def test_a_cursor_that_postgresql_cannot_hold_is_refused(
-    catalog: Catalog, database: Database, page: Callable[[Database, str, str], object]
-) -> None:
-    add(catalog, "notes", "d")
-    if database.engine.dialect.name == "sqlite" and page in (collection_page, notes_page):
-        return  # a name as others
-    with pytest.raises(InvalidRequest):
-        page(database, "default", "a\0")
