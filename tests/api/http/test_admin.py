@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import delete
 from starlette.testclient import TestClient
 
-from ragcache import RagCache
+from ragcache import RagCache, SourceDocument
 from ragcache.db.tables import EvictionTable
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
@@ -189,28 +189,26 @@ def test_metrics_name_everything_that_an_operator_watches(client: TestClient) ->
     assert 'cache="hit"' in text
 
 
-def evicted(client: TestClient) -> float:
-    """How many states were taken from the disk by hand."""
-    found = re.search(
-        r'^ragcache_evictions_total{reason="manual",tier="disk"} (\S+)$',
-        client.get("/metrics").text, re.MULTILINE,
-    )  # fmt: skip
-    return float(found[1]) if found else 0.0
-
-
 def test_evictions_are_totals_whatever_the_ledger_forgets(
     client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number, before, taken = module(client, "keys.md#1")["id"], evicted(client), 0
-    for _ in range(3):
+    def evicted(reason: str) -> float:
+        label = f'^ragcache_evictions_total{{reason="{reason}",tier="disk"}} (\\S+)$'
+        found = re.search(label, client.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    number, before = module(client, "keys.md#1")["id"], evicted("manual")
+    for _ in range(2):
         client.post(f"/admin/modules/{number}/warm")
         changes = client.delete(f"/admin/modules/{number}").json()["changes"]
-        taken += sum(change["tier"] == "disk" for change in changes)
-    assert taken >= 2
+        before += sum(change["tier"] == "disk" for change in changes)
+    rag.ingest("gone", [SourceDocument("a", "The old lamp is green and stands in the hall.")])
+    superseded = evicted("superseded")
+    assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
     with rag.internals.shared.database.transaction() as session:
         session.execute(delete(EvictionTable))
     monkeypatch.setattr(type(rag.internals.shared.store.ledger), "evictions", None)
-    assert evicted(client) == before + taken
+    assert (evicted("manual"), evicted("superseded")) == (before, superseded + 1)
     client.post(f"/admin/modules/{number}/warm")
 
 
@@ -274,17 +272,6 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
     assert seen["generated"] > 2
     assert (counts["running"], counts["waiting"]) == (1, 0)
     assert caller.status == 503
-
-
-def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCache) -> None:
-    sent = {"documents": [{"id": "a", "text": "The old lamp is green and stands in the hall."}]}
-    job = client.post("/v1/collections/gone/documents", json=sent).json()["id"]
-    rag.jobs.wait(job, 60)
-    counted = rag.internals.shared.store.counters.evictions
-    before = counted["disk", "superseded"]
-    assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
-    assert counted["disk", "superseded"] == before + 1
-    assert 'evictions_total{reason="superseded",tier="disk"}' in client.get("/metrics").text
 
 
 def test_modes_are_told_once_measured_and_refused_where_far(

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
+from ragcache_connectors.langchain import RagCacheVectorStore
+from tests.connectors.langchain.scripted_model import scripted_model
 
 DOCUMENT = (
     "The survey boat Pipit is moored at the north quay. Its engine was serviced by Marta Quill in "
@@ -31,6 +34,26 @@ def open_with_notes(folder: Path, model: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(folder, model=model) as rag:
         rag.ingest("notes", [SourceDocument(id="boats", text=DOCUMENT)])
         yield rag
+
+
+@pytest.fixture(scope="session")
+def boats(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
+    """`open_with_notes`, for tests that leave it as it is."""
+    with open_with_notes(tmp_path_factory.mktemp("boats"), reader) as rag:
+        yield rag
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+    """The scripted model, which says `SAID` whatever it is asked without tools."""
+    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted_model()) as rag:
+        yield rag
+
+
+@pytest.fixture
+def store(rag: RagCache) -> RagCacheVectorStore:
+    """A vector store over the collection `notes`, which embeds."""
+    return RagCacheVectorStore(DeterministicFakeEmbedding(size=6), collection="notes", rag=rag)
 
 
 def wait_until_idle(rag: RagCache) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from threading import Barrier, Event
 from typing import Any
@@ -14,28 +14,21 @@ from langchain_core.rate_limiters import InMemoryRateLimiter
 
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, PromptTooLong
-from ragcache.models import LoadedModel
 from ragcache.pipeline import PendingAnswer, Submitter
 from ragcache_connectors.langchain import ChatRagCache
-from tests.connectors.langchain.conftest import DOCUMENT, open_with_notes, wait_until_idle
+from tests.connectors.langchain.conftest import DOCUMENT, wait_until_idle
 
 TEXTS = ["Hello", f"{DOCUMENT} Where is the boat?", "Who was it?", "Hello"]
 TOO_LONG = "word " * 5000
 
 
-@pytest.fixture(scope="module")
-def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
-    with open_with_notes(tmp_path_factory.mktemp("reader"), reader) as rag:
-        yield rag
+@pytest.fixture
+def model(boats: RagCache) -> ChatRagCache:
+    return ChatRagCache(rag=boats, max_tokens=5)
 
 
 @pytest.fixture
-def model(rag: RagCache) -> ChatRagCache:
-    return ChatRagCache(rag=rag, max_tokens=5)
-
-
-@pytest.fixture
-def events(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(boats: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: what is submitted, and what is waited for."""
     seen: list[str] = []
     submit, result, aresult = Submitter._submit, PendingAnswer.result, PendingAnswer.aresult
@@ -138,16 +131,16 @@ async def test_asynchronous_answers_come_as_they_end(
     assert [first.content, second.content] == expected
 
 
-async def test_leaving_a_batch_cancels_its_requests(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
+async def test_leaving_a_batch_cancels_its_requests(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=4000, min_tokens=4000)
     texts, config = ["Hello", TOO_LONG, "Hey"], None
     for number, output in model.batch_as_completed(texts, config, return_exceptions=True):
         assert (number, type(output).__name__) == (1, "PromptTooLong")
         break
-    wait_until_idle(rag)
+    wait_until_idle(boats)
     with pytest.raises(PromptTooLong):
         await model.abatch(texts)
-    wait_until_idle(rag)
+    wait_until_idle(boats)
 
 
 def test_runs_of_a_batch_overlap(model: ChatRagCache) -> None:
@@ -158,9 +151,9 @@ def test_runs_of_a_batch_overlap(model: ChatRagCache) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_streaming_runs_take_submitted_streams(
-    rag: RagCache, events: list[str], asynchronous: bool
+    boats: RagCache, events: list[str], asynchronous: bool
 ) -> None:
-    model = ChatRagCache(rag=rag, n=2, max_tokens=3, min_tokens=3, streaming=True)
+    model = ChatRagCache(rag=boats, n=2, max_tokens=3, min_tokens=3, streaming=True)
     answers = await model.abatch(TEXTS[:2]) if asynchronous else model.batch(TEXTS[:2])
     assert events.count("submit") == 2
     assert [answer.usage_metadata["output_tokens"] for answer in answers] == [3, 3]
@@ -234,14 +227,14 @@ async def test_one_invalid_input_does_not_fail_the_others(
         model.batch(texts)
 
 
-def test_streams_that_no_run_takes_are_canceled(model: ChatRagCache, rag: RagCache) -> None:
+def test_streams_that_no_run_takes_are_canceled(model: ChatRagCache, boats: RagCache) -> None:
     with pytest.raises(PromptTooLong):
         model.batch([TOO_LONG, "Hello", "Hey"], max_tokens=4000, min_tokens=4000)
-    wait_until_idle(rag)
+    wait_until_idle(boats)
 
 
-def test_cached_answers_are_not_submitted(rag: RagCache, events: list[str]) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=3, cache=InMemoryCache())
+def test_cached_answers_are_not_submitted(boats: RagCache, events: list[str]) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=3, cache=InMemoryCache())
     first = model.batch(["Hello", "Hey"], {"max_concurrency": 1})
     assert events.count("submit") == 2
     again = model.batch(["Hello", "Hey"], {"max_concurrency": 1})
@@ -249,10 +242,10 @@ def test_cached_answers_are_not_submitted(rag: RagCache, events: list[str]) -> N
     assert [a.content for a in again] == [a.content for a in first]
 
 
-def test_a_rate_limiter_sees_each_run(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_limiter_sees_each_run(boats: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, asked = InMemoryRateLimiter(requests_per_second=1000), []
     monkeypatch.setattr(limiter, "acquire", lambda blocking: bool(asked.append(blocking)) or True)
-    ChatRagCache(rag=rag, max_tokens=2, rate_limiter=limiter).batch(["Hello", "Hey"])
+    ChatRagCache(rag=boats, max_tokens=2, rate_limiter=limiter).batch(["Hello", "Hey"])
     assert asked == [True, True]
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,6 @@ from tests.connectors.langchain.scripted_model import SAID, scripted_model
 QUESTION = f"Answer from this:\n\n{DOCUMENT}\n\nWhere is the boat?"
 
 
-@pytest.fixture(scope="module")
-def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
-    with open_with_notes(tmp_path_factory.mktemp("reader"), reader) as rag:
-        yield rag
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
-    """Says `SAID` whatever it is asked."""
-    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted_model()) as rag:
-        yield rag
-
-
 def total(chunks: list[AIMessageChunk]) -> AIMessageChunk:
     return sum(chunks[1:], chunks[0])
 
@@ -48,8 +34,8 @@ def plain(message: AIMessage) -> tuple[object, ...]:
     return message.content, message.usage_metadata, metadata
 
 
-def test_an_ordinary_chain_reads_documents_from_their_states(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=4)
+def test_an_ordinary_chain_reads_documents_from_their_states(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=4)
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Answer from the context."), ("human", "{context}\n\nQuestion: {question}")]
     )
@@ -65,8 +51,8 @@ def test_an_ordinary_chain_reads_documents_from_their_states(rag: RagCache) -> N
     assert answer.usage_metadata["input_tokens"] > length
 
 
-def test_an_extractive_answer_quotes_what_was_recognized(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, extractive=True, temperature=2.0, seed=1, max_tokens=12)
+def test_an_extractive_answer_quotes_what_was_recognized(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, extractive=True, temperature=2.0, seed=1, max_tokens=12)
     answer = model.invoke(QUESTION)
     [span, *_] = answer.response_metadata["ragcache"]["spans"]
     assert DOCUMENT[span["start"] : span["end"]] == answer.text
@@ -78,8 +64,8 @@ def test_an_extractive_answer_quotes_what_was_recognized(rag: RagCache) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_the_documents_do_not_bear_out_is_refused(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, confidence=True, max_tokens=4)
+def test_an_answer_that_the_documents_do_not_bear_out_is_refused(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, confidence=True, max_tokens=4)
     said = model.invoke(QUESTION)
     confidence = said.response_metadata["ragcache"]["confidence"]
     assert 0 <= confidence <= 1
@@ -90,13 +76,13 @@ def test_an_answer_that_the_documents_do_not_bear_out_is_refused(rag: RagCache) 
         "no_answer",
     )
     assert total(list(strict.stream(QUESTION))).content == "Unknown."
-    assert ChatRagCache(rag=rag, max_tokens=4).invoke(QUESTION).content == said.content
+    assert ChatRagCache(rag=boats, max_tokens=4).invoke(QUESTION).content == said.content
 
 
-def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
-    off = ChatRagCache(rag=rag, max_tokens=2, recognize=False).invoke(QUESTION)
+def test_recognition_may_be_off_for_a_model_or_a_call(boats: RagCache) -> None:
+    off = ChatRagCache(rag=boats, max_tokens=2, recognize=False).invoke(QUESTION)
     assert off.response_metadata["ragcache"]["sources"] == []
-    exact = ChatRagCache(rag=rag, max_tokens=2).invoke(QUESTION, mode="exact")
+    exact = ChatRagCache(rag=boats, max_tokens=2).invoke(QUESTION, mode="exact")
     assert exact.response_metadata["ragcache"]["mode"] == "exact"
     assert [s["tier"] for s in exact.response_metadata["ragcache"]["sources"]] == ["computed"]
 
@@ -116,8 +102,8 @@ def test_states_that_a_request_encodes_are_counted_as_created(
 
 
 @pytest.mark.slow
-async def test_all_styles_of_call_give_the_same_answer(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=6, min_tokens=6)
+async def test_all_styles_of_call_give_the_same_answer(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=6, min_tokens=6)
     model.invoke(QUESTION)  # what was private is shared from now on
     invoked = plain(model.invoke(QUESTION))
     assert invoked[0]
@@ -130,8 +116,8 @@ async def test_all_styles_of_call_give_the_same_answer(rag: RagCache) -> None:
     assert invoked[2]["model_name"] == "ragcache-reader"
 
 
-def test_tokens_come_one_by_one_and_usage_once(rag: RagCache) -> None:
-    chunks = list(ChatRagCache(rag=rag, max_tokens=6).stream("Hello"))
+def test_tokens_come_one_by_one_and_usage_once(boats: RagCache) -> None:
+    chunks = list(ChatRagCache(rag=boats, max_tokens=6).stream("Hello"))
     assert sum(bool(chunk.content) for chunk in chunks) >= 5
     assert [chunk.usage_metadata is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
         True
@@ -161,8 +147,8 @@ def test_a_stop_of_the_call_replaces_the_models(scripted: RagCache) -> None:
     assert model.invoke("x", stop=["?"]).content == SAID
 
 
-def test_n_answers_are_counted_once(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=3, min_tokens=3, n=2, temperature=1.0, seed=4)
+def test_n_answers_are_counted_once(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=3, min_tokens=3, n=2, temperature=1.0, seed=4)
     [generations] = model.generate([[HumanMessage("Hello")]]).generations
     assert len(generations) == 2
     first, second = (generation.message for generation in generations)
@@ -183,8 +169,8 @@ def test_log_probabilities_come_whole_and_in_chunks(scripted: RagCache) -> None:
     assert "logprobs" not in model.invoke("x", logprobs=False).response_metadata
 
 
-def test_tokens_of_messages_are_those_of_the_prompt(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=1)
+def test_tokens_of_messages_are_those_of_the_prompt(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=1)
     counted = model.get_num_tokens_from_messages([HumanMessage("How many?")])
     assert counted == model.invoke("How many?").usage_metadata["input_tokens"]
     assert model.get_num_tokens_from_messages([]) == 0
@@ -238,10 +224,10 @@ def test_unknown_fields_are_refused(options: dict[str, Any]) -> None:
         ChatRagCache(**options)
 
 
-def test_variables_of_the_chat_template(rag: RagCache) -> None:
+def test_variables_of_the_chat_template(boats: RagCache) -> None:
     for model in (
-        ChatRagCache(rag=rag, chat_template_kwargs={"enable_thinking": False}),
-        ChatRagCache(rag=rag).bind(chat_template_kwargs={"enable_thinking": False}),
+        ChatRagCache(rag=boats, chat_template_kwargs={"enable_thinking": False}),
+        ChatRagCache(rag=boats).bind(chat_template_kwargs={"enable_thinking": False}),
     ):
         with pytest.raises(InvalidRequest, match="no variable 'enable_thinking'"):
             model.invoke("Hi")  # the reader's template has none
@@ -310,20 +296,20 @@ def test_a_folder_opened_elsewhere_gets_the_chats_model(tmp_path: Path) -> None:
         close_shared()
 
 
-def test_leaving_a_stream_cancels_the_request(rag: RagCache) -> None:
-    chunks = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000).stream("Hello")
+def test_leaving_a_stream_cancels_the_request(boats: RagCache) -> None:
+    chunks = ChatRagCache(rag=boats, max_tokens=4000, min_tokens=4000).stream("Hello")
     next(chunks)
     chunks.close()
-    assert ChatRagCache(rag=rag, max_tokens=1).invoke("Hello").content
-    wait_until_idle(rag)
+    assert ChatRagCache(rag=boats, max_tokens=1).invoke("Hello").content
+    wait_until_idle(boats)
 
 
-async def test_canceling_a_task_cancels_the_request(rag: RagCache) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
+async def test_canceling_a_task_cancels_the_request(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, max_tokens=4000, min_tokens=4000)
     task = asyncio.create_task(model.ainvoke("Hello"))
     await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (await ChatRagCache(rag=rag, max_tokens=1).ainvoke("Hello")).content
-    wait_until_idle(rag)
+    assert (await ChatRagCache(rag=boats, max_tokens=1).ainvoke("Hello")).content
+    wait_until_idle(boats)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytest
 from langchain_core.document_loaders import BaseLoader
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import aindex, index
 
 from ragcache import RagCache
@@ -42,11 +41,6 @@ def manager(rag: RagCache, clock: Clock) -> RagCacheRecordManager:
     made = RagCacheRecordManager("notes", rag=rag)
     made.create_schema()
     return made
-
-
-@pytest.fixture
-def store(rag: RagCache) -> RagCacheVectorStore:
-    return RagCacheVectorStore(DeterministicFakeEmbedding(size=6), collection="notes", rag=rag)
 
 
 def test_keys_are_updated_listed_and_deleted(manager: RagCacheRecordManager) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -20,7 +19,7 @@ from ragcache.structured import ToolStyle, resolve_tool_choice
 from ragcache_connectors.langchain import ChatRagCache
 from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.structured import call_grammar, convert_tools
-from tests.connectors.langchain.scripted_model import AFTER_TOOL, SAID, STRING, scripted_model
+from tests.connectors.langchain.scripted_model import AFTER_TOOL, SAID, STRING
 
 
 class Boat(BaseModel):
@@ -47,15 +46,9 @@ INEXPRESSIBLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def rag(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted_model()) as rag:
-        yield rag
-
-
 @pytest.fixture
-def model(rag: RagCache) -> ChatRagCache:
-    return ChatRagCache(rag=rag, max_tokens=200)
+def model(scripted: RagCache) -> ChatRagCache:
+    return ChatRagCache(rag=scripted, max_tokens=200)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +78,10 @@ def test_the_raw_message_may_be_included(model: ChatRagCache) -> None:
 
 @pytest.mark.parametrize("schema", [Boat, BoatDict])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_an_answer_that_was_cut_off_is_refused(rag: RagCache, schema: Any, method: str) -> None:
-    model = ChatRagCache(rag=rag, max_tokens=12 if method == "json_schema" else 60)
+def test_an_answer_that_was_cut_off_is_refused(
+    scripted: RagCache, schema: Any, method: str
+) -> None:
+    model = ChatRagCache(rag=scripted, max_tokens=12 if method == "json_schema" else 60)
     with pytest.raises(OutputParserException, match="cut off"):
         model.with_structured_output(schema, method=method).invoke("x")
     output = model.with_structured_output(schema, method=method, include_raw=True).invoke("x")
@@ -189,8 +184,8 @@ def test_text_still_streams_with_tools_bound(model: ChatRagCache) -> None:
     assert bound.invoke(history).content == AFTER_TOOL
 
 
-def test_a_call_that_is_cut_off_is_invalid(rag: RagCache) -> None:
-    bound = ChatRagCache(rag=rag, max_tokens=45).bind_tools([weather], tool_choice="any")
+def test_a_call_that_is_cut_off_is_invalid(scripted: RagCache) -> None:
+    bound = ChatRagCache(rag=scripted, max_tokens=45).bind_tools([weather], tool_choice="any")
     answer = bound.invoke("x")
     assert answer.tool_calls == []
     [wrong] = answer.invalid_tool_calls
@@ -198,8 +193,8 @@ def test_a_call_that_is_cut_off_is_invalid(rag: RagCache) -> None:
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None:
-    bound = ChatRagCache(rag=rag, max_tokens=4).bind_tools([weather], tool_choice="any")
+def test_a_call_without_a_name_is_invalid_in_a_stream_too(scripted: RagCache) -> None:
+    bound = ChatRagCache(rag=scripted, max_tokens=4).bind_tools([weather], tool_choice="any")
     answer: Any = bound.invoke("x")
     chunks: list[Any] = list(bound.stream("x"))
     for message in (answer, sum(chunks[1:], chunks[0])):
@@ -208,8 +203,8 @@ def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None
 
 
 @pytest.mark.slow
-def test_a_cut_stream_calls_what_a_cut_answer_calls(rag: RagCache) -> None:
-    bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
+def test_a_cut_stream_calls_what_a_cut_answer_calls(scripted: RagCache) -> None:
+    bound = ChatRagCache(rag=scripted).bind_tools([weather], tool_choice="any")
     length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
     for most in range(1, length + 1):
         chunks: list[Any] = list(bound.stream("x", max_tokens=most))
@@ -272,9 +267,9 @@ def test_strict_reaches_the_call(model: ChatRagCache) -> None:
         model.bind_tools([inexpressible], strict=True).invoke("x")
 
 
-def test_parallel_calls_may_be_off(rag: RagCache) -> None:
+def test_parallel_calls_may_be_off(scripted: RagCache) -> None:
     options = {"mode": "rooted", "recognize": True, "tools": convert_tools([add])}
-    more, info = {"tool_choice": "any"}, ModelInfo(rag)
+    more, info = {"tool_choice": "any"}, ModelInfo(scripted)
     one, several = (
         CallOptions.resolve(options, None, {**more, "parallel_tool_calls": parallel}, info)
         for parallel in (False, True)

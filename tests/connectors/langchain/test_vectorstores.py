@@ -28,11 +28,6 @@ class TestStandard(VectorStoreIntegrationTests):
         return RagCacheVectorStore(self.get_embeddings(), collection="standard", rag=rag)
 
 
-@pytest.fixture
-def store(rag: RagCache) -> RagCacheVectorStore:
-    return RagCacheVectorStore(DeterministicFakeEmbedding(size=6), collection="notes", rag=rag)
-
-
 def fill(store: RagCacheVectorStore) -> None:
     years = {"foo": 2020, "bar": 2022, "baz": 2024}
     documents = [Document(text, metadata={"year": year}) for text, year in years.items()]
