@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -165,6 +166,16 @@ def tiny_reader(reader: LoadedModel) -> LoadedModel:
 
     causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     return LoadedModel("tiny", causal, reader.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def quick_reader(reader: LoadedModel) -> LoadedModel:
+    """The reader with a tiny random model, for services whose answers do not matter."""
+    from ragcache.models import wrap_causal
+    from tests.tiny_models import tiny_model
+
+    size = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": reader.causal.window}
+    return replace(reader, causal=wrap_causal(tiny_model("llama", **size)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,10 +25,10 @@ CHAT = {"model": "x", "messages": [{"role": "user", "content": LEAVE["question"]
 
 @pytest.fixture(scope="module")
 def cluster(
-    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    made = LocalCluster(folder, reader)
+    made = LocalCluster(folder, quick_reader)
     made.rags[0].ingest("notes", write_notes(folder / "notes"))
     yield made
     made.close()

@@ -24,10 +24,10 @@ LEAVE = "How many days of leave does everybody have?"
 
 
 @pytest.fixture(scope="module")
-def rag(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+def rag(quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     """Three documents in the collection `notes`."""
     folder = tmp_path_factory.mktemp("service")
-    with RagCache.open(folder / "state", reader) as opened:
+    with RagCache.open(folder / "state", quick_reader) as opened:
         opened.ingest("notes", write_notes(folder / "notes"))
         yield opened
 

@@ -29,9 +29,9 @@ PATHS = [
 
 
 @pytest.fixture
-def locked(reader: LoadedModel, tmp_path: Path) -> Iterator[tuple[TestClient, RagCache]]:
+def locked(quick_reader: LoadedModel, tmp_path: Path) -> Iterator[tuple[TestClient, RagCache]]:
     """A service of a folder with a key for everything and one for questions."""
-    with RagCache.open(tmp_path / "state", reader) as rag, client_of(rag) as client:
+    with RagCache.open(tmp_path / "state", quick_reader) as rag, client_of(rag) as client:
         yield client, rag
 
 

@@ -17,9 +17,9 @@ ADA = {"name": "ada", "role": "admin"}
 
 
 @pytest.fixture
-def fresh(reader: LoadedModel, tmp_path: Path) -> Iterator[TestClient]:
+def fresh(quick_reader: LoadedModel, tmp_path: Path) -> Iterator[TestClient]:
     """A service without keys."""
-    with RagCache.open(tmp_path / "state", reader) as rag, client_of(rag) as client:
+    with RagCache.open(tmp_path / "state", quick_reader) as rag, client_of(rag) as client:
         yield client
 
 

@@ -16,10 +16,10 @@ from tests.conftest import write_notes
 
 @pytest.fixture(scope="module")
 def two(
-    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TestClient, RagCache, dict[str, str]]]:
     """A service in which `red` has three documents, each its own job, and headers of red."""
-    with RagCache.open(tmp_path_factory.mktemp("numbers") / "state", reader) as rag:
+    with RagCache.open(tmp_path_factory.mktemp("numbers") / "state", quick_reader) as rag:
         for name in "abc":
             rag.within("red").ingest("notes", [SourceDocument(name, f"The leaf {name} is red.")])
         with client_of(rag) as client:
@@ -93,11 +93,11 @@ def test_ids_of_the_ledger_are_no_public_ids(
 
 @pytest.fixture(scope="module")
 def tenants(
-    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TestClient, dict[str, str], dict[str, str]]]:
     """A service in which `red` has the notes, and the headers of administrators of red and blue."""
     folder = tmp_path_factory.mktemp("two")
-    with RagCache.open(folder / "state", reader) as rag, client_of(rag) as client:
+    with RagCache.open(folder / "state", quick_reader) as rag, client_of(rag) as client:
         rag.within("red").ingest("notes", write_notes(folder / "notes"))
         headers = [
             {"Authorization": f"Bearer {rag.keys.create(name, 'admin', name)[1]}"}

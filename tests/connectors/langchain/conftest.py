@@ -22,9 +22,9 @@ DOCUMENT = (
 
 
 @pytest.fixture
-def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+def rag(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
     """Without an embedder, with modules of 64 tokens at most."""
-    with RagCache.open(tmp_path / "state", reader, max_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(tmp_path / "state", tiny_reader, max_tokens=4, module_tokens=64) as opened:
         yield opened
 
 
@@ -37,9 +37,11 @@ def open_with_notes(folder: Path, model: LoadedModel) -> Iterator[RagCache]:
 
 
 @pytest.fixture(scope="session")
-def boats(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
+def boats(
+    tmp_path_factory: pytest.TempPathFactory, quick_reader: LoadedModel
+) -> Iterator[RagCache]:
     """`open_with_notes`, for tests that leave it as it is."""
-    with open_with_notes(tmp_path_factory.mktemp("boats"), reader) as rag:
+    with open_with_notes(tmp_path_factory.mktemp("boats"), quick_reader) as rag:
         yield rag
 
 

@@ -88,9 +88,9 @@ def test_recognition_may_be_off_for_a_model_or_a_call(boats: RagCache) -> None:
 
 
 def test_states_that_a_request_encodes_are_counted_as_created(
-    tmp_path: Path, reader: LoadedModel
+    tmp_path: Path, quick_reader: LoadedModel
 ) -> None:
-    with open_with_notes(tmp_path, reader) as rag:
+    with open_with_notes(tmp_path, quick_reader) as rag:
         rag.modules.evict(documents=["boats"], collection="notes")
         model = ChatRagCache(rag=rag, max_tokens=2)
         first, second = model.invoke(QUESTION), model.invoke(QUESTION)
@@ -250,9 +250,9 @@ def test_options_of_an_answer_identify_the_model(scripted: RagCache, tmp_path: P
     assert kinder != folders[0]
 
 
-def test_the_instruction_is_that_of_the_folder(reader: LoadedModel, tmp_path: Path) -> None:
+def test_the_instruction_is_that_of_the_folder(quick_reader: LoadedModel, tmp_path: Path) -> None:
     options = {"instruction": "Be kind."}
-    opened = ChatRagCache(state=tmp_path, model=reader, open_options=options).open_rag()
+    opened = ChatRagCache(state=tmp_path, model=quick_reader, open_options=options).open_rag()
     try:
         assert "Be kind." in opened.internals.ask.encoder.frame.preamble
         assert ModelInfo(opened).identity["instruction"] == "Be kind."

@@ -35,10 +35,12 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def notes(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+def notes(
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RagCache]:
     """Tests only read what is ingested."""
     folder = tmp_path_factory.mktemp("notes")
-    with RagCache.open(folder, reader, max_tokens=4, module_tokens=64) as opened:
+    with RagCache.open(folder, quick_reader, max_tokens=4, module_tokens=64) as opened:
         opened.ingest(
             "notes",
             [
@@ -182,9 +184,9 @@ class TestIntegration(EmbeddingsIntegrationTests):
         return RagCacheEmbeddings
 
 
-def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> None:
+def test_the_embedder_of_an_open_folder(tmp_path: Path, quick_reader: LoadedModel) -> None:
     fake = DeterministicFakeEmbedding(size=6)
-    with RagCache.open(tmp_path / "state", reader, embedding=fake) as rag:
+    with RagCache.open(tmp_path / "state", quick_reader, embedding=fake) as rag:
         found = RagCacheEmbeddings(rag)
         assert found.embedder is fake
         assert found.embed_query("boat") == fake.embed_query("boat")
@@ -194,9 +196,9 @@ def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> 
     assert embeddings.unwrap_embedder(None) is None
 
 
-async def test_the_embedder_of_a_state_folder(tmp_path: Path, reader: LoadedModel) -> None:
+async def test_the_embedder_of_a_state_folder(tmp_path: Path, quick_reader: LoadedModel) -> None:
     fake = DeterministicFakeEmbedding(size=6)
-    declare_options(tmp_path, model=reader, embedding=fake)
+    declare_options(tmp_path, model=quick_reader, embedding=fake)
     found = RagCacheEmbeddings(state=tmp_path)
     assert not list(tmp_path.iterdir()), "nothing is opened yet"
     try:

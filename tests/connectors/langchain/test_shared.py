@@ -37,27 +37,29 @@ def test_an_open_rag_is_returned_as_it_is(rag: RagCache, tmp_path: Path) -> None
         shared_rag(rag, tmp_path, k_bytes=1)
 
 
-def test_a_folder_is_opened_once(tmp_path: Path, reader: LoadedModel) -> None:
+def test_a_folder_is_opened_once(tmp_path: Path, quick_reader: LoadedModel) -> None:
     folder = tmp_path / "state"
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: shared_rag(None, folder, model=reader), range(8)))
+        found = list(pool.map(lambda _: shared_rag(None, folder, model=quick_reader), range(8)))
     assert len(set(map(id, found))) == 1
     assert shared_rag(None, str(folder)) is found[0], "options may be left out"
     assert shared_rag(None, tmp_path / "x" / ".." / "state") is found[0]
-    assert shared_rag(None, tmp_path / "other", model=reader) is not found[0]
+    assert shared_rag(None, tmp_path / "other", model=quick_reader) is not found[0]
 
 
-def test_options_that_differ_are_named(tmp_path: Path, reader: LoadedModel) -> None:
-    shared_rag(None, tmp_path, model=reader, module_tokens=64)
+def test_options_that_differ_are_named(tmp_path: Path, quick_reader: LoadedModel) -> None:
+    shared_rag(None, tmp_path, model=quick_reader, module_tokens=64)
     with pytest.raises(ConfigurationError, match=r"module_tokens=64 in .*; module_tokens=96 needs"):
         shared_rag(None, tmp_path, module_tokens=96)
     with pytest.raises(ConfigurationError, match=r"queue=None in .*; queue=5 needs"):
         shared_rag(None, tmp_path, queue=5)
 
 
-def test_declared_options_hold_for_the_first_user(tmp_path: Path, reader: LoadedModel) -> None:
-    declare_options(tmp_path, model=reader, module_tokens=None)
-    declare_options(tmp_path, model=reader, module_tokens=64)
+def test_declared_options_hold_for_the_first_user(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    declare_options(tmp_path, model=quick_reader, module_tokens=None)
+    declare_options(tmp_path, model=quick_reader, module_tokens=64)
     assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
     rag = shared_rag(None, tmp_path)
     rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
@@ -65,20 +67,22 @@ def test_declared_options_hold_for_the_first_user(tmp_path: Path, reader: Loaded
 
 
 def test_until_a_folder_is_open_the_later_declaration_holds(
-    tmp_path: Path, reader: LoadedModel
+    tmp_path: Path, quick_reader: LoadedModel
 ) -> None:
     declare_options(tmp_path, model="mistyped")
-    declare_options(tmp_path, model=reader)
-    assert ModelInfo(shared_rag(None, tmp_path)).name == reader.name
+    declare_options(tmp_path, model=quick_reader)
+    assert ModelInfo(shared_rag(None, tmp_path)).name == quick_reader.name
     with pytest.raises(ConfigurationError, match="is opened with model="):
         declare_options(tmp_path, model="mistyped")
 
 
-def test_options_that_opened_nothing_are_forgotten(tmp_path: Path, reader: LoadedModel) -> None:
+def test_options_that_opened_nothing_are_forgotten(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
     for state in (tmp_path, None):
         with pytest.raises(ModelNotFound):
             shared_rag(None, state, model=tmp_path / "mistyped")
-        assert ModelInfo(shared_rag(None, state, model=reader)).name == reader.name
+        assert ModelInfo(shared_rag(None, state, model=quick_reader)).name == quick_reader.name
 
 
 @pytest.fixture
@@ -98,12 +102,12 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
 
 
 async def test_opening_one_folder_does_not_block_another(
-    tmp_path: Path, reader: LoadedModel, slowly: tuple[Event, Event]
+    tmp_path: Path, quick_reader: LoadedModel, slowly: tuple[Event, Event]
 ) -> None:
     begun, go = slowly
-    ready = shared_rag(None, tmp_path / "ready", model=reader)
+    ready = shared_rag(None, tmp_path / "ready", model=quick_reader)
     with ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(shared_rag, None, tmp_path / "slow", model=reader)
+        slow = pool.submit(shared_rag, None, tmp_path / "slow", model=quick_reader)
         assert begun.wait(60)
         made = pool.submit(ChatRagCache, state=tmp_path / "slow")
         assert made.result(timeout=60).model_name == "ragcache-reader"
@@ -115,32 +119,34 @@ async def test_opening_one_folder_does_not_block_another(
         assert await waits is await asyncio.wrap_future(slow)
 
 
-def test_the_process_has_a_folder_for_each_model(reader: LoadedModel) -> None:
-    one, other = (ChatRagCache(model=each, max_tokens=1) for each in (reader, scripted_model()))
+def test_the_process_has_a_folder_for_each_model(quick_reader: LoadedModel) -> None:
+    one, other = (
+        ChatRagCache(model=each, max_tokens=1) for each in (quick_reader, scripted_model())
+    )
     assert other.invoke("x").response_metadata["model_name"] == "scripted"
-    assert one.invoke("x").response_metadata["model_name"] == reader.name
+    assert one.invoke("x").response_metadata["model_name"] == quick_reader.name
     assert shared_rag(None, None) is shared_rag(None, None, model=scripted_model()), (
         "the first opened"
     )
-    assert one.invoke("x").response_metadata["model_name"] == reader.name
+    assert one.invoke("x").response_metadata["model_name"] == quick_reader.name
 
 
 def test_a_folder_that_cannot_be_opened_may_be_tried_again(
-    tmp_path: Path, reader: LoadedModel
+    tmp_path: Path, quick_reader: LoadedModel
 ) -> None:
     blocked = tmp_path / "state"
     blocked.write_text("a file")
     with pytest.raises(StoreError):
-        shared_rag(None, blocked, model=reader)
+        shared_rag(None, blocked, model=quick_reader)
     blocked.unlink()
-    assert shared_rag(None, blocked, model=reader).stats().collections == {}
+    assert shared_rag(None, blocked, model=quick_reader).stats().collections == {}
 
 
-def test_a_closed_folder_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
-    first = shared_rag(None, tmp_path, model=reader)
+def test_a_closed_folder_is_opened_anew(tmp_path: Path, quick_reader: LoadedModel) -> None:
+    first = shared_rag(None, tmp_path, model=quick_reader)
     first.ingest("notes", [SourceDocument("a", "The kiln is in the yard.")])
     close_shared()
-    second = shared_rag(None, tmp_path, model=reader)
+    second = shared_rag(None, tmp_path, model=quick_reader)
     assert second is not first
     assert second.stats().collections == {"notes": 1}
 

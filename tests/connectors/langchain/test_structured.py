@@ -217,9 +217,9 @@ def test_a_cut_stream_calls_what_a_cut_answer_calls(scripted: RagCache) -> None:
 
 
 def test_a_template_without_tools_is_named(
-    tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
+    tmp_path_factory: pytest.TempPathFactory, quick_reader: LoadedModel
 ) -> None:
-    with RagCache.open(tmp_path_factory.mktemp("reader"), model=reader) as rag:
+    with RagCache.open(tmp_path_factory.mktemp("reader"), model=quick_reader) as rag:
         bound = ChatRagCache(rag=rag).bind_tools([weather])
         with pytest.raises(UnsupportedModel, match="chat template takes no tools"):
             bound.invoke("x")
