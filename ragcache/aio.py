@@ -10,7 +10,7 @@ from ragcache.documents.source import DocumentSource
 from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
 from ragcache.pipeline import Answer, AsyncAnswerStream, Conversation, Ingestion
 from ragcache.pipeline.answer import aresults, start_aside
-from ragcache.rag import RagCache
+from ragcache.rag import RagCache, search_arguments
 from ragcache.retrieval import Selection
 
 
@@ -74,7 +74,7 @@ class AsyncRagCache:
 
     async def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
         """Find the best modules for a query; see `RagCache.retrieve`."""
-        return await asyncio.to_thread(self.rag.retrieve, query, **options)
+        return await self.rag.retriever().aretrieve(query, *search_arguments(options))
 
     async def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from a collection; see `RagCache.ask`."""

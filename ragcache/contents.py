@@ -171,7 +171,7 @@ class Collections:
         The first question then does not wait for an index. `ragcache serve` calls this.
         """
         for collection in self._namespace.catalog.collections():
-            self._namespace.retrievers.retriever_for().prepare_index(collection)
+            self._namespace.retrievers.retriever_for().indexes.prepare(collection)
 
 
 @dataclass(frozen=True, slots=True)

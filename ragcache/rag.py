@@ -503,7 +503,7 @@ class RagCache:
             >>> found.hits[0].module.document
             'leave.md'
         """
-        return self.retriever().retrieve(query, *_search(options))
+        return self.retriever().retrieve(query, *search_arguments(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed
@@ -557,7 +557,8 @@ class RagCache:
         return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
-def _search(options: SearchOptions) -> tuple[str, SearchParams]:
+def search_arguments(options: SearchOptions) -> tuple[str, SearchParams]:
+    """The collection and the parameters of a search, from options of `RagCache.retrieve`."""
     check_options(options, SearchOptions, "retrieve")
     params: dict[str, Any] = {"k": DEFAULT_K, **options}
     return params.pop("collection"), SearchParams(**params)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ragcache.db import Catalog, ModuleRow
 from ragcache.errors import UnknownCollection
 
-__all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "Found", "Recognizer", "find"]
+__all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "RecognizedModule", "Recognizer", "find"]
 
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -37,13 +37,16 @@ _MOST_BITS = 22  # ... of 4 MiB at most; of few modules it stays in the processo
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A match: text[begin:end] is a module's text. whole: including its outer whitespace."""
+class RecognizedModule:
+    """A module whose text is part of a prompt."""
 
     module: ModuleRow
     begin: int
+    """First character of the module's text in the prompt."""
     end: int
+    """End of the module's text in the prompt, exclusive."""
     whole: bool
+    """Whether the module's outer whitespace is included."""
 
 
 class Recognizer:
@@ -54,7 +57,7 @@ class Recognizer:
         self._index = _Index({}, {}, FingerprintTable(Fingerprints.joined(())))
         self._building = threading.Lock()
 
-    def find(self, text: str) -> list[Found]:
+    def find(self, text: str) -> list[RecognizedModule]:
         """The modules in a text; see `find`. Of equal texts the first one matches, by collection
         name and module id."""
         return find(text, self._current().table)
@@ -88,13 +91,13 @@ class _Index:
     table: FingerprintTable
 
 
-def find(text: str, table: FingerprintTable) -> list[Found]:
+def find(text: str, table: FingerprintTable) -> list[RecognizedModule]:
     """The modules in a text, by position; no two overlap.
 
     Longer matches win, then earlier ones; of equal texts the one that was indexed first. Modules
     of fewer than `WINDOW` characters, without outer whitespace, are not searched for.
     """
-    found: list[Found] = []
+    found: list[RecognizedModule] = []
     for begin, end, module in _apart(text, table):
         found.append(_widened(text, module, begin, end, found[-1].end if found else 0))
     return found
@@ -119,13 +122,13 @@ def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow
     return taken
 
 
-def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> Found:
+def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> RecognizedModule:
     """The match extended by the module's outer whitespace, if the text has it too."""
     first = begin - (len(module.text) - len(module.text.lstrip()))
     last = first + len(module.text)
     if first >= floor and text.startswith(module.text, first):
-        return Found(module, first, last, True)
-    return Found(module, begin, end, False)
+        return RecognizedModule(module, first, last, True)
+    return RecognizedModule(module, begin, end, False)
 
 
 class FingerprintTable:

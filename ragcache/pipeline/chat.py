@@ -23,7 +23,7 @@ from ragcache.pipeline.prompt import (
     Retrieved,
     TokenPrompt,
 )
-from ragcache.recognition import Found, Recognizer
+from ragcache.recognition import RecognizedModule, Recognizer
 
 Conversation = Sequence[Message] | str
 """Messages, or a text that is continued as it is, without a template."""
@@ -54,7 +54,7 @@ class RenderedChat:
 
     question: str
     text: str
-    found: Sequence[Found] = ()
+    found: Sequence[RecognizedModule] = ()
     lead: Sequence[int] = ()
 
 
@@ -130,7 +130,7 @@ class ChatPipeline:
         users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
         return RenderedChat(next(users, ""), text, self._find(text, options))
 
-    def _find(self, text: str, options: ChatCall) -> list[Found]:
+    def _find(self, text: str, options: ChatCall) -> list[RecognizedModule]:
         """A module that holds private characters is left out: one could be a mark."""
         found = self.recognizer.find(text) if options.recognize else []
         return [each for each in found if not find_mark(each.module.text)]

@@ -186,7 +186,7 @@ class Ingestor:
                 collection, rows, job, self._jobs.session, report["removed"], changes.moved
             )
             self.store.discard(freed)
-            self.retriever.update_index(collection)
+            self.retriever.indexes.update(collection)
         encoded += self._encode_lost(collection, changes.unchanged)
         if not stores:
             self._jobs.finish(job)
@@ -311,7 +311,7 @@ class Ingestor:
             )
 
     def _row(self, document: SourceDocument, modules: Sequence[SplitModule]) -> NewDocument:
-        vectors = self.retriever.embed_texts([module.text for module in modules])
+        vectors = self.retriever.indexes.embed_texts([module.text for module in modules])
         rows = []
         for number, module in enumerate(modules):
             name = f"{document.id}#{number + 1}"

@@ -205,7 +205,7 @@ class IngestionJobs:
             check_open = lambda *_: self.workers.check_open()  # noqa: E731
             sync = bool(job.options.get("sync"))
             self.ingestor.store_sources(job.id, collection, _loaded_of(job), check_open, sync=sync)
-            self.ingestor.retriever.prepare_index(collection)
+            self.ingestor.retriever.indexes.prepare(collection)
         except (EngineClosed, JobCanceled, JobTaken) as error:
             logger.warning("%s", error)
         except RagCacheError as error:  # expected; the job's row holds the reason

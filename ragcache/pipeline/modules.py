@@ -28,12 +28,12 @@ from ragcache.store.admin import StateChange
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A module's tokens, and the first tier that holds its states; None where none does, and they
-    are encoded when a question needs them."""
+class ModulePlacement:
+    """Length of a module, and where its states are."""
 
     tokens: int
     tier: str | None
+    """First tier that holds the states. None if no tier does: a question then encodes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ class Modules:
     def _database(self) -> Database:
         return self.store.ledger.database
 
-    def placed(self, modules: Sequence[ModuleRow], collection: str | None = None) -> list[Placed]:
+    def placed(
+        self, modules: Sequence[ModuleRow], collection: str | None = None
+    ) -> list[ModulePlacement]:
         """Length and tier of each module's states, encoded after the preamble of a collection's
         prompts; None is that of the folder's."""
         encoder = self.encoder
@@ -181,7 +183,7 @@ class Modules:
         for ids in self.tokens.of(modules):
             key = encoder.key(ids)
             holding = (index.name for index in indexes if key in index.entries)
-            found.append(Placed(len(ids), next(holding, None)))
+            found.append(ModulePlacement(len(ids), next(holding, None)))
         return found
 
     def _keys(

@@ -121,32 +121,38 @@ class Retriever:
 
     The next question finds what any process has stored, and never what any has deleted
     (`CollectionIndexes`). Hybrid searches find modules that have no vector yet by their words;
-    dense searches wait until these are embedded."""
+    dense searches wait until these are embedded.
+
+    Attributes:
+        embedder: Embeds queries. Without one, searches go by words.
+        reranker: Orders what was found.
+        indexes: The indexes of the collections, which also embed modules.
+    """
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,
         reranker: Reranker | None = None,
     ) -> None:  # fmt: skip
         self.embedder, self.reranker = embedder, reranker
-        self._indexes = CollectionIndexes(catalog, embedder, vectors)
+        self.indexes = CollectionIndexes(catalog, embedder, vectors)
 
     def using(self, embedder: Embeddings) -> Retriever:
         """A retriever with another embedder of the same name, sharing vectors and indexes."""
         other = copy(self)
-        other.embedder = self._indexes.embedder = embedder
+        other.embedder = self.indexes.embedder = embedder
         return other
 
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
-        version = self._indexes.observe(collection)  # one that is unknown costs no embedding
+        version = self.indexes.observe(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params, version)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        version = await asyncio.to_thread(self._indexes.observe, collection)
+        version = await asyncio.to_thread(self.indexes.observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, params, version)
@@ -157,22 +163,8 @@ class Retriever:
         """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
         vector of another length."""
         self._check_embedder()
-        version = self._indexes.observe(collection)
+        version = self.indexes.observe(collection)
         return self._select("", _vector(vector), collection, params, version)
-
-    def update_index(self, collection: str) -> None:
-        """Applies a change of a collection to its index, if there is one, so that no question has
-        to. Where the ledger does not answer, the next question does it."""
-        self._indexes.update(collection)
-
-    def prepare_index(self, collection: str) -> None:
-        """Builds the first index of a collection in the background, with its vectors, so that its
-        first question need not wait, or not for as long."""
-        self._indexes.prepare(collection)
-
-    def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Vectors [N, D] float32 of stripped texts; None without an embedder."""
-        return self._indexes.embed_texts(texts)
 
     def _embedder_for(self, params: SearchParams) -> Embeddings | None:
         if params.search == "sparse":
@@ -192,10 +184,10 @@ class Retriever:
         version: CollectionVersion,
     ) -> Selection:  # fmt: skip
         dimension = None if vector is None else len(vector)
-        index = self._indexes.index_at(collection, version, dimension)
+        index = self.indexes.index_at(collection, version, dimension)
         while params.search == "dense" and index.missing:
-            self._indexes.embed_some(collection)
-            index = self._indexes.index_at(collection, version, dimension)
+            self.indexes.embed_some(collection)
+            index = self.indexes.index_at(collection, version, dimension)
         if not index.modules:
             return Selection(query, (), version)
         ranking, bm25, cosine = _rank(query, vector, index, params)

@@ -19,8 +19,8 @@ from ragcache.recognition import (
     WINDOW,
     Fingerprints,
     FingerprintTable,
-    Found,
     PrefixGroup,
+    RecognizedModule,
     Recognizer,
     common_prefix,
     find,
@@ -121,7 +121,7 @@ def table_of(texts: list[str]) -> FingerprintTable:
     return FingerprintTable(Fingerprints.of(rows_of(texts)))
 
 
-def places(found: list[Found]) -> list[tuple[int, int, int]]:
+def places(found: list[RecognizedModule]) -> list[tuple[int, int, int]]:
     return [(each.begin, each.end, each.module.id) for each in found]
 
 
@@ -140,7 +140,7 @@ def naive(text: str, texts: list[str]) -> list[tuple[int, int, int]]:
     return sorted(taken)
 
 
-def trimmed(found: list[Found], text: str) -> list[tuple[int, int, int]]:
+def trimmed(found: list[RecognizedModule], text: str) -> list[tuple[int, int, int]]:
     """The places of what was found, without outer whitespace."""
     result = []
     for each in found:

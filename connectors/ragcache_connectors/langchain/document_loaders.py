@@ -113,7 +113,7 @@ def module_metadata(
 ) -> list[dict[str, Any]]:
     """Of each hit the module, its document, the tier that holds its states (None where they must
     still be encoded), its tokens and its scores, as in `Hit`."""
-    placed = rag.modules.placed([hit.module for hit in hits], collection)
+    placed = rag.modules.locate([hit.module for hit in hits], collection)
     return [
         {"module": hit.module.name, "document": hit.module.document, "tier": place.tier,
          "tokens": place.tokens, "score": hit.score, "bm25": hit.bm25, "cosine": hit.cosine,

@@ -166,7 +166,7 @@ def test_annotated_documents_hold_module_tier_and_tokens(rag: RagCache) -> None:
     [found] = store.similarity_search("foo", k=1)
     mark = found.metadata["ragcache"]
     assert (mark["module"], mark["document"], mark["tier"]) == ("foo#1", "foo", "host")
-    [placed] = rag.modules.placed(rag.modules.named("notes", ["foo#1"]))
+    [placed] = rag.modules.locate(rag.modules.named("notes", ["foo#1"]))
     assert mark["tokens"] == placed.tokens > 0
     store.add_documents([found])
     assert store.get_by_ids(["foo"])[0].metadata == {"year": 2020}, "the mark is not stored"

@@ -136,10 +136,10 @@ def test_expiring_an_unknown_module_limits_none(rag: RagCache) -> None:
 def test_modules_tell_their_tokens_and_where_their_states_stand(rag: RagCache) -> None:
     rows = rag.modules.named("notes", [row.name for row in rag.modules.all("notes")])
     tokens = {row.name: row.tokens for row in rag.modules.all("notes")}
-    placed = rag.modules.placed(rows)
+    placed = rag.modules.locate(rows)
     assert [place.tokens for place in placed] == [tokens[row.name] for row in rows]
     assert {place.tier for place in placed} == {"host"}
     rag.modules.evict("notes", tier="host")
-    assert {place.tier for place in rag.modules.placed(rows)} == {"disk"}
+    assert {place.tier for place in rag.modules.locate(rows)} == {"disk"}
     rag.modules.evict("notes")
-    assert {place.tier for place in rag.modules.placed(rows)} == {None}
+    assert {place.tier for place in rag.modules.locate(rows)} == {None}

@@ -144,7 +144,7 @@ def test_sparse_search_finds_modules_best_first(database: Database) -> None:
     assert selection.hits[0].score > selection.hits[1].score
     assert found(retriever, "spare key boat", k=1) == ["keys.md"]
     assert found(retriever, "Which vessel?") == [], "no word is shared, and there is no embedder"
-    assert retriever.embed_texts(["anything"]) is None
+    assert retriever.indexes.embed_texts(["anything"]) is None
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         found(retriever, "boat", search="dense")
     with pytest.raises(InvalidRequest, match="needs an embedder"):
@@ -305,7 +305,7 @@ def test_only_vectors_of_new_modules_are_read_after_a_change(
 def test_many_texts_are_embedded_in_order(database: Database) -> None:
     retriever = Retriever(Catalog(database, "tokenizer", "topics"), Topics())
     texts = [f"boat {'key ' * number}" for number in range(150)]
-    vectors = retriever.embed_texts(texts)
+    vectors = retriever.indexes.embed_texts(texts)
     assert vectors is not None
     assert vectors.dtype == np.float32
     assert vectors[:, 1].round().tolist() == list(range(150))
@@ -499,7 +499,7 @@ def test_building_one_index_does_not_block_another(database: Database) -> None:
         assert entered.wait(30)
         assert found(retriever, "vessel", 1) == ["boats.md"]
         catalog.replace_documents("notes", [document("new.md", "A sloop.")])
-        retriever.update_index("notes")
+        retriever.indexes.update("notes")
         assert "new.md" in found(retriever, "sloop"), "an ingestion does not wait either"
         go.set()
         assert names(slow.result()) == ["s"]
@@ -516,11 +516,11 @@ def test_a_change_is_applied_without_a_question(
 ) -> None:
     catalog, retriever = opened(database)
     fill(catalog)
-    retriever.update_index("notes")
-    assert retriever._indexes._indexes == {}, "what nobody has searched gets no index"
+    retriever.indexes.update("notes")
+    assert retriever.indexes._indexes == {}, "what nobody has searched gets no index"
     assert found(retriever, "boat") == ["boats.md"]
     catalog.replace_documents("notes", [document("new.md", "A sloop.")])
-    retriever.update_index("notes")
+    retriever.indexes.update("notes")
     monkeypatch.setattr(BM25Index, "update", lambda *_: pytest.fail("a question updates"))
     assert found(retriever, "sloop") == ["new.md"]
 
@@ -567,7 +567,7 @@ def test_closing_or_deleting_ends_the_building_of_an_index_without_an_error(
 ) -> None:
     catalog, retriever = opened(database, embedder := StuckTopics())
     fill(catalog)
-    retriever.prepare_index("notes")
+    retriever.indexes.prepare("notes")
     assert embedder.entered.wait(10)
     database.close() if ending == "close" else catalog.delete_collection("notes")
     embedder.go.set()
@@ -585,7 +585,7 @@ def test_a_ledger_that_is_away_is_named_without_a_traceback(
         raise LedgerUnavailable("the ledger does not answer")
 
     monkeypatch.setattr(catalog, "reread_modules", fail)
-    retriever.prepare_index("notes")
+    retriever.indexes.prepare("notes")
     wait_until_built(retriever)
     said = "the index of 'notes' is built by a later question: the ledger does not answer"
     assert said in caplog.text
@@ -599,13 +599,13 @@ def test_a_first_index_is_built_in_the_background_with_its_vectors(
     _, retriever = opened(database, embedder := Topics())
     built = counted_builds(monkeypatch)
     for name in ("notes", "notes", "gone"):
-        retriever.prepare_index(name)
+        retriever.indexes.prepare(name)
     wait_until_built(retriever)
     assert sorted(embedder.embedded) == sorted(TEXTS.values())
     assert found(retriever, "Which vessel?", 1) == ["boats.md"]
     assert (len(built), len(embedder.embedded)) == (1, len(TEXTS))
     database.close()
-    retriever.prepare_index("another")
+    retriever.indexes.prepare("another")
     wait_until_built(retriever)
     assert "not completed" not in caplog.text
 
