@@ -170,11 +170,16 @@ class Modules:
     def _database(self) -> Database:
         return self.store.ledger.database
 
-    def placed(
+    def locate(
         self, modules: Sequence[ModuleRow], collection: str | None = None
     ) -> list[ModulePlacement]:
-        """Length and tier of each module's states, encoded after the preamble of a collection's
-        prompts; None is that of the folder's."""
+        """Return the length and the tier of each module's states.
+
+        Args:
+            modules: The modules.
+            collection: Collection whose preamble the states follow. By default, the preamble of
+                `RagCache.open`.
+        """
         encoder = self.encoder
         if collection is not None:
             encoder = encoder.with_instruction(self.catalog.instruction(collection))
