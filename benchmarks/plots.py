@@ -17,16 +17,10 @@ from harness import new_figure
 def draw_decode(result: dict[str, Any]) -> Any:
     """Seconds of a step, way by way."""
     figure, [axes] = new_figure(1)
-    sides = {"shared": "2 key heads", "shared_mha": "as many key heads"}
-    width = 0.8 / len(sides)
-    for number, (side, label) in enumerate(sides.items()):
-        steps = result[side]["step_s"]
-        places = [at + number * width for at in range(len(steps))]
-        axes.bar(places, list(steps.values()), width, label=label)
-        axes.set_xticks([at + 0.4 - width / 2 for at in range(len(steps))], list(steps))
+    steps = result["shared"]["step_s"]
+    axes.bar(list(steps), list(steps.values()))
     axes.set_ylabel("seconds of a decoding step")
     axes.set_yscale("log")
-    axes.legend(frameon=False)
     return figure
 
 

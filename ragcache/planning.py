@@ -16,7 +16,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ SAMPLE = 6
 """Modules that are encoded to measure times."""
 
 _ROWS = 500  # modules whose token ids are read at once
-_SPARE = 0.75  # the largest share of the machine's memory that a host tier should take
 _SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
 _RUNS, _MAX_SECONDS = 3, 4.0  # repetitions of a measurement, and the time after which none starts
 _DROPPED = 1.25  # a cold read takes at least this many times as long as one from the page cache
@@ -387,33 +386,21 @@ def drop_pages(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def advise(plan: CachePlan, memory_bytes: int | None = None) -> list[str]:
-    """Advice on a plan in sentences, the most important first. memory_bytes: the machine's memory,
-    None if unknown."""
-    return [
-        *_advise_caching(plan),
-        *_advise_host(plan, memory_bytes),
-        *_advise_disk(plan),
-        f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
-        f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
-        f"{plan.modules:,} modules took.",
-    ]
-
-
-def _advise_caching(plan: CachePlan) -> Iterator[str]:
-    longest = plan.measured.cuts[-1]
+def advise(plan: CachePlan) -> list[str]:
+    """Advice on a plan in sentences: whether caching pays, for which modules, and what it takes."""
+    longest, advice = plan.measured.cuts[-1], []
     load, compute = longest.load_s["model"], longest.compute_s
     module, loaded, computed = longest.tokens, format_seconds(load), format_seconds(compute)
     source = "from this disk" if plan.measured.cold else "from the page cache of this disk"
     if load < compute:
         uses = max(2, math.ceil(compute / (compute - load)))
-        yield (
+        advice.append(
             f"Caching pays: a module of {module} tokens is loaded {source} in {loaded} and "
             f"computed in {computed}, {compute / load:.1f} times as long. A module that is used "
             f"{uses} times has earned its encoding."
         )
     else:
-        yield (
+        advice.append(
             f"Caching on this disk does not pay: a module of {module} tokens is loaded in {loaded} "
             f"and computed in {computed}. Loading must reach "
             f"{format_bandwidth(plan.break_even_bandwidth)}; keep what is used in memory, by "
@@ -421,50 +408,16 @@ def _advise_caching(plan: CachePlan) -> Iterator[str]:
         )
     tokens, shortest = plan.break_even_tokens["model"], plan.measured.cuts[0].tokens
     if tokens is not None and tokens > shortest:
-        yield (
+        advice.append(
             f"Modules of less than about {tokens:.0f} tokens are computed sooner than loaded: "
             "leave module_tokens well above it."
         )
-
-
-def _advise_host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
-    sizes = plan.sizes("host")
-    plain, eight = sizes["model"].share, sizes["int8"].share
-    if plain == 1.0:
-        yield "Leave kv_dtype at model: host_bytes holds the whole corpus as the model computed it."
-        return
-    if eight == 1.0:
-        yield (
-            "Take kv_dtype int8: host_bytes holds the whole corpus in eight bits, and "
-            f"{format_share(plain)} of it otherwise."
-        )
-    else:
-        yield (
-            f"host_bytes holds {format_share(plain)} of the corpus, {format_share(eight)} with "
-            "kv_dtype int8; the rest is loaded when it is asked for."
-        )
-    nbytes = sizes["model"].nbytes
-    whole = format_budget(nbytes)
-    if memory_bytes is None or nbytes <= _SPARE * memory_bytes:
-        yield f"host_bytes {whole} would hold all of it as the model computed it."
-    else:
-        yield (
-            f"All of it would take host_bytes {whole}, and this machine has "
-            f"{memory_bytes / 2**30:.1f} GiB of memory."
-        )
-
-
-def _advise_disk(plan: CachePlan) -> Iterator[str]:
-    sizes = plan.sizes("disk")
-    plain, eight = sizes["model"].share, sizes["int8"].share
-    kept = f"The disk holds {format_share(plain)} of the corpus"
-    if eight == 1.0 > plain:
-        yield f"{kept}, and all of it with kv_dtype int8."
-    elif plain < 1.0:
-        yield (
-            f"{kept}, {format_share(eight)} with kv_dtype int8: give it a larger disk, or a "
-            "remote tier, or what is used least is encoded again and again."
-        )
+    advice.append(
+        f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
+        f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
+        f"{plan.modules:,} modules took."
+    )
+    return advice
 
 
 def format_seconds(seconds: float) -> str:
@@ -482,14 +435,3 @@ def format_bandwidth(bytes_per_second: float) -> str:
     """A bandwidth in megabytes per second."""
     rate = bytes_per_second / 1e6
     return f"{rate:,.0f} MB/s" if rate >= 10 else f"{rate:.2g} MB/s"
-
-
-def format_share(share: float) -> str:
-    """A share as a percentage, with decimals only below one percent."""
-    return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else f"{100 * share:.2f}%"
-
-
-def format_budget(nbytes: int) -> str:
-    """Bytes in the notation of `parse_bytes`, rounded up."""
-    unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
-    return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"

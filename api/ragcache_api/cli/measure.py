@@ -97,16 +97,13 @@ def decode(
     dtype: BenchDTypeOption = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Decoding over shared documents: segments, copies, and with the attention left out."""
+    """Decoding over shared documents: segments, beside a copy for each request."""
     from ragcache.bench.decode import DecodeSetting, bench_decode
 
     setting = DecodeSetting(requests=requests, dtype=dtype)
     result = run_benchmark(lambda progress: bench_decode(setting, progress))
     rows = [
         ("of `generate` with copies", f"{result['ratio_to_copies']:.1f}x"),
-        ("the same, every query head with its key head", f"{result['ratio_to_copies_mha']:.1f}x"),
-        ("of the rate with the attention left out", f"{result['share_of_ceiling']:.2f}"),
-        ("of `generate` where nothing is shared", f"{result['ratio_unshared']:.2f}x"),
         ("KV bytes over one copy and private tokens", f"{result['kv_bytes_ratio']:.2f}"),
         ("scheduling, of a step", f"{100 * result['scheduler_share']:.1f}%"),
     ]
@@ -175,8 +172,6 @@ def plan(
     for path in paths or []:
         if not path.exists():
             raise UnreadableDocument(f"cannot read {path}: there is no such file or folder")
-    import psutil
-
     from ragcache.planning import Budgets, advise, make_plan
 
     budgets = Budgets.parse(host_bytes, device_bytes, disk_bytes)
@@ -190,7 +185,7 @@ def plan(
             loaded, corpus, budgets, state, sample=sample,
             instruction=instruction, progress=status.update,
         )  # fmt: skip
-    advice = advise(made, psutil.virtual_memory().total)
+    advice = advise(made)
     if as_json:
         ui.print_json(made.to_dict() | {"advice": advice})
     else:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-import psutil
 from fastapi import APIRouter, Depends, Path, Query
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
@@ -375,7 +374,7 @@ def _plan(context: RequestContext, wanted: PlanRequest) -> dict[str, Any]:
     budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
     folder = shared.store.disk.folder
     made = make_plan(shared.model, corpus, budgets, folder, sample=wanted.sample)
-    return made.to_dict() | {"advice": advise(made, psutil.virtual_memory().total)}
+    return made.to_dict() | {"advice": advise(made)}
 
 
 def _corpus(context: RequestContext, wanted: PlanRequest) -> Corpus:
