@@ -20,7 +20,6 @@ from ragcache.db import Catalog
 from ragcache.errors import (
     ConfigurationError,
     InvalidRequest,
-    NoDocuments,
     QueueFull,
     StoreFull,
     StoreUnwritable,
@@ -29,7 +28,6 @@ from ragcache.errors import (
 )
 from ragcache.models import LoadedModel
 from ragcache.retrieval import SearchParams
-from tests.conftest import write_notes
 
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
@@ -137,20 +135,20 @@ def chats(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
 
 @pytest.mark.slow
 def test_every_twin_gives_the_same_answer(chats: RagCache) -> None:
-    expected = [chats.chat(each) for each in CHATS]
-    texts = [answer.text for answer in expected]
+    texts = [chats.chat(each).text for each in CHATS]
     assert [answer.text for answer in chats.chat_batch(CHATS)] == texts
+    streams = chats.stream_chat_batch(CHATS)
+    assert [stream.result().text for stream in reversed(streams)] == texts[::-1], "all are queued"
 
-    async def twins() -> tuple[list[str], list[str], str]:
+    async def check_twins() -> None:
         calls = AsyncRagCache(chats)
-        alone = [(await calls.chat(each)).text for each in CHATS]
-        together = [answer.text for answer in await calls.chat_batch(CHATS)]
+        assert [(await calls.chat(each)).text for each in CHATS] == texts
+        assert [answer.text for answer in await calls.chat_batch(CHATS)] == texts
+        assert [(await each).text for each in await calls.stream_chat_batch(CHATS)] == texts
         pieces = [piece async for piece in await calls.stream_chat(CHATS[0])]
-        return alone, together, "".join(pieces)
+        assert "".join(pieces).strip() == texts[0]
 
-    alone, together, streamed = asyncio.run(twins())
-    assert alone == together == texts
-    assert streamed.strip() == texts[0]
+    asyncio.run(check_twins())
 
 
 def test_a_stream_tells_its_sources_first_and_then_its_pieces(chats: RagCache) -> None:
@@ -162,18 +160,6 @@ def test_a_stream_tells_its_sources_first_and_then_its_pieces(chats: RagCache) -
     pieces = list(stream)
     assert len(pieces) > 1
     assert "".join(pieces) == stream.answer.choices[0].text
-
-
-def test_streams_of_a_batch_are_all_queued_before_one_is_read(chats: RagCache) -> None:
-    texts = [answer.text for answer in chats.chat_batch(CHATS)]
-    streams = chats.stream_chat_batch(CHATS)
-    assert [stream.result().text for stream in reversed(streams)] == texts[::-1]
-
-    async def twin() -> list[str]:
-        streams = await AsyncRagCache(chats).stream_chat_batch(CHATS)
-        return [(await stream).text for stream in streams]
-
-    assert asyncio.run(twin()) == texts
 
 
 @pytest.mark.slow
@@ -226,22 +212,19 @@ def test_an_answer_from_a_selection_searches_no_more(library: RagCache) -> None:
 
 @pytest.mark.slow
 def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> None:
-    async def ways() -> list[Answer]:
-        calls = AsyncRagCache(library)
-        asked = await calls.ask_batch(["spare key?"], collection="notes", filters=old)
-        stream = await calls.stream("spare key?", collection="notes", filters=old)
-        return [
-            *asked,
-            await stream,
-            await calls.ask("spare key?", collection="notes", filters=old),
-        ]
+    asked: dict[str, Any] = {"collection": "notes", "filters": {"year": 2020}}
 
-    old = {"year": 2020}
+    async def twins() -> list[Answer]:
+        calls = AsyncRagCache(library)
+        together = await calls.ask_batch(["spare key?"], **asked)
+        stream = await calls.stream("spare key?", **asked)
+        return [*together, await stream, await calls.ask("spare key?", **asked)]
+
     answers = [
-        library.ask("spare key?", collection="notes", filters=old),
-        *library.ask_batch(["spare key?"], collection="notes", filters=old),
-        library.stream("spare key?", collection="notes", filters=old).result(),
-        *asyncio.run(ways()),
+        library.ask("spare key?", **asked),
+        *library.ask_batch(["spare key?"], **asked),
+        library.stream("spare key?", **asked).result(),
+        *asyncio.run(twins()),
     ]
     assert [documents(answer) for answer in answers] == [{"keys"}] * 6
     for share, ids in ((0.0, {"keys", "locks"}), (1.0, {"keys"})):
@@ -302,11 +285,6 @@ class TestBadInput:
         with pytest.raises(ConfigurationError, match="k is 0"):
             rag.ask(QUESTION, collection="notes", k=0)
 
-    def test_an_empty_folder(self, rag: RagCache, tmp_path: Path) -> None:
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(NoDocuments, match="holds no documents"):
-            rag.ingest("notes", [tmp_path / "empty"])
-
     def test_unreadable_files_store_nothing_where_they_are_errors(
         self, rag: RagCache, notes: Path
     ) -> None:
@@ -332,22 +310,12 @@ class TestBadInput:
             RagCache.open(tmp_path / "state", reader, embedding="word2vec")
 
 
-@pytest.fixture(scope="module")
-def rag_to_read(
-    tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
-) -> Iterator[RagCache]:
-    folder = tmp_path_factory.mktemp("options")
-    with RagCache.open(folder / "state", reader, max_tokens=8) as opened:
-        opened.ingest("notes", [write_notes(folder / "notes")])
-        yield opened
-
-
 class TestOptions:
     """Options are keywords of `TypedDict`s; a wrong name is an error that lists the right ones."""
 
     @pytest.fixture
-    def rag(self, rag_to_read: RagCache) -> RagCache:
-        return rag_to_read
+    def rag(self, library: RagCache) -> RagCache:
+        return library
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
         ("ask ask_batch stream", {"colection": "notes"},
