@@ -29,7 +29,8 @@ from harness import (
 )
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule
-from ragcache.retrieval import BM25Index, Retriever, SearchParams
+from ragcache.params import SearchParams
+from ragcache.retrieval import BM25Index, Retriever
 
 _COLLECTION, _DOCUMENT = "bench", 10  # modules of a document
 _WORDS, _VOCABULARY = 250, 20_000  # of a module; of all
@@ -83,7 +84,7 @@ def bench_indexes(modules: int) -> dict[str, Any]:
 
         def ask(name: str) -> None:
             query = corpus.text(5)
-            search = partial(retriever.retrieve, query, _COLLECTION, SearchParams(4))
+            search = partial(retriever.retrieve, query, _COLLECTION, SearchParams(k=4))
             waits[name].append(_timed(search))
 
         ask("the first question, which builds it")

@@ -22,7 +22,7 @@ from ragcache.evaluation import Question, f1
 from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.rag import RagCache
-from ragcache.retrieval import SearchParams
+from ragcache.retrieval import HeldOutSearch
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,8 +82,8 @@ def collect_examples(
     for start in range(0, len(asked), _BATCH):
         part, prompts = asked[start : start + _BATCH], []
         for question, left_out in part:
-            params = SearchParams(
-                k, filters=question.filters, relative_threshold=relative_threshold,
+            params = HeldOutSearch(
+                k=k, filters=question.filters, relative_threshold=relative_threshold,
                 left_out=left_out,
             )  # fmt: skip
             prompts += rag.internals.ask.prepare_prompts(

@@ -19,9 +19,6 @@ DEFAULT_RELATIVE_THRESHOLD = 0.5
 modules of 4 of the 1,434 questions of the handbook, XQuAD and QED (see the
 benchmarks in the docs)."""
 
-DEFAULT_RERANK = 20
-"""The number of candidates that a reranker reads."""
-
 NAMESPACE = "default"
 """The default namespace."""
 
@@ -70,13 +67,6 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
         raise ConfigurationError(
             f"the option {missing[0]!r} is missing; options of {subject}: {names}"
         )
-
-
-def check_k(k: int) -> int:
-    """Checks and returns the number of modules to retrieve. Raises `ConfigurationError`."""
-    if k < 1:
-        raise ConfigurationError(f"k is {k}; at least one module is needed")
-    return k
 
 
 def check_instruction(instruction: str | None) -> None:

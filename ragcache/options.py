@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
 from ragcache.modes import ReuseMode
-from ragcache.params import GenerationParams
+from ragcache.params import GenerationParams, SearchKind
 from ragcache.pipeline.ingest import Preparing, Progress
-from ragcache.retrieval import Filters, SearchKind, Selection
+from ragcache.retrieval import Filters, Selection
 
 
 class IngestOptions(TypedDict, total=False):
@@ -31,66 +31,8 @@ class IngestOptions(TypedDict, total=False):
     preparing: Preparing | None
 
 
-class AskOptions(TypedDict, total=False):
-    """Options of `ask` and its variants.
-
-    Attributes:
-        collection: The collection to retrieve from. Required.
-        k: The most modules to retrieve; 4 by default.
-        mode: How the modules' states were encoded. `rooted` (default): after the preamble;
-            `linked:N`: likewise, but the first N tokens of each module are computed in context;
-            `blend:R`: likewise, but the R percent of their tokens that it changes most;
-            `isolated`: without the preamble; `exact`: no states are reused.
-        generation: How the answer is generated; one greedy answer by default, which the embedded
-            reader quotes from the documents (`GenerationParams.extractive`).
-        filters: Conditions on the documents' metadata, as in `SearchOptions`.
-        threshold: The lowest score of a module, as in `SearchOptions` for `hybrid`: fused from
-            ranks, with an embedder or without. `relative_threshold` says more.
-        relative_threshold: The share of the best score, as in `SearchOptions`; 0.5 by default.
-        rerank: The candidates that the reranker reads, as in `SearchOptions`; 20 by default.
-        chat_template_kwargs: Variables of the model's chat template, such as
-            `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
-            comes before the documents, states are encoded under keys of their own.
-        selection: What to answer from, as `retrieve` returned it for this collection, in place of
-            searching again; options of the search then count for nothing. For one question.
-    """
-
-    collection: Required[str]
-    k: int
-    mode: str | ReuseMode
-    generation: GenerationParams
-    selection: Selection | None
-    filters: Filters | None
-    threshold: float | None
-    relative_threshold: float
-    rerank: int
-    chat_template_kwargs: Mapping[str, Any] | None
-
-
 class SearchOptions(TypedDict, total=False):
-    """Options of `retrieve`.
-
-    Attributes:
-        collection: The collection to search. Required.
-        k: The most modules to retrieve; 4 by default.
-        search: `sparse` (BM25), `dense` (cosine), or `hybrid` (default): both, fused by
-            reciprocal rank.
-        filters: Conditions on the documents' metadata, such as `{"year": {"$gte": 2020}}`; see
-            `ragcache.retrieval.filters`. None by default.
-        threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `dense`,
-            the BM25 score for `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for
-            each ranking: 2/61 with an embedder, 1/61 without. Above 2/61 it is refused there.
-        relative_threshold: 0 to 1; a hit is left out whose BM25 score and whose cosine are both
-            below this share of the best one. 0.4 by default; 0 keeps all. Of reranked hits the
-            reranker's score counts.
-        rerank: The number of candidates that the reranker of `RagCache.open` reads and orders; 20
-            by default, 0 for none.
-        mmr: 0 to 1, the weight of diversity in maximal marginal relevance (Carbonell and Goldstein
-            1998) over the candidates; none by default. Similarity is the cosine of vectors, or
-            without an embedder the overlap of words.
-        candidates: The number of modules that each ranking passes to fusion and to `mmr`; 50 by
-            default.
-    """
+    """Options of `retrieve` and `aretrieve`: the collection, and those of `SearchParams`."""
 
     collection: Required[str]
     k: int
@@ -101,6 +43,30 @@ class SearchOptions(TypedDict, total=False):
     rerank: int
     mmr: float | None
     candidates: int
+
+
+class AskOptions(SearchOptions, total=False):
+    """Options of `ask` and its variants: those of `SearchParams`, and these.
+
+    Attributes:
+        collection: The collection to retrieve from. Required.
+        mode: How the modules' states were encoded. `rooted` (default): after the preamble;
+            `linked:N`: likewise, but the first N tokens of each module are computed in context;
+            `blend:R`: likewise, but the R percent of their tokens that it changes most;
+            `isolated`: without the preamble; `exact`: no states are reused.
+        generation: How the answer is generated; one greedy answer by default, which the embedded
+            reader quotes from the documents (`GenerationParams.extractive`).
+        chat_template_kwargs: Variables of the model's chat template, such as
+            `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
+            comes before the documents, states are encoded under keys of their own.
+        selection: What to answer from, as `retrieve` returned it for this collection, in place of
+            searching again; options of the search are then ignored. For one question.
+    """
+
+    mode: str | ReuseMode
+    generation: GenerationParams
+    selection: Selection | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ChatOptions(TypedDict, total=False):

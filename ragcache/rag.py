@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ragcache.config import (
-    DEFAULT_K,
-    DEFAULT_RELATIVE_THRESHOLD,
-    DEFAULT_RERANK,
     RagCacheConfig,
     check_instruction,
     check_options,
@@ -36,7 +33,7 @@ from ragcache.options import (
     PromptOptions,
     SearchOptions,
 )
-from ragcache.params import GenerationParams, parse_bytes, parse_optional_bytes
+from ragcache.params import GenerationParams, SearchParams, parse_bytes, parse_optional_bytes
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
@@ -54,7 +51,7 @@ from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
-from ragcache.retrieval import Reranker, Retriever, SearchParams, Selection
+from ragcache.retrieval import Reranker, Retriever, Selection
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 
@@ -363,13 +360,7 @@ class RagCache:
     ) -> list[PendingAnswer]:
         check_options(options, AskOptions, "ask")
         check_texts("questions", questions)
-        params = SearchParams(
-            options.get("k", DEFAULT_K),
-            filters=options.get("filters"),
-            threshold=options.get("threshold"),
-            relative_threshold=options.get("relative_threshold", DEFAULT_RELATIVE_THRESHOLD),
-            rerank=options.get("rerank", DEFAULT_RERANK),
-        )
+        params = _search_params(options)
         mode = ReuseMode.parse(options.get("mode", ROOTED))
         ask = self.internals.ask
         selection = options.get("selection")
@@ -557,11 +548,17 @@ class RagCache:
         return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
+def _search_params(options: AskOptions | SearchOptions) -> SearchParams:
+    given: Mapping[str, Any] = options
+    return SearchParams(
+        **{name: given[name] for name in SearchParams.model_fields if name in given}
+    )
+
+
 def search_arguments(options: SearchOptions) -> tuple[str, SearchParams]:
     """The collection and the parameters of a search, from options of `RagCache.retrieve`."""
     check_options(options, SearchOptions, "retrieve")
-    params: dict[str, Any] = {"k": DEFAULT_K, **options}
-    return params.pop("collection"), SearchParams(**params)
+    return options["collection"], _search_params(options)
 
 
 def _state_folder(folder: Path) -> Path:

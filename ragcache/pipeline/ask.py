@@ -12,6 +12,7 @@ from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.modes import ReuseMode
+from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
@@ -23,7 +24,7 @@ from ragcache.pipeline.prompt import (
     Retrieved,
     TokenPrompt,
 )
-from ragcache.retrieval import Retriever, SearchParams, Selection
+from ragcache.retrieval import Retriever, Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,17 @@ from ragcache.retrieval.bm25 import BM25Index
 from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.resolve import CrossEncoderReranker, Reranker
 from ragcache.retrieval.retriever import (
+    HeldOutSearch,
     Hit,
     Retriever,
     Retrievers,
-    SearchKind,
-    SearchParams,
     Selection,
     embedder_name,
 )
 from ragcache.retrieval.search import VectorIndex, fuse
 
 __all__ = [
-    "BM25Index", "CrossEncoderReranker", "Filters", "Hit", "Reranker", "Retriever", "Retrievers",
-    "SearchKind", "SearchParams", "Selection", "VectorIndex", "compile_filters", "embedder_name",
+    "BM25Index", "CrossEncoderReranker", "Filters", "HeldOutSearch", "Hit", "Reranker",
+    "Retriever", "Retrievers", "Selection", "VectorIndex", "compile_filters", "embedder_name",
     "fuse",
 ]  # fmt: skip

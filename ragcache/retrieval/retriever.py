@@ -7,85 +7,34 @@ by reciprocal rank.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
 from ragcache.db import Catalog, CollectionVersion, Database, ModuleRow, Vectors
 from ragcache.errors import InvalidRequest
+from ragcache.params import SearchParams
 from ragcache.retrieval.bm25 import Ranking, terms
-from ragcache.retrieval.filters import Filters, Test, compile_filters
+from ragcache.retrieval.filters import Test, compile_filters
 from ragcache.retrieval.indexes import CollectionIndex, CollectionIndexes
 from ragcache.retrieval.resolve import Reranker
-from ragcache.retrieval.search import MOST_FUSED, fuse, overlaps, select_by_mmr
+from ragcache.retrieval.search import fuse, overlaps, select_by_mmr
 
 if TYPE_CHECKING:  # slow to import, and sparse search does without
     from langchain_core.embeddings import Embeddings
 
-SearchKind = Literal["hybrid", "sparse", "dense"]
 
-CANDIDATES = 50
-"""Modules that each ranking passes to fusion and to `mmr`."""
+class HeldOutSearch(SearchParams):
+    """A search that leaves documents out, such as those that a calibration is tested without."""
 
-
-@dataclass(frozen=True, slots=True)
-class SearchParams:
-    """What a search returns; the values are described at `ragcache.options.SearchOptions`.
-
-    A `hybrid` search is sparse where there is no embedder. Filters apply before anything is
-    counted, and so do ids of documents that are `left_out`. Each ranking passes at least `k`
-    candidates. Raises `ConfigurationError` for `k`, and
-    `InvalidRequest` where another value cannot be used.
-    """
-
-    k: int
-    search: SearchKind = "hybrid"
-    filters: Filters | None = None
-    threshold: float | None = None
-    mmr: float | None = None
-    candidates: int = CANDIDATES
-    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
-    rerank: int = DEFAULT_RERANK
     left_out: frozenset[str] = frozenset()
-    wanted: Test | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_k(self.k)
-        if self.search not in get_args(SearchKind):
-            kinds = ", ".join(get_args(SearchKind))
-            raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
-        if self.threshold is not None and not math.isfinite(self.threshold):
-            raise InvalidRequest(f"threshold is {self.threshold}; give a finite score")
-        if self.search == "hybrid" and (self.threshold or 0.0) > MOST_FUSED:
-            raise InvalidRequest(
-                f"threshold is {self.threshold}; a hybrid search fuses ranks, and its scores are "
-                f"at most {MOST_FUSED:.4f}. Give relative_threshold, a share of the best BM25 "
-                "score or cosine, or retrieve with search 'sparse' or 'dense'"
-            )
-        if not 0 <= self.relative_threshold <= 1:
-            raise InvalidRequest(
-                f"relative_threshold is {self.relative_threshold}; it lies between 0 and 1"
-            )
-        if self.mmr is not None and not 0 <= self.mmr <= 1:
-            raise InvalidRequest(f"mmr is {self.mmr}; it lies between 0 and 1")
-        if self.candidates < 1:
-            raise InvalidRequest(f"candidates is {self.candidates}; at least one is needed")
-        if self.rerank < 0:
-            raise InvalidRequest(f"rerank is {self.rerank}; give a number of candidates, or 0")
-        object.__setattr__(self, "wanted", compile_filters(self.filters))
-
-    @property
-    def depth(self) -> int:
-        """The number of modules in a ranking."""
-        return max(self.k, self.candidates)
+    """Ids of the documents that are not found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +94,21 @@ class Retriever:
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
+        wanted = compile_filters(params.filters)
         version = self.indexes.observe(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
-        return self._select(query, vector, collection, params, version)
+        return self._select(query, vector, collection, params, wanted, version)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
+        wanted = compile_filters(params.filters)
         version = await asyncio.to_thread(self.indexes.observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
-        return await asyncio.to_thread(self._select, query, vector, collection, params, version)
+        return await asyncio.to_thread(
+            self._select, query, vector, collection, params, wanted, version
+        )
 
     def retrieve_by_vector(
         self, vector: Sequence[float], collection: str, params: SearchParams
@@ -164,7 +117,8 @@ class Retriever:
         vector of another length."""
         self._check_embedder()
         version = self.indexes.observe(collection)
-        return self._select("", _vector(vector), collection, params, version)
+        wanted = compile_filters(params.filters)
+        return self._select("", _vector(vector), collection, params, wanted, version)
 
     def _embedder_for(self, params: SearchParams) -> Embeddings | None:
         if params.search == "sparse":
@@ -181,7 +135,7 @@ class Retriever:
 
     def _select(
         self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams,
-        version: CollectionVersion,
+        wanted: Test | None, version: CollectionVersion,
     ) -> Selection:  # fmt: skip
         dimension = None if vector is None else len(vector)
         index = self.indexes.index_at(collection, version, dimension)
@@ -190,7 +144,7 @@ class Retriever:
             index = self.indexes.index_at(collection, version, dimension)
         if not index.modules:
             return Selection(query, (), version)
-        ranking, bm25, cosine = _rank(query, vector, index, params)
+        ranking, bm25, cosine = _rank(query, vector, index, params, wanted)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
         began = time.perf_counter()
@@ -228,11 +182,16 @@ def _vector(numbers: Sequence[float]) -> np.ndarray:
 
 
 def _rank(
-    query: str, vector: np.ndarray | None, index: CollectionIndex, params: SearchParams
+    query: str,
+    vector: np.ndarray | None,
+    index: CollectionIndex,
+    params: SearchParams,
+    wanted: Test | None,
 ) -> tuple[Ranking, dict[int, float], dict[int, float]]:
     """The candidates, and what they score by words and by vectors. Filters apply before the cut to
     `depth`, so they cost no hits."""
-    allowed = _allowed(index.modules, params)
+    left_out = params.left_out if isinstance(params, HeldOutSearch) else frozenset[str]()
+    allowed = _allowed(index.modules, wanted, left_out)
     sparse: Ranking = []
     dense: Ranking = []
     if params.search != "dense":
@@ -257,9 +216,10 @@ def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Rankin
     return [(number, score) for number, score in ranking if number in kept]
 
 
-def _allowed(modules: Mapping[int, ModuleRow], params: SearchParams) -> set[int] | None:
+def _allowed(
+    modules: Mapping[int, ModuleRow], wanted: Test | None, left_out: frozenset[str]
+) -> set[int] | None:
     """The ids of the modules that may be found; None where all may."""
-    wanted, left_out = params.wanted, params.left_out
     if wanted is None and not left_out:
         return None
     return {

@@ -88,9 +88,6 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 RANK_CONSTANT = 60
 """k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
 
-MOST_FUSED = 2 / (RANK_CONSTANT + 1)
-"""The score of a module that is first in both rankings."""
-
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
     """Fuses rankings: (id, sum of 1 / (RANK_CONSTANT + rank)), best first; ties by id."""

@@ -12,7 +12,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.errors import ConfigurationError, EngineClosed
 from ragcache.models import LoadedModel
-from ragcache.retrieval import SearchParams
+from ragcache.params import SearchParams
 
 Q = "Where is the kiln?"
 FACES = {"": RagCache, "collections": Collections, "documents": Documents, "schemas": Schemas}
@@ -125,7 +125,7 @@ def test_a_closed_object_gives_no_part_of_itself(closed: tuple[RagCache, Any], n
         ("jobs", lambda jobs: jobs.submit("n", [SourceDocument("b", "c")])),
         ("keys", lambda keys: keys.list()), ("keys", lambda keys: keys.create("x")),
         ("documents", lambda documents: documents.get("n")),
-        ("retriever", lambda retriever: retriever.retrieve("x", "n", SearchParams(1))),
+        ("retriever", lambda retriever: retriever.retrieve("x", "n", SearchParams(k=1))),
     ],
 )  # fmt: skip
 def test_what_belonged_to_a_closed_object_is_closed(

@@ -27,7 +27,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel
-from ragcache.retrieval import SearchParams
+from ragcache.params import SearchParams
 
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
@@ -261,7 +261,7 @@ def test_another_embedder_has_vectors_of_its_own(library: RagCache) -> None:
         library.retrieve("key", collection="notes", search="dense")
     other = library.retriever(DeterministicFakeEmbedding(size=6))
     text = library.modules.named("notes", ["keys#1"])[0].text.strip()
-    [hit] = other.retrieve(text, "notes", SearchParams(1, "dense")).hits
+    [hit] = other.retrieve(text, "notes", SearchParams(k=1, search="dense")).hits
     assert (hit.module.name, hit.score) == ("keys#1", pytest.approx(1.0))
     assert library.retriever() is library.retriever(library.retriever().embedder)
 

@@ -6,36 +6,30 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 import ragcache_api
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
+from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import ONE_ANSWER, WITHOUT_DOCUMENTS, expand_options
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
 
 
+@expand_options
 def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
+    params: Annotated[GenerationParams, ONE_ANSWER],
+    search: SearchParams,
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
-    k: ui.KOption = DEFAULT_K,
-    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = ROOTED,
-    max_tokens: ui.MaxTokensOption = None,
-    temperature: ui.TemperatureOption = None,
-    seed: ui.SeedOption = None,
-    stop: ui.StopOption = None,
-    extractive: ui.ExtractiveOption = None,
-    confidence: ui.ConfidenceOption = None,
-    min_confidence: ui.MinConfidenceOption = None,
-    refusal: ui.RefusalOption = None,
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
@@ -43,7 +37,6 @@ def ask(
     reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
     force_modes: ui.ForceModesOption = False,
-    wanted: ui.FilterOption = None,
     server: Annotated[
         str | None,
         typer.Option(envvar="RAGCACHE_SERVER", help="The URL of a running service that answers; "
@@ -63,13 +56,8 @@ def ask(
     if server is not None:
         from ragcache_api.cli.served import ServedAnswer
 
-        served = ServedAnswer.ask(server, key, {
-            "question": question, "collection": collection, "k": k, "mode": str(mode),
-            "filters": wanted, "relative_threshold": relative_threshold,
-            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop,
-            "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
-            "refusal": refusal,
-        })  # fmt: skip
+        body = {"question": question, "collection": collection, "mode": str(mode)}
+        served = ServedAnswer.ask(server, key, body | params.given() | search.given())
         if as_json:
             served.result()
             ui.print_json(served.values)
@@ -86,18 +74,9 @@ def ask(
         reranker=reranker,
         force_modes=force_modes,
     ) as rag:
-        from ragcache import GenerationParams
-
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop,
-            "extractive": extractive, "confidence": confidence, "min_confidence": min_confidence,
-            "refusal": refusal,
-        }  # fmt: skip
-        generation = GenerationParams(**options)
         answer = rag.stream(
-            question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted,
-            relative_threshold=relative_threshold,
-        )  # fmt: skip
+            question, collection=collection, mode=mode, generation=params, **search.given()
+        )
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
@@ -108,14 +87,12 @@ def ask(
             ui.print_unkept(rag, f"{command} keeps those of its documents")
 
 
+@expand_options
 def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
+    params: Annotated[GenerationParams, WITHOUT_DOCUMENTS],
     state: ui.StateOption = ui.DEFAULT_STATE,
     mode: Annotated[ReuseMode, ui.mode_option(f"{ISOLATED} or {EXACT}.")] = ISOLATED,
-    max_tokens: ui.MaxTokensOption = None,
-    temperature: ui.TemperatureOption = None,
-    seed: ui.SeedOption = None,
-    stop: ui.StopOption = None,
     stream: ui.StreamOption = None,
     force_modes: ui.ForceModesOption = False,
     model: ui.ModelOption = None,
@@ -125,13 +102,7 @@ def prompt(
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
     with ui.open_existing_rag(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
-        from ragcache import GenerationParams
-
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop
-        }  # fmt: skip
-        generation = GenerationParams(**options)
-        answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
+        answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=params)
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
@@ -226,8 +197,6 @@ def example_handbook() -> Path:
 def _measure(rag: RagCache, question: str) -> DemoAnswer:
     """Asks in turn from cached modules and by an ordinary prefill."""
     from statistics import median  # slow to import
-
-    from ragcache import GenerationParams
 
     times: dict[ReuseMode, list[float]] = {ROOTED: [], EXACT: []}
     answers = {}

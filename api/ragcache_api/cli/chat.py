@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import PromptTooLong, RequestError
 from ragcache.modes import ROOTED, ReuseMode
+from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import ONE_ANSWER, expand_options
 
 if TYPE_CHECKING:
-    from ragcache import Answer, GenerationParams, RagCache
+    from ragcache import Answer, RagCache
 
 _PROMPT = "> "
 
 
+@expand_options
 def chat(
+    params: Annotated[GenerationParams, ONE_ANSWER],
+    search: SearchParams,
     collection: Annotated[
         str | None, typer.Option("--collection", "-c", help="Where to look; else the model alone.")
     ] = None,
     state: ui.StateOption = ui.DEFAULT_STATE,
-    k: ui.KOption = DEFAULT_K,
-    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = ROOTED,
-    wanted: ui.FilterOption = None,
-    max_tokens: ui.MaxTokensOption = None,
-    temperature: ui.TemperatureOption = None,
-    seed: ui.SeedOption = None,
-    confidence: ui.ConfidenceOption = None,
-    min_confidence: ui.MinConfidenceOption = None,
-    refusal: ui.RefusalOption = None,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
@@ -56,15 +51,7 @@ def chat(
         reranker=reranker,
         force_modes=force_modes,
     ) as rag:
-        from ragcache import GenerationParams
-
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-            "confidence": confidence, "min_confidence": min_confidence, "refusal": refusal,
-        }  # fmt: skip
-        generation = GenerationParams(**options)
-        search = {"k": k, "filters": wanted, "relative_threshold": relative_threshold}
-        talk = Talk(rag, collection, search, mode, generation)
+        talk = Talk(rag, collection, search, mode, params)
         for text in _typed():
             try:
                 talk.say(text)
@@ -81,10 +68,9 @@ class Talk:
     """A conversation: messages without the documents that each was answered from."""
 
     def __init__(
-        self, rag: RagCache, collection: str | None, search: dict[str, Any], mode: ReuseMode,
+        self, rag: RagCache, collection: str | None, search: SearchParams, mode: ReuseMode,
         generation: GenerationParams,
     ) -> None:  # fmt: skip
-        """search: options of `RagCache.retrieve`."""
         self.said: list[dict[str, str]] = []
         self._rag, self._collection, self._search = rag, collection, search
         self._mode, self._generation = mode, generation
@@ -121,7 +107,7 @@ class Talk:
 
         if self._collection is None:
             return text
-        hits = self._rag.retrieve(text, collection=self._collection, **self._search).hits
+        hits = self._rag.retrieve(text, collection=self._collection, **self._search.given()).hits
         found = "\n\n".join(hit.module.text.strip() for hit in hits)
         return PASTED.format(documents=found, question=text) if hits else text
 

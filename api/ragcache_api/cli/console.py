@@ -26,11 +26,9 @@ from ragcache.config import (
     NAMESPACE,
     check_embedding,
     check_instruction,
-    check_k,
     check_reranker,
 )
 from ragcache.errors import (
-    ConfigurationError,
     ModelNotFound,
     NoState,
     UnreadableDocument,
@@ -102,17 +100,6 @@ NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collect
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-KOption = Annotated[
-    int,
-    typer.Option("-k", "--k", callback=check_k, help="How many modules to retrieve."),
-]
-RelativeThresholdOption = Annotated[
-    float,
-    typer.Option("--relative-threshold", min=0, max=1,
-                 help="The share of the best score that a module must have; 0 keeps all."),
-]  # fmt: skip
-
-
 def mode_option(help: str) -> OptionInfo:
     """The option `--mode`, whose parameter is a `ReuseMode`."""
     option: OptionInfo = typer.Option(
@@ -122,62 +109,6 @@ def mode_option(help: str) -> OptionInfo:
 
 
 ModeOption = Annotated[ReuseMode, mode_option(describe_kinds())]
-
-
-def _parsed_filter(text: str | None) -> dict[str, Any] | None:
-    """A filter of documents' metadata. Raises `ConfigurationError` where it is no JSON object, and
-    `InvalidRequest` where it is no filter."""
-    if text is None:
-        return None
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--filter is no JSON ({error}): {text}") from error
-    if not isinstance(given, dict):
-        raise ConfigurationError(f"--filter takes a JSON object such as {_FILTER}, not {text}")
-    return given
-
-
-_FILTER = '{"year": {"$gte": 2020}}'
-FilterOption = Annotated[
-    Any, typer.Option("--filter", metavar="JSON", parser=_parsed_filter, show_default=False,
-                      help=f"Only documents with this metadata, such as {_FILTER}.")
-]  # fmt: skip
-MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens", help="The most tokens of the answer.")
-]
-TemperatureOption = Annotated[
-    float | None, typer.Option("--temperature", help="0, the default, takes the likeliest token.")
-]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Of what is drawn.")]
-StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="A string that ends the answer; repeatable.")
-]
-ExtractiveOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--extractive/--no-extractive", show_default=False,
-        help="Answer with a quotation; without either, as the model does: the embedded reader "
-             "quotes.",
-    ),
-]  # fmt: skip
-MinConfidenceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-confidence", min=0, max=1, show_default=False,
-        help="Refuse answers of less confidence; 0 refuses none. Without it, as calibrated.",
-    ),
-]  # fmt: skip
-ConfidenceOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--confidence/--no-confidence", show_default=False,
-        help="Find out how confident the answer is; without either, where that is calibrated.",
-    ),
-]  # fmt: skip
-RefusalOption = Annotated[
-    str | None, typer.Option("--refusal", help="The text of an answer that is refused.")
-]
 StreamOption = Annotated[
     bool | None,
     typer.Option(

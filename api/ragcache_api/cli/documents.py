@@ -8,21 +8,20 @@ import typer
 from rich.markup import escape
 
 from ragcache.config import (
-    DEFAULT_K,
-    DEFAULT_RELATIVE_THRESHOLD,
     NAMESPACE,
     check_instruction,
     check_namespace,
 )
 from ragcache.errors import ConfigurationError, DocumentError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
+from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import Offer, expand_options
 
 if TYPE_CHECKING:
     from ragcache.db import DocumentRow
     from ragcache.retrieval import Hit
 
-_SEARCHES = ("hybrid", "sparse", "dense")
 _PAGE = 500  # rows that are read at once
 CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Where to look.")]
 CollectionArgument = Annotated[str, typer.Argument(help="The collection.")]
@@ -50,11 +49,12 @@ def collections(
         ui.console.print(ui.plain_table("collection", "documents", "modules", rows=cells))
 
 
+@expand_options
 def documents(
     collection: CollectionArgument,
+    search: Annotated[SearchParams, Offer(("filters",))],
     state: ui.StateOption = ui.DEFAULT_STATE,
     ledger: ui.LedgerOption = None,
-    wanted: ui.FilterOption = None,
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
@@ -64,7 +64,7 @@ def documents(
         from ragcache.db import document_page
         from ragcache.retrieval.filters import compile_filters
 
-        passes = compile_filters(wanted)
+        passes = compile_filters(search.filters)
         rows = _all_rows(
             lambda cursor: document_page(database, namespace, collection, cursor, _PAGE)
         )
@@ -182,19 +182,12 @@ def instruction(
     ui.console.print("the folder's (--instruction)" if own is None else own, markup=False)
 
 
+@expand_options
 def retrieve(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     collection: CollectionOption,
+    search: SearchParams,
     state: ui.StateOption = ui.DEFAULT_STATE,
-    k: ui.KOption = DEFAULT_K,
-    search: Annotated[
-        str, typer.Option(help="hybrid, sparse (words) or dense (meaning).")
-    ] = "hybrid",
-    wanted: ui.FilterOption = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="The least score, on the scale of the search.")
-    ] = None,
-    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     ledger: ui.LedgerOption = None,
     embedding: ui.EmbeddingOption = None,
     reranker: ui.RerankerOption = None,
@@ -203,24 +196,18 @@ def retrieve(
 ) -> None:
     """Find the best modules for a query, with their scores; no model is loaded."""
     check_namespace(namespace)
-    if search not in _SEARCHES:
-        raise ConfigurationError(f"unknown search {search!r}; searches: {', '.join(_SEARCHES)}")
     with ui.open_ledger(state, ledger) as database:
         ui.check_collection(database, collection, namespace)
         from ragcache.db import Catalog
-        from ragcache.retrieval import Retrievers, SearchParams
+        from ragcache.retrieval import Retrievers
         from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 
-        params = SearchParams(
-            k, search, wanted, threshold,  # type: ignore[arg-type]  # checked
-            relative_threshold=relative_threshold,
-        )  # fmt: skip
         embedder = resolve_embedder(embedding)
         catalog = Catalog(database, "", None, namespace)
         retriever = Retrievers(
             catalog, database, embedder, resolve_reranker(reranker)
         ).retriever_for()
-        found = retriever.retrieve(query, collection, params)
+        found = retriever.retrieve(query, collection, search)
     if as_json:
         ui.print_json([_hit_values(hit) for hit in found.hits])
         return

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError, NoState
 from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import Offer, expand_options
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -43,6 +44,7 @@ SampleOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the sample and of the bootstraps.")]
 
 
+@expand_options
 def evaluate_command(
     collection: Annotated[
         str, typer.Argument(help="The collection to ask; - for one that is forgotten afterwards.")
@@ -53,6 +55,8 @@ def evaluate_command(
             help="Known questions: JSON lines, or a file of SQuAD, whose documents are ingested."
         ),
     ],
+    search: Annotated[SearchParams, Offer(("k", "relative_threshold"))],
+    params: Annotated[GenerationParams, Offer(("extractive",))],
     state: ui.StateOption = ui.DEFAULT_STATE,
     modes: Annotated[
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
@@ -60,8 +64,6 @@ def evaluate_command(
     over: OverOption = "all",
     sample: SampleOption = None,
     seed: SeedOption = 0,
-    k: ui.KOption = DEFAULT_K,
-    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
@@ -70,7 +72,6 @@ def evaluate_command(
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
-    extractive: ui.ExtractiveOption = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit on the questions which answers are refused.")
     ] = False,
@@ -98,23 +99,26 @@ def evaluate_command(
 
     dataset = load_dataset(questions, over)  # type: ignore[arg-type]  # it was checked
     drawn = dataset if sample is None else dataset.sample(sample, seed)
+    asked: dict[str, Any] = {
+        "k": search.k, "relative_threshold": search.relative_threshold,
+        "extractive": params.extractive,
+    }  # fmt: skip
     opening = {
         "dtype": dtype, "instruction": instruction, "reranker": reranker, "force_modes": True,
     }  # fmt: skip
     with _opened(state, model, embedding, collection, (dataset, drawn), opening) as (rag, name):
         if calibrate:
-            search = {"k": k, "relative_threshold": relative_threshold, "extractive": extractive}
-            _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **search)
+            _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **asked)
             return
         from ragcache.evaluation import evaluate_modes
 
         setting = _setting(rag, questions, dataset, drawn, seed if sample else None) | {
-            "k": k, "relative threshold": relative_threshold, "sent by": through,
+            "k": search.k, "relative threshold": search.relative_threshold, "sent by": through,
         }  # fmt: skip
         with ui.progress_bar("asking") as progress:
             evaluation = evaluate_modes(
-                rag, name, drawn.questions, named, setting=setting, seed=seed, k=k,
-                relative_threshold=relative_threshold, through=through, extractive=extractive,
+                rag, name, drawn.questions, named, setting=setting, seed=seed,
+                through=through, **asked,
                 progress=lambda _, done, total: progress(done, total),
             )  # fmt: skip
     if as_json:

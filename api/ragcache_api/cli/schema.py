@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 from rich.text import Text as StyledText
 
-from ragcache.config import DEFAULT_K, check_placement
+from ragcache.config import check_placement
+from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import Offer, expand_options
 
 if TYPE_CHECKING:
     from ragcache.pipeline import ChatTemplate
@@ -47,10 +49,11 @@ def add(
 
 
 @app.command("show")
+@expand_options
 def show(
     collection: Annotated[str, typer.Argument(help="The collection.")],
+    search: Annotated[SearchParams, Offer(("k",))],
     state: ui.StateOption = ui.DEFAULT_STATE,
-    k: ui.KOption = DEFAULT_K,
     expand: Annotated[bool, typer.Option("--expand", help="Write the members out.")] = False,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
@@ -60,7 +63,7 @@ def show(
     from ragcache_schemas import write_schema
 
     with ui.open_existing_rag(state, model, dtype=dtype, instruction=instruction) as rag:
-        typer.echo(write_schema(rag.schemas.generate(collection, k=k, expanded=expand)))
+        typer.echo(write_schema(rag.schemas.generate(collection, k=search.k, expanded=expand)))
 
 
 @app.command("lint")

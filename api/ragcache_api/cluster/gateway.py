@@ -8,7 +8,6 @@ replica that is lost costs no request that had not begun: another one gets it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +22,11 @@ from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragcache.config import DEFAULT_K
 from ragcache.db import ApiKeys, Catalog, Database, Residency
-from ragcache.errors import RagCacheError
+from ragcache.errors import InvalidRequest, RagCacheError
+from ragcache.params import SearchParams
 from ragcache.recognition import Recognizer
-from ragcache.retrieval import Reranker, Retriever, Retrievers, SearchParams, embedder_name
+from ragcache.retrieval import Reranker, Retriever, Retrievers, embedder_name
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
@@ -38,6 +37,14 @@ from ragcache_api.cluster.replicas import (
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, Caller, RateLimit
+from ragcache_api.http.bodies import (
+    AnsweredRequest,
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    PromptRequest,
+    parse_body,
+)
 from ragcache_api.http.browser import open_paths
 from ragcache_api.http.errors import HTTPProblem, error_response, logged_error, stream_error
 from ragcache_api.http.request_ids import REQUEST_ID_HEADER, RequestIds, request_id
@@ -54,7 +61,6 @@ _ASKS = re.compile(r"/v1/(answers|prompts|chat/completions|completions)$")
 _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
 _UPLOADS = re.compile(r"/v1/collections/[^/]+/documents$")
 _REPLICAS = re.compile(r"/admin/replicas(?:/(?P<name>[^/]+)/(?P<change>drain|resume))?$")
-_SEARCH = ("filters", "threshold", "relative_threshold", "rerank")
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
@@ -67,31 +73,29 @@ class RequestInspector:
     recognizer: Recognizer
     residency: Residency
 
-    def read(self, path: str, body: Mapping[str, Any]) -> RequestReads:
-        """The states that the answer to a body will read. May read rows, and raises what these
-        and a wrong body raise."""
-        if path.endswith("/prompts"):
-            schema = parse_prompt(body["prompt"], source="prompt").schema
+    def read(self, body: AnsweredRequest) -> RequestReads:
+        """The states that the answer to a request will read. May read rows, and raises what these
+        and a request that cannot be answered raise."""
+        if isinstance(body, PromptRequest):
+            schema = parse_prompt(body.prompt, source="prompt").schema
             return RequestReads(self.residency.locate_schema(schema, self.namespace))
-        if (collection := body.get("collection")) is None:
-            texts = [str(each.get("content")) for each in body.get("messages", ())]
+        if body.collection is None:
+            messages = body.messages if isinstance(body, ChatRequest) else ()
+            texts = [str(each.plain()["content"]) for each in messages]
             found = {match.module.id for text in texts for match in self.recognizer.find(text)}
             return RequestReads(self.residency.locate_modules(sorted(found)))
-        given = {name: body[name] for name in _SEARCH if body.get(name) is not None}
-        params = SearchParams(body.get("k") or DEFAULT_K, **given)
-        selection = self.retriever.retrieve(_question(body), collection, params)
+        params = SearchParams.part_of(body)
+        selection = self.retriever.retrieve(_question(body), body.collection, params)
         located = self.residency.locate_modules([hit.module.id for hit in selection.hits])
         return RequestReads(located, selection)
 
 
-def _question(body: Mapping[str, Any]) -> str:
-    """The text that is searched for: a question, a completion's prompt, or the last message."""
-    text = body.get("question") or body.get("prompt")
-    if text is None:
-        text = body["messages"][-1]["content"]
-    if not isinstance(text, str) or not text.strip():
-        raise TypeError("no single text")
-    return text
+def _question(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
+    """The text that is searched for. Raises `InvalidRequest` or `HTTPProblem` if there is none."""
+    texts = body.prompts if isinstance(body, CompletionRequest) else [body.question]
+    if len(texts) != 1 or not texts[0].strip():
+        raise InvalidRequest("a collection is searched for one text")
+    return texts[0]
 
 
 @dataclass(slots=True)
@@ -180,16 +184,14 @@ class Gateway:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read_body(receive)
-        asked = _ASKS.search(scope["path"]) is not None and scope["method"] == "POST"
-        value = _parse_json(body) if asked else None
+        asked = parse_body(scope["path"], body) if scope["method"] == "POST" else None
         reads = RequestReads()
-        if isinstance(value, dict):
-            caller: Caller = scope["state"]["caller"]
-            reads = await asyncio.to_thread(self._locate, caller, scope["path"], value)
+        if asked is not None:
+            reads = await asyncio.to_thread(self._locate, scope["state"]["caller"], asked)
         headers = [pair for pair in scope["headers"] if pair[0].lower() != _REQUEST_ID]
         headers.append((_REQUEST_ID, (request_id() or "").encode()))
         request = ForwardedRequest.of(scope, body, reads, headers)
-        response = ResumableResponse(request.path, is_resumable(value))
+        response = ResumableResponse(request.path, is_resumable(asked))
         passing = asyncio.create_task(self._pass_on(request, response, send))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
@@ -201,13 +203,13 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
-    def _locate(self, caller: Caller, path: str, body: Mapping[str, Any]) -> RequestReads:
+    def _locate(self, caller: Caller, body: AnsweredRequest) -> RequestReads:
         """The states that a request reads. Empty for a wrong request, which the replica refuses.
         May read rows."""
         try:
-            return self._inspector(caller.namespace).read(path, body)
-        except (RagCacheError, PMLError, LookupError, TypeError, ValueError, AttributeError) as no:
-            logger.debug("%s is not routed by modules: %s", path, no)
+            return self._inspector(caller.namespace).read(body)
+        except (RagCacheError, HTTPProblem, PMLError, LookupError, ValueError) as error:
+            logger.debug("a request is not routed by modules: %s", error)
             return RequestReads()
 
     def _inspector(self, namespace: str) -> RequestInspector:
@@ -276,14 +278,6 @@ async def _read_body(receive: Receive) -> bytes:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _parse_json(body: bytes) -> Any:
-    """The value of a body; None for one that is no JSON."""
-    try:
-        return json.loads(body)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

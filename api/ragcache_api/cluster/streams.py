@@ -14,23 +14,18 @@ from typing import Any
 from starlette.types import Message
 
 from ragcache_api.cluster.replicas import ReplicaLost
+from ragcache_api.http.bodies import AnsweredRequest, ChatRequest
 from ragcache_api.http.errors import ErrorInfo, is_openai
 
 _END = b"\n\n"  # of an event
 _GREEDY_BELOW = 1e-5
-_ONE_CHOICE = (None, 1)
-_NOT_TEXT_ALONE = ("tools", "logprobs", "top_logprobs")
 
 
-def is_resumable(body: Any) -> bool:
+def is_resumable(body: AnsweredRequest | None) -> bool:
     """Whether a request's stream may go on elsewhere: it is greedy, and of one choice of text."""
-    if not isinstance(body, dict) or not body.get("stream"):
+    if body is None or not body.stream or body.temperature >= _GREEDY_BELOW or body.n > 1:
         return False
-    return (
-        (body.get("temperature") or 0.0) < _GREEDY_BELOW
-        and body.get("n") in _ONE_CHOICE
-        and not any(body.get(name) for name in _NOT_TEXT_ALONE)
-    )
+    return not body.logprobs and not (isinstance(body, ChatRequest) and body.tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from ragcache import RagCache, __version__
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.browser import install_pages, open_paths
 from ragcache_api.http.errors import install_error_handlers, is_openai
-from ragcache_api.http.openai import routes as openai
 from ragcache_api.http.protocol import error_schemas
 from ragcache_api.http.request_ids import RequestIds
-from ragcache_api.http.routes import admin, answers, documents, keys
+from ragcache_api.http.routes import admin, answers, documents, keys, openai
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers

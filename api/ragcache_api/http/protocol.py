@@ -1,5 +1,5 @@
 """Requests and responses of the service's own routes, as pydantic models, and what routes declare
-for the OpenAPI document. OpenAI's are in `openai.protocol`."""
+for the OpenAPI document. Bodies that ask for an answer are in `bodies`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Depends, Path, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
@@ -17,24 +17,18 @@ from ragcache import (
     Answer,
     AnswerSpan,
     Citation,
-    GenerationParams,
     Reuse,
     SourceDocument,
     Timings,
 )
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK
 from ragcache.db import Deletion
 from ragcache.db.sql import page_of
-from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode, describe_kinds
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
+from ragcache_api.http.bodies import CollectionName
 
 T = TypeVar("T")
 
-_NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
-PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
-"""A name that fits into one segment of a path."""
-CollectionName = PathName
 PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
 Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
@@ -376,88 +370,6 @@ class VerifyResponse(ResponseModel):
 
 class FlushResponse(ResponseModel):
     flushed: bool
-
-
-class GenerationFields(BaseModel):
-    """How an answer is generated: greedily by default."""
-
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    extractive: bool | None = Field(
-        None, description="Answer with a quotation from documents; null is the model's own way."
-    )
-    confidence: bool | None = Field(
-        None, description="Find out how confident the answer is; null does where calibrated."
-    )
-    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Refuse answers below; null is that of the calibration, 0 refuses none."
-    )
-    refusal: Annotated[str, Field(min_length=1, max_length=2000)] | None = Field(
-        None, description="The text of a refused answer."
-    )
-
-    def options(self, deadline: float) -> dict[str, Any]:
-        """Arguments of `GenerationParams`."""
-        given = {name: getattr(self, name) for name in GenerationFields.model_fields}
-        return {"timeout": deadline, **given}
-
-
-class AnswerOptions(RequestModel, GenerationFields):
-    """Options of the service's own routes."""
-
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stream: bool = False
-
-    def generation(self, deadline: float) -> GenerationParams:
-        """Raises `InvalidRequest`."""
-        return GenerationParams(**self.options(deadline) | {"top_p": self.top_p})
-
-
-class RetrievalFields(BaseModel):
-    """How a request wants documents found and read."""
-
-    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
-    mode: ReuseMode | None = Field(
-        None, description=f"With documents: `{ROOTED}`. {describe_kinds()}"
-    )
-    filters: dict[str, Any] | None = None
-    threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    relative_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description=f"{DEFAULT_RELATIVE_THRESHOLD}."
-    )
-    rerank: Annotated[int, Field(ge=0, le=1000)] | None = Field(
-        None, description=f"Candidates of the service's reranker, {DEFAULT_RERANK}; 0 for none."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the model's chat template, such as `enable_thinking`."
-    )
-
-    def retrieval(self) -> dict[str, Any]:
-        """Options of `RagCache.ask`; what the request leaves open is left out."""
-        given = {name: getattr(self, name) for name in RetrievalFields.model_fields}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class AnswerRequest(AnswerOptions, RetrievalFields):
-    """A question to a collection."""
-
-    question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
-    collection: CollectionName
-
-
-class PromptRequest(AnswerOptions):
-    """A PML prompt."""
-
-    prompt: Annotated[str, Field(min_length=1, max_length=1_000_000)]
-    mode: Annotated[
-        ReuseMode,
-        Field(
-            description=f"`{ISOLATED}` or `{EXACT}`.",
-            json_schema_extra={"default": str(ISOLATED)},
-        ),
-    ] = ISOLATED
 
 
 class AnswerResponse(ResponseModel):

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
-from ragcache.modes import ReuseMode
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache_connectors.langchain.structured import call_grammar
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class CallOptions:
                 f"the model {wanted!r:.80} is not open here; {info.name!r} is. Make another "
                 "ChatRagCache with its own state folder"
             )
-        mode, recognize = ReuseMode.parse(options.pop("mode")), options.pop("recognize")
+        mode = ReuseMode.parse(options.pop("mode", ROOTED))
+        recognize = options.pop("recognize", True)
         variables = options.pop("chat_template_kwargs", None)
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))

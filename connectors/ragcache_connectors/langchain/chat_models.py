@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
@@ -14,10 +14,12 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
 from ragcache.modes import ROOTED, ReuseMode
+from ragcache.params import GenerationParams, Surface
+from ragcache.params.generation import StopStrings
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
 from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation
@@ -34,17 +36,11 @@ if TYPE_CHECKING:
 
 EMBEDDED_READER = "ragcache-reader"
 
-# Fields that change an answer; those of the engine by LangChain's names.
-_OPTIONS = (
-    "mode recognize chat_template_kwargs temperature top_p top_k min_p repetition_penalty "
-    "frequency_penalty presence_penalty seed max_tokens min_tokens stop n timeout logprobs "
-    "top_logprobs priority extractive confidence min_confidence refusal"
-).split()
 # What programs give to any chat model, without meaning for one in this process.
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
 
 
-class ChatRagCache(BatchingChatModel):
+class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     """LangChain's chat model on ragcache's engine.
 
     `ChatRagCache(rag=rag)` uses an open `RagCache`, `ChatRagCache(state=DIR)` opens a folder at the
@@ -64,10 +60,6 @@ class ChatRagCache(BatchingChatModel):
             is the embedded reader.
         open_options: more options of `RagCache.open`.
         mode, recognize, chat_template_kwargs: see `RagCache.chat`.
-        max_tokens: None is the state folder's.
-        stop: strings that end an answer and do not belong to it.
-        n: how many answers `generate` gives.
-        timeout: in seconds.
         logprobs, top_logprobs: as OpenAI has them.
         extractive: whether answers are quotations from the modules that are recognized in the
             prompt; their places are `response_metadata["ragcache"]["spans"]`.
@@ -81,7 +73,20 @@ class ChatRagCache(BatchingChatModel):
         >>> ChatRagCache(state="state/").invoke("Where is the boat?")  # doctest: +SKIP
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, frozen=False
+    )
+    withheld: ClassVar[Mapping[str, str]] = {
+        "first_logprobs": "an option of evaluations",
+        "share": "an option of benchmarks",
+        "skip_special_tokens": "set for tool calls",
+        "unbounded": "give max_tokens",
+        "json_schema": "use with_structured_output",
+        "json_object": "use with_structured_output",
+        "regex": "bind it to calls",
+        "ebnf": "bind it to calls",
+        "grammar": "bind it to calls, or use with_structured_output",
+    }
 
     rag: Any = Field(default=None, exclude=True, repr=False)
     state: str | Path | None = None
@@ -90,26 +95,13 @@ class ChatRagCache(BatchingChatModel):
     mode: str | ReuseMode = ROOTED
     recognize: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: list[str] | str | None = Field(default=None, alias="stop_sequences")
-    n: int | None = None
-    timeout: float | None = None
+    stop: Annotated[
+        StopStrings, Field(validation_alias=AliasChoices("stop", "stop_sequences"))
+    ] = ()
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    priority: int | None = None
-    extractive: bool | None = None
-    confidence: bool | None = None
-    min_confidence: float | None = None
-    refusal: str | None = None
+    """Report log-probabilities, as OpenAI has it: `top_logprobs` says of how many tokens."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    """Number of alternatives to each token."""
     streaming: bool | None = None
 
     @model_validator(mode="before")
@@ -152,19 +144,23 @@ class ChatRagCache(BatchingChatModel):
         if self.rag is not None:
             where = ModelInfo(self.rag).identity
         opened = {name: str(value) for name, value in sorted(self.open_options.items())}
-        options = self._options()
+        options = {name: getattr(self, name) for name in self._option_names}
+        options["mode"] = str(self.mode)
         options["stop_sequences"] = options.pop("stop")  # LangChain sets `stop` to the call's
         return {"model": self.model_name, **where, "open_options": opened, **options}
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS} | {"mode": str(self.mode)}
+    @property
+    def _option_names(self) -> list[str]:
+        """Names of the fields that change an answer, by LangChain's names."""
+        offered = [name for name in GenerationParams.model_fields if name not in self.withheld]
+        return ["mode", "recognize", "chat_template_kwargs", "top_logprobs", *offered]
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ragcache"
         params["ls_model_name"] = str(kwargs.get("model") or self.model_name)
         if stop is None and self.stop:
-            params["ls_stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+            params["ls_stop"] = list(self.stop)
         return params
 
     def open_rag(self) -> RagCache:
@@ -182,7 +178,12 @@ class ChatRagCache(BatchingChatModel):
     def _call_options(
         self, rag: RagCache, stop: Sequence[str] | None, given: Mapping[str, Any]
     ) -> CallOptions:
-        return CallOptions.resolve(self._options(), stop, given, ModelInfo(rag))
+        own = {
+            name: getattr(self, name)
+            for name in self._option_names
+            if name in self.model_fields_set
+        }
+        return CallOptions.resolve(own, stop, given, ModelInfo(rag))
 
     def _chat(self, rag: RagCache, chat: Conversation, options: CallOptions) -> AnswerStream:
         """The stream that a batch has submitted for this run, or a new one."""

@@ -24,7 +24,8 @@ from ragcache_connectors.langchain.shared import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.retrieval import Retriever, SearchParams, Selection
+    from ragcache.params import SearchParams
+    from ragcache.retrieval import Retriever, Selection
 
 
 Scored = list[tuple[Document, float]]
@@ -172,13 +173,14 @@ class RagCacheVectorStore(VectorStore):
     def _search_params(
         self, k: int, fetch_k: int | None = None, lambda_mult: float | None = None, **kwargs: Any
     ) -> SearchParams:
-        from ragcache.retrieval import SearchParams
+        from ragcache.params import SearchParams
 
         filters = kwargs.pop("filter", None)
         if kwargs:
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return SearchParams(
-            k, "sparse" if self._retriever().embedder is None else "dense", filters,
+            k=k, search="sparse" if self._retriever().embedder is None else "dense",
+            filters=filters,
             mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
             relative_threshold=0.0, rerank=0,  # the `k` nearest, as vector stores do

@@ -9,6 +9,7 @@ import pytest
 
 from ragcache_api.cluster.replicas import ReplicaLost
 from ragcache_api.cluster.streams import ResumableResponse, is_resumable
+from ragcache_api.http.bodies import parse_body
 
 START = {
     "type": "http.response.start", "status": 200,
@@ -97,8 +98,10 @@ def test_a_response_that_is_refused_elsewhere_is_an_error() -> None:
     ],
 )  # fmt: skip
 def test_greedy_streams_of_one_text_may_go_on(more: dict[str, Any], expected: bool) -> None:
-    assert is_resumable({"stream": True, **more}) is expected
-    assert not is_resumable([])
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    body = json.dumps({**chat, **more}).encode()
+    assert is_resumable(parse_body("/v1/chat/completions", body)) is expected
+    assert not is_resumable(parse_body("/v1/chat/completions", b"[]"))
 
 
 def test_what_may_not_go_on_ends_where_it_was() -> None:

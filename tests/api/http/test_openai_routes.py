@@ -9,9 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import GenerationParams, RagCache
+from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.openai.protocol import ChatRequest
-from ragcache_api.http.openai.routes import OutputFormat, join_deltas
+from ragcache_api.http.routes.openai import OutputFormat, join_deltas
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE
 

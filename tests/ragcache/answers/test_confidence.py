@@ -273,9 +273,9 @@ def test_a_chat_is_checked_by_what_its_documents_add(rag: RagCache) -> None:
 
 
 def _params() -> object:
-    from ragcache.retrieval import SearchParams
+    from ragcache.params import SearchParams
 
-    return SearchParams(4)
+    return SearchParams(k=4)
 
 
 @pytest.mark.parametrize(

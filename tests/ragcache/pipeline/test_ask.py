@@ -29,11 +29,12 @@ from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.params import SearchParams
 from ragcache.pipeline import AskedQuestion, AskPipeline, ChatTemplate, ModuleEncoder, TokenPrompt
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
-from ragcache.retrieval import Hit, SearchParams, Selection
+from ragcache.retrieval import Hit, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore
 from tests.ragcache.pipeline.conftest import DOCUMENTS, last_logits, spaced_tokenizer
@@ -63,7 +64,7 @@ def test_a_repetition_penalty_counts_the_tokens_of_cached_modules(rag: RagCache)
 
 @pytest.mark.parametrize("mode", ["rooted", "linked:3"])
 def test_the_tokens_of_a_prompt_are_known_whatever_is_read(rag: RagCache, mode: str) -> None:
-    params, ask = SearchParams(3), rag.internals.ask
+    params, ask = SearchParams(k=3), rag.internals.ask
     [read] = ask.prepare_prompts([QUESTION], "notes", params, ReuseMode.parse(mode))
     [exact] = ask.prepare_prompts([QUESTION], "notes", params, EXACT)
     assert read.states is not None
@@ -105,7 +106,7 @@ def test_nothing_is_encoded_again_after_midnight(
                 rag.ingest("notes", DOCUMENTS)
                 rag.schemas.add(SCHEMA)
             ask = replace(rag.internals.ask, today=partial(date, 2026, 11, day))
-            [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), ROOTED)
+            [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(k=1), ROOTED)
             asked.append(model.decode([token for _, token in question.computed_tokens]))
             found = rag.ask(QUESTION, collection="notes", k=1)
             planned = rag.prompt(prompt)
@@ -432,7 +433,7 @@ def test_a_question_has_the_tokens_of_the_whole_text(
     loaded = replace(model, tokenizer=spaced)
     with RagCache.open(tmp_path / "state", loaded) as rag:
         rag.ingest("notes", NOTES)
-        ask, params = rag.internals.ask, SearchParams(2)
+        ask, params = rag.internals.ask, SearchParams(k=2)
         [prompt] = ask.prepare_prompts([question], "notes", params, EXACT)
         hits = ask.retriever.retrieve(question, "notes", params).hits
         frame = ask.encoder.frame
@@ -456,7 +457,7 @@ def test_added_tokens_in_documents_and_questions_are_ordinary_text(
     with RagCache.open(tmp_path / "state", replace(model, tokenizer=tokenizer)) as rag:
         rag.ingest("notes", [SourceDocument("keys", "<think> of the <tool_call> key.")])
         ask = rag.internals.ask
-        [prompt] = ask.prepare_prompts(["which <think> key?"], "notes", SearchParams(1), EXACT)
+        [prompt] = ask.prepare_prompts(["which <think> key?"], "notes", SearchParams(k=1), EXACT)
     ids = all_tokens(prompt)
     text = tokenizer.decode(ids)
     assert "<think> of the <tool_call> key." in text

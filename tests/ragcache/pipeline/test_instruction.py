@@ -12,7 +12,7 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError, UnknownCollection
 from ragcache.models import INSTRUCTION, LoadedModel
 from ragcache.modes import ROOTED
-from ragcache.retrieval import SearchParams
+from ragcache.params import SearchParams
 from ragcache_schemas import write_schema
 from tests.conftest import write_notes
 
@@ -120,4 +120,4 @@ def test_a_collection_has_an_instruction_of_its_own(tiny_reader: LoadedModel, no
 
 def prompts(rag: RagCache, collection: str) -> Any:
     question = ["Where is the spare key?"]
-    return rag.internals.ask.prepare_prompts(question, collection, SearchParams(2), ROOTED)
+    return rag.internals.ask.prepare_prompts(question, collection, SearchParams(k=2), ROOTED)

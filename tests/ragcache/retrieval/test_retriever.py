@@ -23,41 +23,33 @@ from ragcache.errors import (
     LedgerUnavailable,
     UnknownCollection,
 )
-from ragcache.retrieval import (
-    BM25Index,
-    Retriever,
-    Retrievers,
-    SearchKind,
-    SearchParams,
-    Selection,
-    bm25,
-)
+from ragcache.params import SearchKind, SearchParams
+from ragcache.retrieval import BM25Index, Retriever, Retrievers, Selection, bm25
 from ragcache.states import KVKey
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, sparse, dense"),
+        ({"search": "fuzzy"}, "search is 'fuzzy'; it must be 'hybrid'"),
         ({"threshold": float("nan")}, "threshold is nan"),
         ({"threshold": 2.0}, r"threshold is 2.0; .* at most 0.0328\. Give relative_threshold"),
-        ({"relative_threshold": 1.1}, "relative_threshold is 1.1; it lies between 0 and 1"),
-        ({"mmr": 1.5}, "between 0 and 1"),
-        ({"mmr": -0.1}, "between 0 and 1"),
+        ({"relative_threshold": 1.1}, "relative_threshold is 1.1; it must be from 0 to 1"),
+        ({"mmr": 1.5}, "from 0 to 1"),
+        ({"mmr": -0.1}, "from 0 to 1"),
         ({"candidates": 0}, "candidates is 0"),
+        ({"k": 0}, "k is 0"),
         ({"filters": {"$xor": []}}, "unknown operator"),
     ],
 )
 def test_unusable_search_params_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        SearchParams(3, **wrong)
-    with pytest.raises(ConfigurationError, match="k is 0"):
-        SearchParams(0)
+        Retriever.retrieve(None, "key", "notes", SearchParams(**wrong))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("search", "least"), [("hybrid", 2 / 61), ("sparse", 2.0)])
 def test_a_threshold_that_can_be_met_is_taken(search: SearchKind, least: float) -> None:
-    assert SearchParams(3, search, threshold=least).threshold == least
+    assert SearchParams(k=3, search=search, threshold=least).threshold == least
 
 
 SEARCHES: tuple[SearchKind, ...] = ("sparse", "dense", "hybrid")
@@ -130,13 +122,13 @@ def names(selection: Selection) -> list[str]:
 def found(
     retriever: Retriever, query: str, k: int = 3, search: SearchKind = "hybrid", **options: Any
 ) -> list[str]:
-    return names(retriever.retrieve(query, "notes", SearchParams(k, search, **options)))
+    return names(retriever.retrieve(query, "notes", SearchParams(k=k, search=search, **options)))
 
 
 def test_sparse_search_finds_modules_best_first(database: Database) -> None:
     catalog, retriever = opened(database)
     fill(catalog)
-    params = SearchParams(3, relative_threshold=0.0)
+    params = SearchParams(k=3, relative_threshold=0.0)
     selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", params)
     assert selection.query == "Does the spare key of the boat hang?"
     assert names(selection) == ["keys.md", "boats.md"]
@@ -148,18 +140,18 @@ def test_sparse_search_finds_modules_best_first(database: Database) -> None:
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         found(retriever, "boat", search="dense")
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.retrieve_by_vector([1.0], "notes", SearchParams(1, "dense"))
+        retriever.retrieve_by_vector([1.0], "notes", SearchParams(k=1, search="dense"))
 
 
 def test_searches_rank_by_words_by_meaning_or_both(topics: tuple[Retriever, Topics]) -> None:
     retriever, embedder = topics
     assert found(retriever, "Which holiday?", k=1) == ["leave.md"]
     assert found(retriever, "cupboard vessel", search="sparse") == ["keys.md"]
-    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
+    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(k=1, search="dense"))
     assert names(meaning) == ["boats.md"]
     assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
     near = retriever.retrieve_by_vector(
-        embedder.embed_query("vessel"), "notes", SearchParams(1, "dense")
+        embedder.embed_query("vessel"), "notes", SearchParams(k=1, search="dense")
     )
     assert near.hits[0].module == meaning.hits[0].module
     # keys.md is second by meaning and first by words; boats.md first by meaning only
@@ -171,7 +163,9 @@ def test_hits_have_the_scores_of_each_ranking(topics: tuple[Retriever, Topics]) 
     sparse, dense, hybrid = (
         {
             hit.module.id: hit
-            for hit in topics[0].retrieve("The ship key?", "notes", SearchParams(3, search)).hits
+            for hit in topics[0]
+            .retrieve("The ship key?", "notes", SearchParams(k=3, search=search))
+            .hits
         }
         for search in SEARCHES
     )
@@ -185,9 +179,9 @@ def test_hits_have_the_scores_of_each_ranking(topics: tuple[Retriever, Topics]) 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_threshold_drops_lower_scores(topics: tuple[Retriever, Topics], search: SearchKind) -> None:
     query = "spare key boat"
-    every = topics[0].retrieve(query, "notes", SearchParams(3, search)).hits
+    every = topics[0].retrieve(query, "notes", SearchParams(k=3, search=search)).hits
     least = every[0].score
-    kept = topics[0].retrieve(query, "notes", SearchParams(3, search, threshold=least))
+    kept = topics[0].retrieve(query, "notes", SearchParams(k=3, search=search, threshold=least))
     assert kept.hits == tuple(hit for hit in every if hit.score >= least)
     if search != "hybrid":  # whose best score is the highest that there is
         assert found(topics[0], query, search=search, threshold=least + 1e-3) == []
@@ -213,7 +207,7 @@ def test_a_collection_is_searched_by_words_until_its_vectors_are_computed(
     fill(Catalog(database, "tokenizer", None))
     monkeypatch.setattr("ragcache.retrieval.indexes.EMBEDDED_AT_ONCE", 1)
     catalog, retriever = opened(database, embedder := StuckTopics())
-    hit = retriever.retrieve("Which boat?", "notes", SearchParams(1)).hits[0]
+    hit = retriever.retrieve("Which boat?", "notes", SearchParams(k=1)).hits[0]
     assert (hit.module.document, hit.cosine) == ("boats.md", None)
     assert embedder.entered.wait(10)
     assert found(retriever, "Which vessel?") == []
@@ -236,7 +230,8 @@ _EXIT = """
 import sys, threading, torch
 from langchain_core.embeddings import Embeddings
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
-from ragcache.retrieval import Retriever, SearchParams
+from ragcache.retrieval import Retriever
+from ragcache.params import SearchParams
 from ragcache.states import KVKey
 
 entered = threading.Event()
@@ -257,7 +252,7 @@ catalog = Catalog(database, "tokenizer", "slow")
 modules = [NewModule(f"a#{n}", f"boat {n}", [1], KVKey("0" * 64)) for n in range(2000)]
 catalog.replace_documents("notes", [NewDocument("a", "", "", modules)])
 retriever = Retriever(catalog, Slow(), Vectors(database, "slow"))
-assert retriever.retrieve("boat", "notes", SearchParams(1)).hits
+assert retriever.retrieve("boat", "notes", SearchParams(k=1)).hits
 assert entered.wait(10)
 """
 
@@ -296,7 +291,7 @@ def test_only_vectors_of_new_modules_are_read_after_a_change(
     assert embedder.embedded == ["A ship."]
     fresh = Retriever(catalog, embedder, Vectors(database, "topics"))
     for query in ("vessel", "lock", "holiday"):
-        one, two = (r.retrieve(query, "notes", SearchParams(3)).hits for r in (retriever, fresh))
+        one, two = (r.retrieve(query, "notes", SearchParams(k=3)).hits for r in (retriever, fresh))
         assert [hit.module for hit in one] == [hit.module for hit in two]
         assert [hit.cosine for hit in one] == pytest.approx([hit.cosine for hit in two])
     wait_until_built(retriever)
@@ -320,7 +315,7 @@ def test_changes_by_other_processes_are_seen(
     monkeypatch.setattr(bm25, "BUILT_ANEW", anew)
     catalog, retriever = opened(database, embedder)
     fill(catalog, embedder)
-    sparse = SearchParams(5, "sparse")
+    sparse = SearchParams(k=5, search="sparse")
 
     def searched(query: str) -> list[str]:
         return sorted(found(retriever, query, 5, "sparse"))
@@ -367,17 +362,17 @@ def test_collections_do_not_see_each_other(database: Database) -> None:
     catalog, retriever = opened(database)
     fill(catalog)
     catalog.replace_documents("other", [document("boats.md", "Another boat.")])
-    hits = retriever.retrieve("boat", "other", SearchParams(5)).hits
+    hits = retriever.retrieve("boat", "other", SearchParams(k=5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
 def test_unknown_collection_error_lists_the_known_ones(database: Database) -> None:
     catalog, retriever = opened(database)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
-        retriever.retrieve("boat", "notes", SearchParams(3))
+        retriever.retrieve("boat", "notes", SearchParams(k=3))
     fill(catalog)
     with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes'\."):
-        retriever.retrieve("boat", "recipes", SearchParams(3))
+        retriever.retrieve("boat", "recipes", SearchParams(k=3))
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -387,7 +382,7 @@ def test_filters_apply_before_the_cut(database: Database, search: SearchKind) ->
     better = [document(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
     wanted = [document(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
     catalog.replace_documents("notes", [*better, *wanted])
-    params = SearchParams(2, search, {"team": "ops"})
+    params = SearchParams(k=2, search=search, filters={"team": "ops"})
     selection = retriever.retrieve("boat", "notes", params)
     assert sorted(names(selection)) == ["w0", "w1"]
     assert selection.hits[0].module.attributes == {"team": "ops"}
@@ -408,7 +403,7 @@ def test_hits_far_below_the_best_are_left_out(
     ranks, do not tell."""
     retriever, _ = topics
     query = "Where does the spare key to the lock of the key cupboard hang, not of the boat?"
-    every = SearchParams(3, search, relative_threshold=0.0)
+    every = SearchParams(k=3, search=search, relative_threshold=0.0)
     hits = retriever.retrieve(query, "notes", every).hits
     assert [hit.module.document for hit in hits][:2] == ["keys.md", "boats.md"]
     assert found(retriever, query, 3, search) == ["keys.md"]
@@ -457,7 +452,7 @@ def test_vectors_of_different_lengths_are_refused(database: Database) -> None:
     catalog, retriever = opened(database, Uneven())
     fill(catalog)
     with pytest.raises(ConfigurationError, match="vector has 3 numbers, those of texts have 2"):
-        retriever.retrieve("boat", "notes", SearchParams(1))
+        retriever.retrieve("boat", "notes", SearchParams(k=1))
 
 
 def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[BM25Index]:
@@ -495,7 +490,7 @@ def test_building_one_index_does_not_block_another(database: Database) -> None:
     fill(catalog)
     catalog.replace_documents("slow", [document("s", "stop boat")])
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(retriever.retrieve, "boat", "slow", SearchParams(1))
+        slow = pool.submit(retriever.retrieve, "boat", "slow", SearchParams(k=1))
         assert entered.wait(30)
         assert found(retriever, "vessel", 1) == ["boats.md"]
         catalog.replace_documents("notes", [document("new.md", "A sloop.")])
@@ -663,7 +658,7 @@ def test_embedders_of_one_name_share_the_index(
         embedder = Other(size=4)
         retriever = retrievers.retriever_for(embedder)
         assert retriever.embedder is embedder
-        [hit] = retriever.retrieve("boat", "notes", SearchParams(1, "dense")).hits
+        [hit] = retriever.retrieve("boat", "notes", SearchParams(k=1, search="dense")).hits
         assert hit.score == pytest.approx(1.0)
     assert len(built) == 1
 
@@ -680,6 +675,6 @@ def test_vectors_of_a_namespace_are_found_again(with_module: Database) -> None:
     catalog.replace_documents("notes", [NewDocument("b", "", "", [module])])
     for _ in range(2):
         retriever = Retrievers(catalog, with_module, None).retriever_for(Counted(size=4))
-        [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "dense")).hits
+        [hit] = retriever.retrieve("ship", "notes", SearchParams(k=5, search="dense")).hits
         assert hit.module.document == "b"
     assert embedded == ["ship"]

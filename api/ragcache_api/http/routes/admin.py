@@ -27,10 +27,10 @@ from ragcache.planning import (
 )
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import verify
+from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     ChangesResponse,
-    CollectionName,
     EvictionResponse,
     EvictRequest,
     ExpireRequest,

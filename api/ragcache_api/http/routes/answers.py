@@ -14,16 +14,14 @@ from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream, AsyncRagCache
 from ragcache.errors import UnknownSchema
+from ragcache_api.http.bodies import AnswerRequest, PathName, PromptRequest, own_generation
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.protocol import (
-    AnswerRequest,
     AnswerResponse,
     CompactResponse,
     DeletedResponse,
     PageDep,
     PageOf,
-    PathName,
-    PromptRequest,
     SchemaRequest,
     SchemaResponse,
     answer_response,
@@ -55,7 +53,7 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
 
     With `stream`, events: `sources`, a `token` for each delta of text, and `answer` or `error`.
     """
-    generation, rag = body.generation(context.deadline), AsyncRagCache(context.rag)
+    generation, rag = own_generation(body, context.deadline), AsyncRagCache(context.rag)
 
     async def opening() -> AsyncAnswerStream:
         options = body.retrieval() | context.selection
@@ -69,7 +67,7 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
 @router.post("/prompts", response_model=AnswerResponse)
 async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
     """Answers a PML prompt over a stored schema. Events as for questions."""
-    generation, rag = body.generation(context.deadline), AsyncRagCache(context.rag)
+    generation, rag = own_generation(body, context.deadline), AsyncRagCache(context.rag)
     opening = lambda: rag.stream_prompt(  # noqa: E731
         body.prompt, mode=body.mode, source="prompt", generation=generation
     )

@@ -20,11 +20,11 @@ from ragcache.documents import LoadedSources, SkippedFile, load_sources
 from ragcache.documents.formats import read_document
 from ragcache.documents.source import sanitize_document
 from ragcache.errors import MissingExtra, UnreadableDocument
+from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.errors import HTTPProblem, stream_error
 from ragcache_api.http.protocol import (
     MULTIPART,
     CollectionCreatedResponse,
-    CollectionName,
     CollectionRequest,
     CollectionResponse,
     DeletedResponse,

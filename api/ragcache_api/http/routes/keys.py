@@ -9,11 +9,11 @@ from pydantic import Field
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeyRow
+from ragcache_api.http.bodies import PathName
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     PageDep,
     PageOf,
-    PathName,
     RequestModel,
     ResponseModel,
     problems,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from time import time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter
@@ -26,21 +26,22 @@ from ragcache import (
 from ragcache.engine import Choice, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
-from ragcache_api.http.errors import ErrorInfo, HTTPProblem
-from ragcache_api.http.openai.protocol import (
+from ragcache_api.http.bodies import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    ModelCard,
-    ModelList,
-    OpenAICompletion,
     Tool,
-    finish_reason_of,
     invalid,
     unsupported,
-    usage,
 )
-from ragcache_api.http.protocol import CompactResponse, compact, event_stream, openai_problems
+from ragcache_api.http.errors import ErrorInfo, HTTPProblem
+from ragcache_api.http.protocol import (
+    CompactResponse,
+    ResponseModel,
+    compact,
+    event_stream,
+    openai_problems,
+)
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, Service
 from ragcache_api.http.streaming import (
@@ -55,6 +56,45 @@ DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
 _PLAIN = {"name", "description", "parameters"}  # of a tool, what templates know
 _STREAMED = event_stream("The completion")
+
+
+class PromptDetails(ResponseModel):
+    """cached_tokens: those of the prompt that were not computed for this request."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class OpenAICompletion(ResponseModel):
+    """A chat completion or a text completion. sources: only with `collection`."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    sources: list[dict[str, Any]] | None = None
+    ragcache: dict[str, Any]
+
+
+class ModelCard(ResponseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ragcache"
+
+
+class ModelList(ResponseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 @router.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
@@ -117,7 +157,7 @@ def _opening(
 
     async def opening() -> AsyncAnswerStream:
         if body.collection is None:
-            options = chat | body.chat_options()
+            options = chat | body.reading()
             return await rag.stream_chat(prompt, generation=generation, **options)
         options = body.retrieval() | context.selection
         return await rag.stream(
@@ -145,6 +185,23 @@ async def _respond(
 
 def _error_event(info: ErrorInfo) -> bytes:
     return format_event(info.openai())
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of all prompts and all choices."""
+    prompt = sum(answer.reuse.prompt_tokens for answer in answers)
+    kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
+    generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": generated,
+        "total_tokens": prompt + generated, "prompt_tokens_details": {"cached_tokens": kept},
+    }  # fmt: skip
+
+
+def finish_reason_of(choice: Choice) -> str:
+    """OpenAI has no reason for an answer without documents, which has no sources, nor for one that
+    was refused: both are `stop`; `ragcache.finish_reason` tells them apart."""
+    return "length" if choice.finish_reason == "length" else "stop"
 
 
 class _CompletionWriter(ABC):
@@ -244,7 +301,7 @@ class _ChatWriter(_CompletionWriter):
     ) -> None:  # fmt: skip
         super().__init__(context, body, active)
         self._with_logprobs = bool(body.logprobs)
-        self._readers = [output.reader() for _ in range(body.n or 1)]
+        self._readers = [output.reader() for _ in range(body.n)]
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         return [self._message(index, choice) for index, choice in enumerate(answers[0].choices)]
@@ -289,7 +346,7 @@ class _TextWriter(_CompletionWriter):
         super().__init__(context, body, active)
         self._with_logprobs = body.logprobs is not None
         self._echoed = body.prompts if body.echo else [""] * len(body.prompts)
-        self._number = body.n or 1
+        self._number = body.n
         self._lengths: Counter[int] = Counter()
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:

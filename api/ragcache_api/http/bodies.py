@@ -1,0 +1,326 @@
+"""Bodies of the requests that ask for an answer: the service's own, and OpenAI's.
+
+The front of a cluster reads requests with these models too, so nothing here needs the engine.
+OpenAI's bodies ignore unknown fields, as its clients expect; fields that would change the answer
+and are not served are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from ragcache.modes import ISOLATED, ReuseMode
+from ragcache.params import GenerationParams, SearchParams, Surface
+from ragcache_api.http.errors import HTTPProblem
+
+_NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
+PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
+"""A name that fits into one segment of a path."""
+CollectionName = PathName
+Question = Annotated[str, Field(min_length=1, max_length=1_000_000)]
+Text = Annotated[str, Field(max_length=4_000_000)]
+_LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
+
+IN_PROCESS = {
+    "timeout": "the service sets the deadline",
+    "priority": "a tenant could go before all others",
+    "skip_special_tokens": "the service sets it for tool calls",
+    "unbounded": "the chat route sets it",
+    "share": "a benchmark's option",
+    "first_logprobs": "an option of evaluations in the process",
+    "grammar": "give json_schema, json_object, regex or ebnf",
+}
+"""Options that no remote caller has."""
+ONE_TEXT = IN_PROCESS | {
+    "n": "an answer has one text; use /v1/chat/completions",
+    "logprobs": "an answer has no log-probabilities; use /v1/chat/completions",
+}
+"""Options that the service's own routes lack."""
+
+
+class PromptRequest(Surface, GenerationParams):
+    """A PML prompt."""
+
+    withheld = ONE_TEXT
+    prompt: Question
+    """The prompt."""
+    mode: Annotated[ReuseMode, Field(json_schema_extra={"default": str(ISOLATED)})] = ISOLATED
+    """How the schema's states are read: `isolated`, or not at all with `exact`."""
+    stream: bool = False
+    """Send the answer as server-sent events."""
+
+
+class Asking(GenerationParams, SearchParams):
+    """Options of requests that may read documents."""
+
+    mode: ReuseMode | None = None
+    """How kept states are read. `rooted` by default."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template, such as `enable_thinking`."""
+
+    def reading(self) -> dict[str, Any]:
+        """How cached states are read and the template is spelled, if the request says so."""
+        given = {"mode": self.mode, "chat_template_kwargs": self.chat_template_kwargs}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def retrieval(self) -> dict[str, Any]:
+        """Options of `RagCache.ask` that the request gives."""
+        return self.reading() | SearchParams.part_of(self).given()
+
+
+class AnswerRequest(Surface, Asking):
+    """A question to a collection."""
+
+    withheld = ONE_TEXT
+    question: Question
+    """The question."""
+    collection: CollectionName
+    """The collection to answer from."""
+    stream: bool = False
+    """Send the answer as server-sent events."""
+
+
+class OpenAIModel(BaseModel):
+    """A part of a body of OpenAI's interface."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(OpenAIModel):
+    include_usage: bool | None = None
+
+
+class ContentPart(OpenAIModel):
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+
+    def plain(self) -> str:
+        """Text of the part, or of an earlier refusal. Raises `HTTPProblem` (400)."""
+        text = {"text": self.text, "refusal": self.refusal}.get(self.type)
+        if text is None:
+            raise unsupported(f"messages.content.{self.type}")
+        return text
+
+
+class FunctionCall(OpenAIModel):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: Text = "{}"
+
+
+class ToolCallMessage(OpenAIModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(OpenAIModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
+        role = "system" if self.role == "developer" else self.role
+        calls = [_plain_tool_call(call) for call in self.tool_calls or ()]
+        optional = {
+            "name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None,
+        }  # fmt: skip
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": role, "content": self._text(), **given}
+
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "".join(part.plain() for part in self.content)
+
+
+class Tool(OpenAIModel):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class NamedFunction(OpenAIModel):
+    name: str
+
+
+class NamedTool(OpenAIModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(OpenAIModel):
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(Asking):
+    """Fields that chats and completions share. Without a temperature the answer is greedy."""
+
+    model_config = ConfigDict(extra="allow")
+    unserved: ClassVar[tuple[str, ...]] = ("logit_bias",)
+    """OpenAI's fields that would change the answer and are not served."""
+
+    model: Annotated[str, Field(max_length=1000)]
+    """The model that the service has open."""
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """As elsewhere, but 0 is allowed: it takes the likeliest token."""
+    stream: bool = False
+    """Send the completion as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """OpenAI's options of streams."""
+    collection: CollectionName | None = None
+    """The collection to answer from."""
+
+    def generation(self, deadline: float, **own: Any) -> GenerationParams:
+        """How the answer is generated.
+
+        Args:
+            deadline: Seconds from now to the end of the answer.
+            **own: Options that the route spells otherwise. They replace the body's.
+
+        Raises:
+            HTTPProblem: (400) A field is not served.
+            InvalidRequest: The options contradict each other.
+        """
+        for name in self.unserved:
+            if (self.model_extra or {}).get(name):
+                raise unsupported(name)
+        names = GenerationParams.model_fields.keys() & self.model_fields_set
+        options = {name: getattr(self, name) for name in names} | own
+        options["top_p"] = max(self.top_p, _LIKELIEST)
+        return GenerationParams(**options, timeout=deadline)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Surface, GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    withheld = IN_PROCESS
+    unserved = ("logit_bias", "functions", "audio", "web_search_options")
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """The conversation."""
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    """OpenAI's newer name of `max_tokens`."""
+    logprobs: bool | None = None
+    """Report log-probabilities, of `top_logprobs` alternatives."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    """Number of alternatives to each token."""
+    response_format: ResponseFormat | None = None
+    """OpenAI's form of the answer."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Whether functions are called, or which one."""
+    function_call: Any = None
+
+    def generation(self, deadline: float, **own: Any) -> GenerationParams:
+        """As above. Without a limit the answer ends where the model or the window does."""
+        if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
+            raise unsupported("function_call")
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs")
+        most = self.max_completion_tokens or self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        own |= {"max_tokens": most, "logprobs": logprobs, "unbounded": most is None}
+        return super().generation(deadline, **own)
+
+    @property
+    def question(self) -> str:
+        """The user's last message. Raises `HTTPProblem` (400) if there is none."""
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return str(message.plain()["content"])
+        raise invalid("messages", "no message is the user's")
+
+
+class CompletionRequest(Surface, GenerationRequest):
+    """`POST /v1/completions`."""
+
+    withheld = IN_PROCESS
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    """A text, or several."""
+    echo: bool | None = None
+    """Repeat the prompt before the answer."""
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def generation(self, deadline: float, **own: Any) -> GenerationParams:
+        """As above."""
+        if self.suffix:
+            raise unsupported("suffix")
+        if self.best_of is not None and self.best_of != self.n:
+            raise unsupported("best_of")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo with logprobs")
+        return super().generation(deadline, **own)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Texts to continue. Raises `HTTPProblem` (400) for token ids, which may be another
+        tokenizer's."""
+        listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        texts = [each for each in listed if isinstance(each, str)]
+        if not texts or len(texts) != len(listed):
+            raise invalid("prompt", "give a text, or a list of texts")
+        return texts
+
+
+AnsweredRequest = AnswerRequest | PromptRequest | ChatRequest | CompletionRequest
+_ROUTES: dict[str, type[AnsweredRequest]] = {
+    "answers": AnswerRequest, "prompts": PromptRequest,
+    "chat/completions": ChatRequest, "completions": CompletionRequest,
+}  # fmt: skip
+
+
+def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
+    """The request for an answer that is posted to a path. None for another path, and for a body
+    that the route refuses."""
+    model = _ROUTES.get(path.partition("/v1/")[2])
+    try:
+        return None if model is None else model.model_validate_json(body)
+    except ValidationError:
+        return None
+
+
+def own_generation(body: AnswerRequest | PromptRequest, deadline: float) -> GenerationParams:
+    """How the answer of the service's own route is generated."""
+    return GenerationParams.part_of(body).replace(timeout=deadline)
+
+
+def invalid(field: str, detail: str) -> HTTPProblem:
+    """The error of a field's value."""
+    return HTTPProblem(400, "invalid-request", detail, None, field)
+
+
+def unsupported(field: str, detail: str = "") -> HTTPProblem:
+    """The error of a field that is not served."""
+    detail = detail or f"{field} is not served, and leaving it out would change the answer"
+    return HTTPProblem(400, "unsupported", detail, None, field)
+
+
+def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
+    """Templates take arguments as values; OpenAI sends them as text."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise invalid("messages", "arguments of a tool call are no JSON object")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

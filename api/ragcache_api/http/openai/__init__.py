@@ -1,1 +1,0 @@
-"""OpenAI's interface: its requests and responses, tools, and routes."""
