@@ -282,7 +282,7 @@ class TestBadInput:
     def test_an_unknown_mode_or_k(self, rag: RagCache) -> None:
         with pytest.raises(ConfigurationError, match="modes: rooted, linked:N, blend:R"):
             rag.ask(QUESTION, collection="notes", mode="fast")
-        with pytest.raises(ConfigurationError, match="k is 0"):
+        with pytest.raises(InvalidRequest, match="k is 0"):
             rag.ask(QUESTION, collection="notes", k=0)
 
     def test_unreadable_files_store_nothing_where_they_are_errors(
@@ -319,8 +319,9 @@ class TestOptions:
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
         ("ask ask_batch stream", {"colection": "notes"},
-         "'colection'; options of ask: collection, k, mode, generation, selection, filters, "
-         "threshold, relative_threshold, rerank, chat_template_kwargs$"),
+         "'colection'; options of ask: collection, k, search, filters, threshold, "
+         "relative_threshold, rerank, mmr, candidates, mode, generation, selection, "
+         "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
          "'temperature'; options of chat: mode, recognize, tools, generation, "
          "chat_template_kwargs$"),

@@ -122,7 +122,7 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
         kind = bool
         flags = (f"{flags[0]}/--no-{flags[0][2:]}",) if field.default is None else flags
     elif shapes == [Literal]:
-        kind = kinds[0]
+        more["metavar"] = "|".join(get_args(kinds[0]))
     elif Mapping in shapes:
         more |= {"parser": _json_object(flags[-1]), "metavar": "JSON"}
     elif Sequence in shapes:

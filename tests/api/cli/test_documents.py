@@ -83,7 +83,7 @@ def test_retrieve_prints_scores_by_name(run: Run, ingested: Path) -> None:
     assert near == every[:1]
     assert len(every) == 2
     assert "nothing in this collection" in run("retrieve", "xylophone", "-c", "notes")[1]
-    error_of(run("retrieve", QUESTION, "-c", "notes", "--search", "fuzzy"), "ConfigurationError")
+    error_of(run("retrieve", QUESTION, "-c", "notes", "--search", "fuzzy"), "InvalidRequest")
     error_of(run("retrieve", QUESTION, "-c", "notes", "--embedding", "x"), "ConfigurationError")
 
 

@@ -82,7 +82,7 @@ def test_a_service_answers(run: Run, server: str) -> None:
     assert key == "Bearer rc-1"
     assert body == {
         "question": "Where?", "collection": "notes", "k": 2, "mode": "rooted", "stream": True,
-        "filters": {"kind": "key"}, "relative_threshold": 0.5,
+        "filters": {"kind": "key"},
     }  # fmt: skip
     for way in ("--stream", "--no-stream"):
         status, out, _ = run(*asked, way)

@@ -102,7 +102,7 @@ def test_an_answer_of_little_confidence_is_refused(client: TestClient) -> None:
         ({"surprise": 1}, 422, "invalid-request"),
         ({"k": 0}, 422, "invalid-request"),
         ({"min_confidence": 2}, 422, "invalid-request"),
-        ({"refusal": " "}, 400, "invalid-request"),
+        ({"refusal": " "}, 422, "invalid-request"),
         ({"rerank": -1}, 422, "invalid-request"),
         ({"relative_threshold": 2}, 422, "invalid-request"),
         ({"stop": [""]}, 400, "invalid-request"),

@@ -55,7 +55,7 @@ def test_variables_of_the_chat_template(client: TestClient) -> None:
     assert refused.status_code == 400
     assert "no variable 'enable_thinking'" in refused.text
     request = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "Hi"}], **body)
-    assert request.chat_options() == request.retrieval() == body
+    assert request.reading() == request.retrieval() == body
 
 
 def test_a_stream_adds_up_to_the_whole(client: TestClient) -> None:

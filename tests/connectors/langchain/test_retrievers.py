@@ -147,11 +147,11 @@ async def test_invalid_searches_are_named(notes: RagCache) -> None:
     with pytest.raises(UnknownCollection):
         await retriever.ainvoke("boat")
     known = RagCacheRetriever(collection="notes", rag=notes)
-    with pytest.raises(InvalidRequest, match="unknown argument 'top_k'; arguments: k, search"):
+    with pytest.raises(InvalidRequest, match="unknown option 'top_k'; options: k, search"):
         known.invoke("boat", top_k=3)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         known.invoke("boat", search="dense")
-    with pytest.raises(ConfigurationError, match="k is 0"):
+    with pytest.raises(InvalidRequest, match="k is 0"):
         known.invoke("boat", k=0)
 
 
