@@ -24,7 +24,7 @@ from ragcache.models import LoadedModel
 from ragcache.params import base, generation
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
-from ragcache_api.cli.main import app
+from ragcache_api.cli.main import app, load_command
 from ragcache_api.http import ServiceSettings
 from ragcache_schemas import (
     PMLError,
@@ -290,8 +290,8 @@ def test_service_commands_exist(page: str) -> None:
     lines = [line.split() for block in page_blocks(page, "sh") for line in block.splitlines()]
     assert lines
     for words in lines:
-        command = get_command(app)
-        for word in words[1:]:
+        command = load_command(words[1])
+        for word in words[2:]:
             if not hasattr(command, "commands"):
                 break
             command = command.commands[word]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
 
 import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import admin, ask, chat, documents, evaluate, ingest, measure, schema
 from ragcache_api.cli.console import errors
 
 _AFTER_CTRL_C = {
@@ -28,8 +29,59 @@ _AFTER_CTRL_C = {
 """What is left after Ctrl-C, by command; of all others the state folder is as it was."""
 
 
+_STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
+
+_COMMANDS = {
+    "demo": ("ask.demo", "Ingest the example handbook and answer five questions, cached and "
+             "ordinary side by side, and refuse one that it does not answer."),
+    "ingest": ("ingest.ingest", "Store documents and encode their attention states, once."),
+    "sync": ("ingest.sync", "Bring a collection up to date with a folder."),
+    "ask": ("ask.ask", "Answer a question from the documents of a collection."),
+    "chat": ("chat.chat", "Talk with the model about the documents of a collection."),
+    "retrieve": ("documents.retrieve", "Find the best modules for a query, with their scores."),
+    "collections": ("documents.collections", "List collections, with their sizes."),
+    "documents": ("documents.documents", "List the documents of a collection."),
+    "instruction": ("documents.instruction", "Say what the model is to do with the documents of a "
+                    "collection, for all who ask it."),
+    "rm": ("documents.remove", "Remove documents, or a collection, with their states."),
+    "warm": ("documents.warm", "Encode the states that no tier has any more."),
+    "prompt": ("ask.prompt", "Answer a PML prompt over a schema that was added before."),
+    "eval": ("evaluate.evaluate_command", "Mark the answers to known questions, mode by mode."),
+    "doctor": ("admin.doctor", "Check the installation, the model and the state folder."),
+    "serve": ("admin.serve", "Serve a state folder over HTTP, with OpenAI's interface."),
+    "stats": ("admin.stats", "Sum up collections, tiers and evictions of a state folder."),
+    "plan": ("measure.plan", "Say what caching a corpus will take and bring."),
+    "verify": ("admin.verify", "Check every row of the ledger against every blob."),
+    "modules": ("admin.modules_app", "The modules and their states."),
+    "keys": ("admin.keys_app", "The API keys of the service."),
+    "ledger": ("admin.ledger_app", "The ledger's tables and who has it open."),
+    "schema": ("schema.app", "PML schemas: written ones and generated ones."),
+    "bench": ("measure.bench_app", "Measure, as ratios of things run side by side in one process."),
+}  # fmt: skip
+"""Commands in the order of `ragcache --help`: module and object, and the line in the list. A module
+is imported when one of its commands runs, so that the list is printed at once."""
+
+
+@cache
+def load_command(name: str) -> typer.core.TyperCommand:
+    """The command or group of commands of a name."""
+    module, _, attribute = _COMMANDS[name][0].partition(".")
+    found = getattr(import_module(f"ragcache_api.cli.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        single = typer.Typer(**_STYLE, add_completion=False)
+        single.command(name)(found)
+        found = single
+    command: Any = typer.main.get_command(found)
+    return cast("typer.core.TyperCommand", command)
+
+
 class InterruptibleCommands(typer.core.TyperGroup):
-    """Commands that say after Ctrl-C what is kept and how to go on."""
+    """Commands that are loaded when they run, and say after Ctrl-C what is kept."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Loads the command that was named."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load_command(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; ends with status 130 where it was interrupted."""
@@ -50,32 +102,10 @@ app = typer.Typer(
     cls=InterruptibleCommands,
     help="Question answering over your documents, whose attention states are computed once.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    **_STYLE,
 )
-app.command("demo")(ask.demo)
-app.command("ingest")(ingest.ingest)
-app.command("sync")(ingest.sync)
-app.command("ask")(ask.ask)
-app.command("chat")(chat.chat)
-app.command("retrieve")(documents.retrieve)
-app.command("collections")(documents.collections)
-app.command("documents")(documents.documents)
-app.command("instruction")(documents.instruction)
-app.command("rm")(documents.remove)
-app.command("warm")(documents.warm)
-app.command("prompt")(ask.prompt)
-app.command("eval")(evaluate.evaluate_command)
-app.command("doctor")(admin.doctor)
-app.command("serve")(admin.serve)
-app.command("stats")(admin.stats)
-app.command("plan")(measure.plan)
-app.command("verify")(admin.verify)
-app.add_typer(admin.modules_app, name="modules")
-app.add_typer(admin.keys_app, name="keys")
-app.add_typer(admin.ledger_app, name="ledger")
-app.add_typer(schema.app, name="schema")
-app.add_typer(measure.bench_app, name="bench")
+for _name, (_, _line) in _COMMANDS.items():
+    app.command(_name, help=_line)(lambda: None)
 
 
 def _leave_heap() -> None:
