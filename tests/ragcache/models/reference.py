@@ -20,7 +20,7 @@ from ragcache.engine import Context, EncodeJob, Segment, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM
-from tests.tiny_models import DEVICE, VOCABULARY
+from tests.tiny_models import DEVICE, VOCABULARY, random_tokens
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ENCODED_AT = 33  # where states are encoded that can move
@@ -80,6 +80,13 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
         for c in contexts
     ]
     return causal.forward(BatchBuilder(causal).build_batch(chunks))
+
+
+def assert_moved_modules_are_exact(causal: CausalLM, plain: Any = None) -> None:
+    """Two modules and a text have the logits of the plain model (default: the patched one)."""
+    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(plain or causal.model, pieces), **CLOSE)
 
 
 WINDOW = 7

@@ -62,12 +62,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, reader: LoadedModel) -> No
     assert f"cannot load the model '{folder}'" in str(caught.value)
 
 
-def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedModel) -> None:
-    folder = save(tmp_path / "model", reader, "mistral", attention_chunk_size=8)
-    with pytest.raises(UnsupportedModel, match="attends within chunks"):
-        load_model(folder)
-
-
 @pytest.mark.slow
 def test_a_saved_model_answers(
     tmp_path: Path, reader: LoadedModel, notes: Path, family: str
@@ -95,18 +89,6 @@ def test_loading_leaves_the_verbosity_as_it_was(reader: LoadedModel) -> None:
         assert logging.get_verbosity() == logging.INFO
     finally:
         logging.set_verbosity(before)
-
-
-@pytest.mark.parametrize("control", ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"])
-def test_control_tokens_in_text_from_outside_stay_text(reader: LoadedModel, control: str) -> None:
-    text = f"The gate {control} is open."
-    single = reader.tokenizer.convert_tokens_to_ids(control)
-    assert single is not None
-    assert single in reader.encode(text)
-    outside = reader.encode_untrusted(text)
-    assert single not in outside
-    assert not set(outside) & set(reader.tokenizer.all_special_ids)
-    assert reader.decode(outside) == text
 
 
 def test_decoding_passes_over_control_tokens(reader: LoadedModel) -> None:
@@ -170,25 +152,22 @@ def test_the_frame_of_the_embedded_reader(reader: LoadedModel) -> None:
     assert frame.epilogue == "<|assistant|>"
 
 
-def test_a_base_model_without_a_template_gets_a_plain_frame() -> None:
-    frame = prompt_frame(tokenizer(None), "Read.")
-    assert (frame.preamble, frame.epilogue) == ("<s>Read.\n\n", "\nAnswer:")
-    assert prompt_frame(tokenizer(None, bos=None), "Read.").preamble == "Read.\n\n"
-
-
 @pytest.mark.parametrize("template", [CHATML, LLAMA_2, None], ids=["chatml", "llama-2", "none"])
-def test_the_parts_make_the_prompt_that_the_template_makes(template: str | None) -> None:
-    with_template = tokenizer(template)
+@pytest.mark.parametrize("bos", ["<s>", None])
+def test_the_parts_make_the_prompt_that_the_template_makes(
+    template: str | None, bos: str | None
+) -> None:
+    with_template = tokenizer(template, bos=bos)
+    if template == LLAMA_2 and bos is None:
+        pytest.skip("the template writes one")
     frame = prompt_frame(with_template, "Read.")
     inside = "Read.\n\nmodules\n\nQuestion: why?"
-    if template is None:
-        expected = f"<s>{inside}\nAnswer:"
-    else:
+    expected = f"{bos or ''}{inside}\nAnswer:"
+    if template is not None:
         expected = with_template.apply_chat_template(
             [{"role": "user", "content": inside}], tokenize=False, add_generation_prompt=True
         )
-    joined = f"{frame.preamble}modules\n\n{frame.question}why?{frame.epilogue}"
-    assert joined == expected
+    assert f"{frame.preamble}modules\n\n{frame.question}why?{frame.epilogue}" == expected
 
 
 @pytest.mark.parametrize("template", [REPEATS, DROPS], ids=["repeats", "drops"])
@@ -213,21 +192,17 @@ def test_threads_tokenize_as_one_does(reader: LoadedModel) -> None:
         assert all(threads.map(tokenize, range(900)))
 
 
-@pytest.mark.parametrize("where", [0, 1, 12_345])
-def test_one_changed_element_changes_the_fingerprint(where: int) -> None:
+@pytest.mark.parametrize("where", [0, 1, 12_345, "layers"])
+def test_one_changed_element_or_exchanged_layers_change_the_fingerprint(where: int | str) -> None:
     model = tiny_model("llama")
     before = model_fingerprint(model)
-    weight = model.model.embed_tokens.weight
+    weight, layers = model.model.embed_tokens.weight, model.model.layers
     assert weight.numel() > 10 * SAMPLES, "so that most elements are only in the sum"
-    with torch.no_grad():
-        weight.view(-1)[where] += 1e-3
-    assert model_fingerprint(model) != before
-
-
-def test_exchanged_layers_change_the_fingerprint() -> None:
-    model = tiny_model("llama")
-    before = model_fingerprint(model)
-    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+    if isinstance(where, int):
+        with torch.no_grad():
+            weight.view(-1)[where] += 1e-3
+    else:
+        layers[0], layers[1] = layers[1], layers[0]
     assert model_fingerprint(model) != before
 
 

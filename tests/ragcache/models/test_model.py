@@ -17,16 +17,12 @@ from ragcache.engine.request import Segment
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, LayeredRotary, wrap_causal
 from tests.ragcache.models.reference import (
-    CLOSE,
     FULL,
     ROPE,
     SLIDING,
     WINDOW,
-    Module,
     Tokens,
-    last_logits,
-    prompt,
-    reference,
+    assert_moved_modules_are_exact,
     reference_logits,
     tiny_gemma,
 )
@@ -179,9 +175,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_segments_equal_the_reference(setting: str) -> None:
     family, changes = SETTINGS[setting]
     causal = wrap_causal(tiny_model(family, **changes))
-    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    assert_moved_modules_are_exact(causal)
 
 
 @pytest.mark.parametrize(

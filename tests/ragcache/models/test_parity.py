@@ -59,30 +59,34 @@ def test_prefixes_and_rooted_modules_equal_ordinary_prefill(family: str) -> None
         torch.testing.assert_close(logits, expected, **CLOSE)
 
 
+ONE, OTHER, THIRD = (Module(random_tokens(n, seed=n)) for n in (24, 31, 17))
+END = random_tokens(9, seed=5)
+PROMPTS: dict[str, list[Module | list[int]]] = {
+    "in order": [ONE, OTHER, THIRD, END],
+    "the first one last": [OTHER, THIRD, ONE, END],
+    "the last one first": [THIRD, ONE, OTHER, END],
+    "text between": [random_tokens(5, seed=1), OTHER, random_tokens(7, seed=3), ONE, END],
+    "one twice": [THIRD, THIRD, END],
+}
+SLOW_PROMPTS = ("in order", "the first one last")
+
+
 @pytest.mark.parametrize(
-    "order", [*(pytest.param(o, marks=pytest.mark.slow) for o in [(0, 1, 2), (1, 2, 0)]), (2, 0, 1)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROMPTS)) for n in PROMPTS]
 )
-def test_moved_segments_equal_modules_run_where_they_stand(
-    family: str, order: tuple[int, ...]
-) -> None:
+def test_segments_equal_modules_run_where_they_stand(family: str, name: str) -> None:
     causal = wrap_causal(tiny_model(family))
-    modules = [Module(random_tokens(n, seed=n)) for n in (24, 31, 17)]
-    pieces = [*(modules[i] for i in order), random_tokens(9, seed=5)]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    [logits] = last_logits(causal, [prompt(causal, PROMPTS[name])])
+    torch.testing.assert_close(logits, reference(causal.model, PROMPTS[name]), **CLOSE)
 
 
-def test_text_between_modules_sees_what_stands_before_it(family: str) -> None:
+def test_the_same_states_may_be_read_twice(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
-    pieces = [
-        random_tokens(5, seed=1),
-        Module(random_tokens(21, seed=2)),
-        random_tokens(7, seed=3),
-        Module(random_tokens(30, seed=4)),
-        random_tokens(9, seed=5),
-    ]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    if causal.scheme.movable:
+        [states] = encode(causal, [EncodeJob(THIRD.token_ids)])
+        [logits] = last_logits(causal, [place([states, states], END)])
+        expected = reference(causal.model, PROMPTS["one twice"])
+        torch.testing.assert_close(logits, expected, **CLOSE)
 
 
 def test_an_answer_over_segments_continues_the_reference(family: str) -> None:
@@ -114,19 +118,6 @@ def test_three_requests_in_one_ragged_batch_equal_one_by_one(family: str) -> Non
     batched = [completion.token_ids for completion in complete(causal, requests)]
     single = [complete(causal, [request])[0].token_ids for request in requests]
     assert batched == single
-
-
-def test_the_same_module_twice_in_one_prompt(family: str) -> None:
-    causal = wrap_causal(tiny_model(family))
-    module, question = Module(random_tokens(22)), random_tokens(7, seed=9)
-    pieces = [module, module, question]
-    expected = reference(causal.model, pieces)
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, expected, **CLOSE)
-    if causal.scheme.movable:  # the same states are read twice
-        [states] = encode(causal, [EncodeJob(module.token_ids)])
-        [logits] = last_logits(causal, [place([states, states], question)])
-        torch.testing.assert_close(logits, expected, **CLOSE)
 
 
 def test_greedy_tokens_equal_generate(family: str) -> None:

@@ -17,7 +17,7 @@ from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes
-from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+from tests.ragcache.models.reference import assert_moved_modules_are_exact, last_logits
 from tests.tiny_models import random_tokens, tiny_model
 
 SWITCH = 128
@@ -65,10 +65,7 @@ def test_scalings_that_are_not_known_are_refused(family: str) -> None:
 def test_moving_is_exact_under_fixed_scalings(scaling: str, family: str) -> None:
     causal = wrap_causal(scaled(scaling, FIXED[scaling], family))
     assert causal.scheme.name == f"rotary:{scaling}:8"
-    modules = [Module(random_tokens(n, seed=n)) for n in (30, 20)]
-    pieces = [*modules, random_tokens(6)]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    assert_moved_modules_are_exact(causal)
 
 
 def test_yarns_attention_factor_is_in_the_keys_and_not_in_the_move() -> None:
@@ -90,9 +87,7 @@ def test_a_part_of_every_head_turns(family: str, part: float | None, width: int)
         rope["partial_rotary_factor"] = part
     causal = wrap_causal(tiny_model(family, rope_parameters=rope))
     assert causal.scheme.name == f"rotary:default:{width // 2}"
-    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    assert_moved_modules_are_exact(causal)
 
 
 def test_a_relocation_turns_the_query_back(causal: CausalLM) -> None:
@@ -119,18 +114,14 @@ def test_schemes_without_rotation_turn_no_query() -> None:
     assert learned.relocation(torch.tensor([0, 0])) is None
 
 
-def test_interleaved_pairs_are_named_in_the_keys() -> None:
+def test_keys_name_interleaved_pairs_and_frequencies_are_in_single_precision() -> None:
     scheme = Rotary(torch.ones(8), interleaved=True)
     assert scheme.name == "rotary:default:8:interleaved"
     assert scheme.relocation(torch.tensor([4])).interleaved
     assert not Rotary(torch.ones(8)).relocation(torch.tensor([4])).interleaved
-
-
-def test_the_frequencies_are_kept_in_single_precision() -> None:
     model = tiny_model("llama", torch.bfloat16)
-    scheme = Rotary.of(model.config, model.model.rotary_emb)
-    assert scheme.inverse_frequency.dtype == torch.float32
-    assert not scheme.inverse_frequency.requires_grad
+    frequency = Rotary.of(model.config, model.model.rotary_emb).inverse_frequency
+    assert (frequency.dtype, frequency.requires_grad) == (torch.float32, False)
 
 
 def longrope(family: str) -> Any:
@@ -143,17 +134,14 @@ def model(request: pytest.FixtureRequest) -> Any:
     return longrope(request.param)
 
 
-def test_the_window_ends_at_the_switch(model: Any) -> None:
+def test_the_window_ends_at_the_switch_unless_it_ends_before(model: Any) -> None:
     causal = wrap_causal(model)
     assert causal.window == SWITCH < model.config.max_position_embeddings
     assert causal.scheme.name == "rotary:longrope:8"
     with pytest.raises(PromptTooLong):
         assemble_context([], random_tokens(SWITCH), window=causal.window, max_tokens=1)
-
-
-def test_a_window_before_the_switch_stays() -> None:
-    model = tiny_model("llama", rope_parameters=dict(PARAMETERS), max_position_embeddings=100)
-    assert wrap_causal(model).window == 100
+    short = tiny_model("llama", rope_parameters=dict(PARAMETERS), max_position_embeddings=100)
+    assert wrap_causal(short).window == 100
 
 
 def test_an_ordinary_call_past_the_switch_changes_nothing(model: Any) -> None:
@@ -217,9 +205,7 @@ def test_falcons_slopes_are_scaled_with_its_scores(heads: int) -> None:
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_heads_that_are_no_power_of_two_equal_the_reference(family: str, heads: int) -> None:
     causal = wrap_causal(tiny_model(family, num_attention_heads=heads, hidden_size=heads * 8))
-    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
-    [logits] = last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+    assert_moved_modules_are_exact(causal)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
