@@ -140,9 +140,11 @@ def device_memory(device: torch.device) -> dict[str, Any]:
     """`name`, `total_bytes` and `free_bytes` of a GPU, and `reserved_bytes` of this process."""
     free, total = torch.cuda.mem_get_info(device)
     return {
-        "name": torch.cuda.get_device_name(device), "total_bytes": total, "free_bytes": free,
+        "name": torch.cuda.get_device_name(device),
+        "total_bytes": total,
+        "free_bytes": free,
         "reserved_bytes": torch.cuda.memory_reserved(device),
-    }  # fmt: skip
+    }
 
 
 def new_stream(device: torch.device | str | None = None) -> torch.cuda.Stream:

@@ -27,9 +27,26 @@ from ragcache.attention.ops import (
 from ragcache.attention.reference import ReferenceAttentionBackend
 
 __all__ = [
-    "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
-    "LayersComputed", "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend",
-    "Rotation", "SharedKV", "SharedQueries", "attention_bytes", "backend_for", "causal_bias",
-    "grouped", "merge_states", "over_heads", "partial_attention",
-    "read_values", "rotate",
-]  # fmt: skip
+    "AttentionBackend",
+    "AttentionMetadata",
+    "CausalBlock",
+    "ContiguousWrite",
+    "KVWrite",
+    "LayersComputed",
+    "PagedQueries",
+    "PagedWrite",
+    "Partial",
+    "ReferenceAttentionBackend",
+    "Rotation",
+    "SharedKV",
+    "SharedQueries",
+    "attention_bytes",
+    "backend_for",
+    "causal_bias",
+    "grouped",
+    "merge_states",
+    "over_heads",
+    "partial_attention",
+    "read_values",
+    "rotate",
+]

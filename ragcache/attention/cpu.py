@@ -56,9 +56,16 @@ class CpuAttentionBackend:
         self._local = threading.local()
 
     def attend(
-        self, metadata: AttentionMetadata, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.attend`."""
         biased = metadata.slopes is not None or metadata.window_of(layer) is not None
         reshaped = metadata.softcap is not None or sinks is not None

@@ -233,9 +233,16 @@ class AttentionBackend(Protocol):
     """Computes attention from its metadata. The code above it is the same on every device."""
 
     def attend(
-        self, metadata: AttentionMetadata, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of one layer over shared states, blocks and the step's own tokens.
 
         query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,

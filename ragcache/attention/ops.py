@@ -45,9 +45,14 @@ def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *,
-    scale: float, bias: Tensor | None = None, softcap: float | None = None,
-) -> Partial:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> Partial:
     """Attention by definition: plain products and a softmax in float32, on any device and dtype.
 
     query: [Hkv, N, G, D]; key, value: [Hkv, S, D], or [Hkv, N, S, D] where every row has its own

@@ -36,9 +36,16 @@ class ReferenceAttentionBackend:
     """One product for all rows that read the same states (Hydragen §3.2)."""
 
     def attend(
-        self, metadata: AttentionMetadata, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.attend`."""
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
         joined = _own(metadata, layer, rows, key, value, scale)
@@ -79,9 +86,14 @@ def _shared(
 
 
 def _segment(
-    metadata: AttentionMetadata, distance: Tensor | None, kv: SharedKV, layer: int,
-    turned: Tensor, scale: float, here: slice,
-) -> Partial:  # fmt: skip
+    metadata: AttentionMetadata,
+    distance: Tensor | None,
+    kv: SharedKV,
+    layer: int,
+    turned: Tensor,
+    scale: float,
+    here: slice,
+) -> Partial:
     """Some of the queries over the states of one segment. distance: see `SharedQueries`."""
     some = slice(kv.begin + here.start, kv.begin + here.stop)
     query, keys, values = turned[:, some], kv.keys[layer], kv.values[layer]
@@ -103,9 +115,14 @@ def _first_seen(distance: Tensor, length: int, window: int) -> int:
 
 
 def _causal(
-    metadata: AttentionMetadata, own: slice, layer: int,
-    rows: Tensor, key: Tensor, value: Tensor, scale: float,
-) -> Partial:  # fmt: skip
+    metadata: AttentionMetadata,
+    own: slice,
+    layer: int,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+) -> Partial:
     """New tokens of one request, the step's rows `own`, over themselves."""
     kv_heads, count, group, _ = rows.shape
 

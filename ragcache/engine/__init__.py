@@ -20,8 +20,25 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 
 __all__ = [
-    "Choice", "Constraint", "Context", "EncodeJob", "EngineConfig", "EngineStats", "LLMEngine",
-    "LogprobFormat", "MakeConstraint", "Request", "RequestHandle", "RequestOutput", "SampledToken",
-    "SamplingParams", "Segment", "TextStream", "TokenDelta", "assemble_context", "check_window",
-    "complete", "encode",
-]  # fmt: skip
+    "Choice",
+    "Constraint",
+    "Context",
+    "EncodeJob",
+    "EngineConfig",
+    "EngineStats",
+    "LLMEngine",
+    "LogprobFormat",
+    "MakeConstraint",
+    "Request",
+    "RequestHandle",
+    "RequestOutput",
+    "SampledToken",
+    "SamplingParams",
+    "Segment",
+    "TextStream",
+    "TokenDelta",
+    "assemble_context",
+    "check_window",
+    "complete",
+    "encode",
+]

@@ -1,12 +1,12 @@
-"""Ragged batches: the new tokens of all requests in one row of tokens, and what each row reads.
+"""Ragged batches: the new tokens of all requests in one row, and the states that each row reads.
 
 `lay_out_batch` groups the rows of a step by the states that they read. A group shares a segment, or
-private blocks that the same requests hold (the tree of Hydragen §3.3 and of ChunkAttention §3.1
-falls out), or is one request with a long span of blocks. The last blocks of a request that decodes
-are read in one product with those of all others, as in paged attention.
+private blocks that the same requests hold (the tree of Hydragen §3.3 and of ChunkAttention §3.1),
+or is a long span of blocks of one request. The last blocks of all decoding requests are read in one
+product, as in paged attention.
 
-`BatchBuilder` turns that layout into a `ForwardBatch`. The layout stays as it is until a request
-joins or leaves or a block fills, which is ChunkAttention's lazy context copy (§3.3).
+`BatchBuilder` turns the layout into a `ForwardBatch`. A layout is kept until a request joins or
+leaves or a block fills (ChunkAttention's lazy context copy, §3.3).
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ Rows = tuple[int, int]
 """Rows begin:end of a step."""
 
 LONG_SPAN = 4
-"""Consecutive blocks from which a single reader's span is a group of its own."""
+"""Length in blocks from which a single reader's span becomes a group of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledChunk:
-    """One request's share of a step: its next tokens, which follow its private states.
-    position_ids ascend; a token sees the segments that start at or before it.
+    """One request's part of a step: its next tokens, which follow its private states.
 
-    scored: rows begin:end, counted from the chunk's first, whose logits are wanted besides.
-    follows: None, or the row of the tokens sampled by the step before that is this chunk's only
-    token; the host does not know it yet, and the one in `token_ids` means nothing.
-    layers: None, or how many of the first layers are computed, for their states alone; such a chunk
-    is a pass of its own.
+    A token attends to the segments that start at or before its position.
     """
 
     segments: tuple[Segment, ...]
     private: RequestKV
     token_ids: Sequence[int]
     position_ids: Sequence[int]
+    """Ascending positions of the tokens."""
     wants_logits: bool = True
     follows: int | None = None
+    """Row of the step before whose sampled token is the chunk's only token. The host does not know
+    it yet; the entry of `token_ids` is ignored."""
     scored: Rows = (0, 0)
+    """Rows begin:end, counted from the chunk's first, whose logits are wanted in addition."""
     layers: int | None = None
+    """Number of first layers to compute, for their states only. Defaults to all."""
 
     def logit_rows(self, end: int) -> list[int]:
-        """The rows whose logits are wanted, ascending. end: the row after the chunk's last."""
+        """Rows whose logits are wanted, ascending. `end` is the row after the last of the chunk."""
         begin = end - len(self.position_ids)
         rows = [begin + row for row in range(*self.scored)]
         return [*rows, end - 1] if self.wants_logits else rows
 
 
 def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:
-    """The chunks of each pass of a step, in order: one of which only the first layers are computed
-    is a pass of its own, and the last one, which alone has logits, is that of all others."""
+    """Split the chunks of a step into passes: each chunk of which only the first layers are
+    computed, then all others, which alone have logits."""
     whole = [chunk for chunk in chunks if chunk.layers is None]
     if len(whole) == len(chunks):
         return [chunks]
@@ -85,14 +85,16 @@ def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]
 
 @dataclass(slots=True)
 class SharedPrefixGroup:
-    """Contiguous states and their readers: rows of the step, and for each reader how far the states
-    were moved and where their first key stands. keys, values: [L, Hkv, S, D]."""
+    """Contiguous states [L, Hkv, S, D], and the rows that read them."""
 
     keys: Tensor
     values: Tensor
     readers: list[Rows] = field(default_factory=list)
+    """Rows of each reader."""
     deltas: list[int] = field(default_factory=list)
+    """How far the states were moved for each reader."""
     starts: list[int] = field(default_factory=list)
+    """Position of the first key for each reader."""
 
     def add_reader(self, first: int, end: int, delta: int, start: int) -> None:
         if first < end and self.keys.shape[2]:
@@ -103,26 +105,29 @@ class SharedPrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTail:
-    """A request that decodes: its row, its states, and the index of each of its last blocks."""
+    """The last blocks of a decoding request, and the row that reads them."""
 
     row: int
     private: BlockTable
     blocks: tuple[int, ...]
+    """Indices of the blocks among the request's."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """rows: those of each chunk; causal_blocks: those of chunks with several new tokens."""
+    """The rows of a step, grouped by the states that they read."""
 
     rows: tuple[Rows, ...]
+    """Rows of each chunk."""
     groups: tuple[SharedPrefixGroup, ...]
     causal_blocks: tuple[Rows, ...]
+    """Rows of the chunks with several new tokens."""
     tails: tuple[DecodeTail, ...]
 
 
 def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) -> BatchLayout:
-    """Groups the rows of the chunks by what they read. gapless: states of a group must be at
-    consecutive positions, as ALiBi and windows need, which follow the position."""
+    """Group the rows of some chunks by the states that they read. `gapless`: positions within a
+    group must be consecutive, as ALiBi and windows need."""
     rows, begin = [], 0
     for chunk in chunks:
         rows.append((begin, begin + len(chunk.token_ids)))
@@ -154,7 +159,7 @@ def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) ->
 def _segment_groups(
     chunks: Sequence[ScheduledChunk], rows: Sequence[Rows]
 ) -> list[SharedPrefixGroup]:
-    """Segments by the memory that they read, so that views of one module are one group."""
+    """Group segments by memory, so that views of one module form one group."""
     groups: dict[tuple[int, int], SharedPrefixGroup] = {}
     for chunk, (begin, end) in zip(chunks, rows, strict=True):
         for segment in chunk.segments:
@@ -179,13 +184,14 @@ def _span_readers(chunks: Sequence[ScheduledChunk]) -> dict[tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _JoinedSpan:
-    """Adjacent spans of one request with the same readers. blocks: their indices among the
-    request's. start: the position of the first token."""
+    """Adjacent spans of one request with the same readers."""
 
     span: KVSpan
     blocks: tuple[int, ...]
+    """Indices of the blocks among the request's."""
     readers: tuple[int, ...]
     start: int
+    """Position of the first token."""
 
     def continues_with(
         self, part: KVSpan, readers: tuple[int, ...], start: int, gapless: bool
@@ -195,10 +201,13 @@ class _JoinedSpan:
 
 
 def _joined_spans(
-    private: RequestKV, readers_of: dict[tuple[int, int, int], list[int]], gapless: bool, *,
+    private: RequestKV,
+    readers_of: dict[tuple[int, int, int], list[int]],
+    gapless: bool,
+    *,
     full_only: bool,
-) -> Iterator[_JoinedSpan]:  # fmt: skip
-    """full_only: without the last block, while it still fills."""
+) -> Iterator[_JoinedSpan]:
+    """Join adjacent spans. `full_only` leaves out the last block while it fills."""
     current: _JoinedSpan | None = None
     at = 0  # tokens before the span
     for number, span in enumerate(private.spans()):
@@ -222,7 +231,7 @@ def _joined_spans(
 
 
 def _gapless_parts(span: KVSpan, positions: Sequence[int]) -> Iterator[KVSpan]:
-    """The span, cut where its positions leave a gap."""
+    """The span, cut at gaps between its positions."""
     begin = 0
     for at in range(1, len(positions) + 1):
         if at == len(positions) or positions[at] != positions[at - 1] + 1:
@@ -240,8 +249,8 @@ def _private_group(joined: _JoinedSpan, readers: Sequence[Rows]) -> SharedPrefix
 
 
 class BatchBuilder:
-    """Builds forward batches, and keeps what does not change while the same requests decode.
-    rebuilt: how often the layout was made anew."""
+    """Builds forward batches. Keeps the layout while the same requests decode; `rebuilt` counts
+    layouts."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -250,8 +259,7 @@ class BatchBuilder:
         self._frame: _Frame | None = None
 
     def build_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
-        """Flattens the chunks to rows 0..T-1. Logits are wanted of each chunk's `logit_rows`. The
-        chunks have the same `layers`."""
+        """Flatten chunks with equal `layers` to rows 0..T-1."""
         signature = tuple(_signature(chunk) for chunk in chunks)
         if self._frame is None or None in signature or signature != self._signature:
             self._frame = _Frame.of(self.model, chunks)
@@ -260,13 +268,13 @@ class BatchBuilder:
         return self._frame.batch(chunks)
 
     def forget(self) -> None:
-        """Releases the states that the last batch read."""
+        """Release the states that the last batch read."""
         self._frame = None
 
 
 def _signature(chunk: ScheduledChunk) -> object:
-    """Equal for two steps of a request between which it reads the same; None where two steps never
-    do."""
+    """Equal for steps of a request that read the same states. Without one, every step needs a new
+    layout."""
     private = chunk.private
     if len(chunk.token_ids) != 1 or not isinstance(private, BlockTable):
         return None
@@ -282,13 +290,13 @@ def _signature(chunk: ScheduledChunk) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Frame:
-    """The part of a batch that stays while its requests decode; its metadata lack writes and mask.
-    starts: [M], where the states that each shared query reads begin."""
+    """The part of a batch that stays while its requests decode: all but writes and mask."""
 
     model: CausalLM
     layout: BatchLayout
     metadata: AttentionMetadata
     starts: Ints
+    """[M], the first position of the states that each shared query reads."""
     logit_rows: Tensor
 
     @classmethod
@@ -328,7 +336,7 @@ class _Frame:
         )
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> tuple[KVWrite, ...]:
-        """One write for the rows of all requests with blocks, and one for each of the others."""
+        """One write for the rows of all requests with blocks, and one for each other request."""
         writes: list[KVWrite] = []
         slots: list[int] = []
         rows: list[int] = []
@@ -347,7 +355,7 @@ class _Frame:
         return tuple(writes)
 
     def _masked_queries(self) -> PagedQueries | None:
-        """The paged queries with a mask over the tokens that are filled after this step."""
+        """The paged queries, with a mask that hides slots beyond the new tokens."""
         paged = self.metadata.paged_queries
         if paged is None:
             return None
@@ -360,7 +368,7 @@ class _Frame:
         return replace(paged, mask=_device(self.model, mask).to(paged.mask.dtype))
 
     def _with_distances(self, metadata: AttentionMetadata, positions: Ints) -> AttentionMetadata:
-        """For ALiBi and windows: how far each row is from what it reads."""
+        """Add the distance of each row from its keys, for ALiBi and windows."""
         queries, paged = metadata.shared_queries, metadata.paged_queries
         if queries is not None:
             away = self.starts - positions[queries.rows.cpu().numpy()]
@@ -420,7 +428,7 @@ def _paged_queries(model: CausalLM, tails: Sequence[DecodeTail]) -> PagedQueries
 
 
 def _shared_index(layout: BatchLayout) -> Ints:
-    """See `AttentionMetadata.shared_index`."""
+    """Compute `AttentionMetadata.shared_index`."""
     found: list[list[int]] = [[] for _ in range(layout.rows[-1][1])]
     at = 0
     for group in layout.groups:
@@ -435,7 +443,7 @@ def _shared_index(layout: BatchLayout) -> Ints:
 
 
 def _own_index(layout: BatchLayout) -> Ints | None:
-    """See `AttentionMetadata.own_index`."""
+    """Compute `AttentionMetadata.own_index`."""
     order = [row for begin, end in layout.causal_blocks for row in range(begin, end)]
     order += [tail.row for tail in layout.tails]
     return None if order == sorted(order) else np.argsort(_ints(order))

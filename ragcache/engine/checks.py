@@ -1,4 +1,4 @@
-"""What an engine refuses before it begins: requests and modules that could never run."""
+"""Checks of requests and modules before an engine accepts them."""
 
 from __future__ import annotations
 
@@ -21,34 +21,40 @@ from ragcache.states.quantization import StoredStates
 
 
 class RequestChecker:
-    """Checks against the model's window and the pool of one engine, for any thread."""
+    """Checks requests against the model's window and the engine's pool. Thread-safe."""
 
     def __init__(self, runner: ModelRunner, kv_manager: KVCacheManager) -> None:
         self._runner, self._kv_manager = runner, kv_manager
-        self._checked = WeakSet[StoredStates]()  # which requests may read
+        self._checked = WeakSet[StoredStates]()  # states that have passed the check
 
     def check_request(self, request: Request) -> None:
-        """Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` for a request that could
-        never run."""
+        """Check a request that is about to be submitted.
+
+        Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` if it could never run.
+        """
         context, model = request.context, self._runner.model
         for segment in context.segments:
             self._check_segment(segment)
         check_tokens(
-            context.token_ids, context.position_ids,
-            vocabulary=model.vocabulary, window=model.window,
-        )  # fmt: skip
+            context.token_ids,
+            context.position_ids,
+            vocabulary=model.vocabulary,
+            window=model.window,
+        )
         if not model.scheme.movable and any(each.delta for each in context.segments):
             raise UnsupportedModel(
                 "the model's positions are learned, so that cached states cannot stand elsewhere "
                 "than where they were encoded; place schemas with placement='schema'"
             )
         self.check_sizes(
-            own=len(context.token_ids), documents=context.cached_tokens,
-            end=context.next_position, max_tokens=request.max_tokens,
-        )  # fmt: skip
+            own=len(context.token_ids),
+            documents=context.cached_tokens,
+            end=context.next_position,
+            max_tokens=request.max_tokens,
+        )
 
     def check_jobs(self, jobs: Iterable[EncodeJob]) -> None:
-        """Raises `PromptTooLong` or `InvalidRequest` for modules that could never be encoded."""
+        """Raise `PromptTooLong` or `InvalidRequest` for modules that could never be encoded."""
         for job in jobs:
             check_job(job, self._runner.model)
             if job.root is not None:
@@ -64,9 +70,15 @@ class RequestChecker:
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_tokens: int, recomputed: int = 0
     ) -> None:
-        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
-        of question and template; documents: of what it reads, of which so many are `recomputed`;
-        end: the position after the prompt."""
+        """Raise `PromptTooLong` for a prompt and answer that could never run.
+
+        Args:
+            own: Tokens of question and template.
+            documents: Tokens of the documents that the prompt reads.
+            end: Position after the prompt.
+            max_tokens: Maximum length of the answer.
+            recomputed: Document tokens that the request computes anew.
+        """
         window = self._runner.model.window
         if documents:
             check_window(documents, own, window=window, max_tokens=max_tokens)
@@ -83,8 +95,11 @@ class RequestChecker:
             )
 
     def max_answer_tokens(self, computed: int, end: int) -> int:
-        """The most tokens that an answer can have after a prompt of so many computed tokens that
-        ends at `end`; one where nothing fits, so that `check_sizes` refuses it."""
+        """Maximum length of an answer after a prompt of `computed` tokens that ends at position
+        `end`.
+
+        At least 1, so that `check_sizes` refuses a prompt that leaves no room.
+        """
         left = self._pool_tokens - computed
         return max(1, min(left, self._runner.model.window - end))
 

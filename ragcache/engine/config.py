@@ -1,4 +1,4 @@
-"""The limits of an engine, and its counters."""
+"""Limits and counters of an engine."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any
 import torch
 
 GPU_RESERVE = 4 * 2**30
-"""Bytes of a GPU that are left to activations, graphs and the allocator."""
+"""Bytes of a GPU that are left to activations, CUDA graphs and the allocator."""
 GPU_POOL_SHARE = 0.3
-"""Of the rest: what the pool takes. Documents take what is left."""
+"""Share of the remaining memory for the pool of requests' own states."""
 GPU_ENCODE_SHARE = 0.1
-"""Of the rest: what encodings and their states may take until these are stored."""
+"""Share of the remaining memory for encodings and their states until they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Memory and limits of an engine.
-
-    Args:
-        pool_bytes: Memory for the states of requests' own tokens.
-        step_tokens: The most rows of a step in which something decodes, so that long new text
-            stalls no answer.
-        prefill_tokens: The most rows of a step in which nothing decodes.
-        running: The most requests at once.
-        queue: The most requests that wait; one more is refused.
-        retained: The share of the pool that may hold states of requests that have ended.
-        encode_bytes: Memory for modules that are being encoded, and for finished states that their
-            callers have not taken. A larger module is encoded by itself.
-        warm_up: Whether a GPU's graphs are captured when the engine starts, rather than when the
-            first steps of their size come.
-    """
+    """Memory and limits of an engine."""
 
     pool_bytes: int = 2**29
+    """Memory for the states of requests' own tokens."""
     step_tokens: int = 256
+    """Token budget of a step in which a request decodes, so that long prompts stall no answer."""
     prefill_tokens: int = 2048
+    """Token budget of a step in which no request decodes."""
     running: int = 64
+    """Maximum number of running requests."""
     queue: int = 1024
+    """Maximum number of waiting requests. One more raises `QueueFull`."""
     retained: float = 0.5
+    """Share of the pool that may hold states of ended requests, for reuse."""
     encode_bytes: int = 2**31
+    """Memory for encodings and for finished states that their callers have not taken. A larger
+    module is encoded alone."""
     warm_up: bool = False
+    """Whether a GPU's graphs are captured at start instead of at the first steps of each size."""
 
     @classmethod
     def for_device(cls, device: torch.device, **changes: Any) -> EngineConfig:
-        """The limits that suit a device; changes: other values than the defaults, None for those.
-        On a GPU the pool is sized from the memory that is free now."""
+        """The limits that suit a device. On a GPU, memory is sized from the bytes that are free
+        now.
+
+        Args:
+            device: The device of the model.
+            changes: Fields to override. None keeps the device's value.
+        """
         limits: dict[str, Any] = {}
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
@@ -59,12 +59,10 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters of an engine. Tokens are rows of steps; seconds are of its thread.
+    """Counters of an engine. Tokens are rows of steps; times are in seconds.
 
-    planning: scheduling and building batches; forward: the model; sampling: choosing tokens and
-    handing them to callers. queued: the sum of the seconds that admitted requests waited. On a GPU,
-    which computes while the thread goes on, forward and idle are seconds of the device; idle: it
-    had nothing to do between two steps.
+    On a GPU, which runs ahead of the engine's thread, `forward` and `idle` are device times. All
+    other times are of the engine's thread.
     """
 
     steps: int = 0
@@ -75,7 +73,12 @@ class EngineStats:
     admitted: int = 0
     preempted: int = 0
     queued: float = 0.0
+    """Sum of the waiting times of admitted requests."""
     planning: float = 0.0
+    """Time to schedule and to build batches."""
     forward: float = 0.0
+    """Time of the model."""
     sampling: float = 0.0
+    """Time to sample tokens and to deliver them."""
     idle: float = 0.0
+    """Time between two steps in which the GPU had no work."""

@@ -177,7 +177,8 @@ class EngineCore:
     def _launch(self) -> LaunchedStep | None:
         """Launch the next step.
 
-        Returns None if there is no work, or if the plan depends on tokens of the running step.
+        Returns:
+            The step, unless there is no work or the plan depends on tokens of the running step.
         """
         last = self._launched
         if last is not None and last.steady is not None and self._continues(last.steady):

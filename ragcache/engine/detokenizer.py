@@ -1,8 +1,8 @@
 """Token ids to text, one id at a time: whole characters, cut before the first stop string.
 
-The concatenated texts of a detokenizer equal `tokenizer.decode` of all ids. Byte-level tokenizers
-have it from `tokenizers.decoders.DecodeStream`. Others do not: it raises where an invalid byte
-token (`<0xFF>`) changes the text of the valid ones before it.
+The concatenated texts equal `tokenizer.decode` of all ids. For byte-level tokenizers,
+`tokenizers.decoders.DecodeStream` guarantees that. For others it does not: it raises if an invalid
+byte token (`<0xFF>`) changes the text of the valid ones before it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class TextStream:
     """Turns token ids into pieces of text that are safe to send.
 
     A piece never ends within a character, never holds a stop string, and never holds text that may
-    turn out to begin one. Concatenated, the pieces are `tokenizer.decode` of all ids (without
-    clean-up of spaces), cut before the stop string that begins first in it.
+    begin one. Concatenated, the pieces are `tokenizer.decode` of all ids (without clean-up of
+    spaces), cut before the stop string that begins first.
 
-    Raises InvalidRequest for stop strings that cannot be used.
+    Raises:
+        InvalidRequest: The stop strings cannot be used.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, None before (see `StopChecker`)."""
+        """The stop string that ended the text, if any (see `StopChecker`)."""
         return self._stops.stopped
 
     def push(self, token_id: int) -> str:
-        """Takes the next token. Returns the text that is now safe, "" if none is or if stopped."""
+        """Add the next token. Returns the text that is now safe, possibly empty."""
         if not self._stops.strings:
             return self._detokenizer.push(token_id)
         if self.stopped is not None:
@@ -59,9 +60,9 @@ class TextStream:
         return self._stops.push(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """Ends the text. Returns what was held back; an incomplete character becomes U+FFFD.
+        """End the text. Returns the rest; an incomplete character becomes U+FFFD.
 
-        `stopped` may be set only here: by a string within one that began earlier and never ended.
+        May set `stopped`: to a string within one that began earlier and never ended.
         """
         if self.stopped is not None:
             return ""
@@ -71,11 +72,13 @@ class TextStream:
 class StopChecker:
     """Cuts a text that arrives in pieces before the stop string that begins first in it.
 
-    It keeps a window: the text from the first place on where a stop string may still begin, always
-    shorter than the longest of them.
+    Keeps a window: the text from the first place where a stop string may still begin. It is always
+    shorter than the longest stop string.
 
-    stopped: the stop string that ended the text, None before. Of two that begin at one place it is
-    the longer if one piece completed both, else the one complete first; the text is the same.
+    Attributes:
+        stopped: The stop string that ended the text, if any. Of two that begin at one place it
+            is the longer one if one piece completed both, else the one complete first; the text
+            is the same.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -85,12 +88,12 @@ class StopChecker:
         self.stopped: str | None = None
 
     def push(self, piece: str) -> str:
-        """Takes the next piece. Returns the text before every place where a string may begin."""
+        """Add the next piece. Returns the text before every place where a string may begin."""
         self._extend(piece)
         return self._cut(min(self._begins, default=len(self._window)))
 
     def finish(self, piece: str) -> str:
-        """Takes the last piece. Returns the text before the first stop string that is complete."""
+        """Add the last piece. Returns the text before the first complete stop string."""
         self._extend(piece)
         pairs = zip(self.strings, self._begins, strict=True)
         complete = [begin for stop, begin in pairs if self._window.startswith(stop, begin)]
@@ -102,15 +105,17 @@ class StopChecker:
         self._begins = [self._next(stop, begin) for stop, begin in pairs]
 
     def _next(self, stop: str, begin: int) -> int:
-        """The first place from `begin` on where the string begins, or may begin as far as the
-        window shows. Earlier places were ruled out, so each is tried once."""
+        """The first place from `begin` on where the string begins, or may begin.
+
+        Earlier places were ruled out, so each is tried once.
+        """
         window = self._window
         while begin >= 0 and not stop.startswith(window[begin : begin + len(stop)]):
             begin = window.find(stop[0], begin + 1)
         return begin if begin >= 0 else len(window)
 
     def _cut(self, end: int) -> str:
-        """Releases the window up to `end`; notes the longest stop string that is complete there."""
+        """Release the window up to `end`; record the longest stop string that is complete there."""
         pairs = zip(self.strings, self._begins, strict=True)
         found = [
             stop for stop, begin in pairs if begin == end and self._window.startswith(stop, end)
@@ -122,7 +127,7 @@ class StopChecker:
 
 
 def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    """Raises InvalidRequest unless these are at most 16 strings of 1 to 1,000 characters."""
+    """Raise `InvalidRequest` unless `stop` is at most 16 strings of 1 to 1,000 characters."""
     if isinstance(stop, str) or not all(isinstance(each, str) for each in stop):
         raise InvalidRequest(f"stop is {stop!r:.80}; it must be a list of strings")
     if len(stop) > MAX_STOPS:
@@ -138,9 +143,12 @@ def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
 def create_detokenizer(
     tokenizer: Any, skip_special_tokens: bool
 ) -> ByteLevelDetokenizer | WindowDetokenizer:
-    """The detokenizer that suits a Hugging Face tokenizer; it holds back what later ids could still
-    change. Clean-up of spaces before punctuation, which `decode` can do for WordPiece, is not
-    applied: it alters what a language model wrote, across pieces."""
+    """Create the detokenizer that suits a Hugging Face tokenizer.
+
+    It holds back text that later ids could still change. Clean-up of spaces before punctuation,
+    which `decode` can do for WordPiece, is not applied: it would alter the model's text across
+    pieces.
+    """
     skip = skip_special_tokens
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -155,7 +163,7 @@ def create_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE, where a text's bytes are those of its tokens, one after another."""
+    """For byte-level BPE, in which each token stands for some bytes of the text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -174,11 +182,11 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any tokenizer: decodes the ids since the text before the last, and takes what is new.
+    """For any tokenizer: decodes the ids since the text before the last piece; the rest is new.
 
-    The last piece stays in the window because some decoders treat the first token apart.
-    A run of byte tokens (`<0xE5>`) is held back until another token ends it: if any byte of a run
-    is invalid, all its characters become replacement characters.
+    The last piece stays in the window because some decoders treat the first token differently. A
+    run of byte tokens (`<0xE5>`) is held back until another token ends it: if any byte of a run is
+    invalid, all its characters become replacement characters.
     """
 
     def __init__(self, decode: Decode, token_of: Callable[[int], str | None]) -> None:
@@ -228,8 +236,10 @@ _BYTE_OF = _byte_of_character()
 
 
 def token_to_bytes(tokenizer: Any) -> Callable[[str], bytes]:
-    """What turns a token of the tokenizer's vocabulary into the bytes that it stands for. Added
-    tokens stand for themselves."""
+    """Create a function from a token of the vocabulary to its bytes.
+
+    Added tokens stand for themselves.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         byte_level = hasattr(tokenizer, "byte_decoder")
@@ -249,13 +259,12 @@ def token_to_bytes(tokenizer: Any) -> Callable[[str], bytes]:
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormat:
-    """Writes log-probabilities of sampled tokens in OpenAI's forms, with the texts that a tokenizer
-    gives the tokens."""
+    """Writes log-probabilities of sampled tokens in OpenAI's formats."""
 
     tokenizer: Any
 
     def chat(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
-        """`logprobs` of a chat's choice."""
+        """The `logprobs` of a chat's choice."""
         content = []
         for each in chosen:
             top = [self._entry(*pair) for pair in each.alternatives]
@@ -263,7 +272,8 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def text(self, chosen: Sequence[SampledToken], offset: int = 0) -> dict[str, Any]:
-        """`logprobs` of a text completion's choice. offset: of its first token, in characters."""
+        """The `logprobs` of a text completion's choice. `offset` is the place of its first token,
+        in characters."""
         tokens = [self._token(each.token) for each in chosen]
         offsets = list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else []
         top = [

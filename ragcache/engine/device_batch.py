@@ -1,13 +1,13 @@
-"""Batches for a device: which rows read which states, as attention tables.
+"""Batches for a GPU: which rows read which states, as attention tables.
 
-Two kinds of step. In a `decode` step every request has one row and blocks of the pool. What several
-requests share, and long runs of one, are reads of runs; the last blocks of each request are its
-*tail*, read by the program that also writes the new keys and values. In a `mixed` step rows are
-anybody's: new keys and values are written first, and everything is read as runs, of which a row
-sees the tokens up to its own.
+There are two kinds of steps. In a `decode` step every request has one row and blocks of the pool.
+Blocks that several requests share, and long runs of one request, are read as runs; the last blocks
+of each request are its *tail*, read by the program that also writes the new keys and values. In a
+`mixed` step any rows are allowed: new keys and values are written first, and everything is read as
+runs, of which a row sees the tokens up to its own.
 
-A decode step needs no new plan while the same requests go on: see `DeviceBatch.advance`. Blocks of
-the pool are base 0 of the tables.
+A decode step needs no new plan while the same requests go on (`DeviceBatch.advance`). Blocks of the
+pool are base 0 of the tables.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ from ragcache.states.quantization import StoredStates
 Ints = NDArray[np.int64]
 
 _BlockRun = tuple[int, int, int, int, int]
-"""The first reader of a run of blocks, the number and id of its first block, the group of its
-readers, and how many blocks."""
+"""First reader of a run of blocks, number and id of its first block, group of its readers, and
+number of blocks."""
 
 MAX_TAIL_BLOCKS: Final = 8
-"""Blocks that a tail may grow to. One program reads it for a row and a head."""
+"""Maximum length of a tail, in blocks. One program reads it for a row and a head."""
 
 MANY_ROWS: Final = 1024
-"""Rows from which runs are cut into pieces of `LONG_PIECE` tokens at least."""
+"""Number of rows from which runs are cut into pieces of at least `LONG_PIECE` tokens."""
 
 SHORT_PIECE, LONG_PIECE = 256, 1024
 
 
 @dataclass(slots=True, eq=False)
 class _PlacedChunk:
-    """A chunk at its rows of the step. past: tokens before the new ones; tokens: with them."""
+    """A chunk at its rows of the step."""
 
     chunk: ScheduledChunk
     first_row: int
     end_row: int
     past: int
+    """Number of tokens before the new ones."""
     tokens: int
+    """Number of tokens, with the new ones."""
 
     def position(self, token: int) -> int:
         if token < self.past:
@@ -68,7 +70,7 @@ class _PlacedChunk:
         return self.chunk.position_ids[token - self.past]
 
     def gapless_parts(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Tokens begin:end, cut where their positions leave a gap."""
+        """Tokens begin:end, cut at gaps between their positions."""
         if self.position(end - 1) - self.position(begin) == end - 1 - begin:
             return [(begin, end)]  # positions ascend
         past = self.chunk.private.positions[begin:end]
@@ -80,33 +82,36 @@ class _PlacedChunk:
 
 @dataclass(slots=True, eq=False)
 class _Continuation:
-    """What a decode step needs to go on. tail_begins: the first block of each tail, among those of
-    its table. hidden_from: the position from which a row sees one more segment; None where no row
-    ever does."""
+    """State that lets a decode step continue without a new plan."""
 
     private: Sequence[BlockTable]
     tail_begins: Ints
+    """Index of each tail's first block in its table."""
     hidden_from: Ints | None
+    """Position from which each row sees one more segment, if any."""
 
 
 class DeviceBatch:
-    """A step whose plan and rows are laid out in tables.
-
-    kind: `decode` or `mixed`. rows: of the step. logits: how many rows' logits are wanted. plan,
-    reads: what its items are; reads keep the states alive.
-    """
+    """A step, `decode` or `mixed`, whose plan and rows are laid out in tables. Its reads keep the
+    states alive."""
 
     def __init__(
-        self, kind: Literal["decode", "mixed"], rows: int, logits: int, plan: AttentionPlan,
-        reads: Sequence[KVRead], step: StepArrays, continuation: _Continuation | None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: Literal["decode", "mixed"],
+        rows: int,
+        logits: int,
+        plan: AttentionPlan,
+        reads: Sequence[KVRead],
+        step: StepArrays,
+        continuation: _Continuation | None,
+    ) -> None:
         self.kind, self.rows, self.logits = kind, rows, logits
         self.plan, self.reads = plan, reads
         self._step, self._continuation = step, continuation
 
     def advance(self) -> bool:
-        """Moves the rows on by one token, which only the device knows, at the next position. False
-        where that needs a new plan; then nothing changed."""
+        """Move every row on by one token, known to the device only. Returns False, and changes
+        nothing, if that needs a new plan."""
         going_on = self._continuation
         if going_on is None:
             return False
@@ -130,25 +135,29 @@ class DeviceBatch:
 
 
 class DevicePlanner:
-    """Plans the steps of one model and pool. gapless: positions within a run, and from a tail to
-    its row, must be consecutive, as ALiBi and sliding windows need. programs, block_rows: see
-    `build_plan`."""
+    """Plans the steps of one model and pool.
+
+    `gapless`: positions within a run, and from a tail to its row, must be consecutive, as ALiBi and
+    sliding windows need. `programs` and `block_rows` go to `build_plan`.
+    """
 
     def __init__(
-        self, pool: BlockPool, heads: HeadLayout, *, gapless: bool = False, programs: int = 264,
+        self,
+        pool: BlockPool,
+        heads: HeadLayout,
+        *,
+        gapless: bool = False,
+        programs: int = 264,
         block_rows: int = 64,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool, self.heads, self.gapless = pool, heads, gapless
         self._pool_base = KVBase(pool.keys, pool.values)
         self._bases = WeakKeyDictionary[StoredStates, KVBase]()
         self.programs, self.block_rows = programs, block_rows
 
     def plan_batch(self, chunks: Sequence[ScheduledChunk], tables: AttentionTables) -> DeviceBatch:
-        """Sets the plan of a step and fills its arrays; both are to be uploaded.
-
-        Raises:
-            TableOverflow: The tables have no room for it; they are as before.
-        """
+        """Set the plan of a step and fill its arrays, which are then to be uploaded. Raises
+        `TableOverflow`, and changes nothing, if the tables are too small."""
         placed = _place(chunks)
         reads, hidden = self._segment_reads(placed)
         tails = self._decode_reads(placed, reads)
@@ -156,10 +165,15 @@ class DevicePlanner:
             self._mixed_reads(placed, reads)
         rows = placed[-1].end_row
         plan = build_plan(
-            reads, rows=rows, heads=self.heads, capacity=tables.capacity,
-            pool=self._pool_base, programs=self.programs, block_rows=self.block_rows,
+            reads,
+            rows=rows,
+            heads=self.heads,
+            capacity=tables.capacity,
+            pool=self._pool_base,
+            programs=self.programs,
+            block_rows=self.block_rows,
             min_keys=LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
-        )  # fmt: skip
+        )
         tables.set_plan(plan)
         tables.begin_step(rows)
         step = tables.step
@@ -174,8 +188,11 @@ class DevicePlanner:
         return DeviceBatch("decode", rows, logits, plan, reads, step, continuation)
 
     def _segment_reads(self, placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[int, int]]:
-        """Segments by the memory that they read, so that views of one module are one read; and
-        where the first segment begins that the last row of a chunk does not see yet."""
+        """Group segments by memory, so that views of one module are one read.
+
+        Also returns, by row, the start of the first segment that the last row of a chunk does not
+        see.
+        """
         by_memory: dict[tuple[int, int], KVRead] = {}
         by_states: dict[StoredStates, KVRead] = {}
         hidden: dict[int, int] = {}
@@ -201,7 +218,8 @@ class DevicePlanner:
         return list(by_memory.values()), hidden
 
     def _base(self, states: StoredStates) -> KVBase:
-        """Kept as long as the states, which most steps share with the ones before."""
+        """Base of some states, kept as long as the states, since most steps share it with earlier
+        ones."""
         base = self._bases.get(states)
         if base is None:
             base = KVBase(states.keys, states.values, states.key_scales, states.value_scales)
@@ -209,8 +227,8 @@ class DevicePlanner:
         return base
 
     def _decode_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> Ints | None:
-        """Appends the reads before the tails, and returns the first block of each tail; None where
-        the step is a mixed one."""
+        """Append the reads before the tails. Returns the first block of each tail, unless the step
+        is a mixed one."""
         if any(each.tokens - each.past != 1 for each in placed):
             return None
         if not all(isinstance(each.chunk.private, BlockTable) for each in placed):
@@ -246,7 +264,7 @@ class DevicePlanner:
         return None
 
     def _mixed_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> None:
-        """Appends what all chunks read of their private states, with their new tokens."""
+        """Append the reads of private states, with the new tokens."""
         with_blocks = []
         for each in placed:
             private = each.chunk.private
@@ -265,9 +283,12 @@ class DevicePlanner:
             self._append_runs(with_blocks, uses.runs(kept), uses.readers, reads)
 
     def _append_runs(
-        self, placed: Sequence[_PlacedChunk], runs: Iterable[_BlockRun],
-        groups: Sequence[Sequence[int]], reads: list[KVRead],
-    ) -> None:  # fmt: skip
+        self,
+        placed: Sequence[_PlacedChunk],
+        runs: Iterable[_BlockRun],
+        groups: Sequence[Sequence[int]],
+        reads: list[KVRead],
+    ) -> None:
         size = self.pool.block_size
         for owner, number, block_id, group, count in runs:
             own = placed[owner]
@@ -278,11 +299,15 @@ class DevicePlanner:
             self._append_parts(self._pool_base, block_id * size, own, tokens, readers, reads)
 
     def _append_parts(
-        self, base: KVBase, begin: int, own: _PlacedChunk, tokens: tuple[int, int],
-        readers: Sequence[_PlacedChunk], reads: list[KVRead],
-    ) -> None:  # fmt: skip
-        """Appends the read of `own`'s tokens, which are contiguous from the base's token `begin`
-        on."""
+        self,
+        base: KVBase,
+        begin: int,
+        own: _PlacedChunk,
+        tokens: tuple[int, int],
+        readers: Sequence[_PlacedChunk],
+        reads: list[KVRead],
+    ) -> None:
+        """Append reads of `own`'s tokens, which are contiguous from the base's token `begin` on."""
         parts = own.gapless_parts(*tokens) if self.gapless else [tokens]
         for first, end in parts:
             at = begin + first - tokens[0]
@@ -330,23 +355,24 @@ class DevicePlanner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BlockUses:
-    """The blocks of some tables, table after table.
-
-    owner, number: of the table, and of the block in it. group: equal for blocks with the same
-    readers: the owner's number where it is the only one, else that many tables and more. leads:
-    whether the owner is the first reader. readers: the tables of each group of several.
-    """
+    """The blocks of some tables, table after table, with their readers."""
 
     owner: Ints
+    """Table of each block."""
     number: Ints
+    """Index of each block in its table."""
     block_id: Ints
     group: Ints
+    """Equal for blocks with the same readers: the owner's number for a single reader, else the
+    number of tables and above."""
     leads: NDArray[np.bool_]
+    """Whether the owner is the first reader."""
     readers: Sequence[Sequence[int]]
+    """The tables of each group with several readers."""
 
     @classmethod
     def of(cls, ids: Sequence[Sequence[int]]) -> _BlockUses:
-        """ids: the blocks of each table."""
+        """Group the blocks of each table (`ids`)."""
         tables, counts = len(ids), _ints([len(each) for each in ids])
         block_id = _ints([*chain.from_iterable(ids)])
         owner = np.repeat(np.arange(tables), counts)
@@ -366,7 +392,7 @@ class _BlockUses:
         return cls(owner, number, block_id, group_of, leads, list(groups))
 
     def shared_until(self, tables: int) -> Ints:
-        """For each table, how many of its blocks end with the last one that is shared."""
+        """Number of blocks up to the last shared one, for each table."""
         until = np.zeros(tables, dtype=np.int64)
         shared = self.group >= tables
         np.maximum.at(until, self.owner[shared], self.number[shared] + 1)
@@ -385,7 +411,7 @@ class _BlockUses:
 
 
 def _blocks_of(placed: Sequence[_PlacedChunk], counts: Iterable[int]) -> list[list[int]]:
-    """The first `counts` blocks of each."""
+    """The first `counts` blocks of each table."""
     tables = [each.chunk.private for each in placed]
     return [
         table.block_ids[:count]
@@ -400,7 +426,7 @@ def _all_differ(blocks: Sequence[Sequence[int]]) -> bool:
 
 
 def _own_runs(blocks: Sequence[Sequence[int]]) -> Iterator[_BlockRun]:
-    """`_BlockUses.runs` where all blocks differ."""
+    """The runs of `_BlockUses.runs` if all blocks differ."""
     for owner, ids in enumerate(blocks):
         first = 0
         for number in range(1, len(ids) + 1):
@@ -425,7 +451,7 @@ def _hidden_from(hidden: dict[int, int], rows: int) -> Ints | None:
 
 
 def _put_rows(step: StepArrays, placed: Sequence[_PlacedChunk]) -> int:
-    """Tokens, positions and the rows whose logits are wanted, of which it returns the number."""
+    """Fill tokens, positions and the rows whose logits are wanted. Returns the number of these."""
     rows = placed[-1].end_row
     chunks = [each.chunk for each in placed]
     positions = chain.from_iterable(chunk.position_ids for chunk in chunks)

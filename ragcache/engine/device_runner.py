@@ -1,13 +1,13 @@
 """The model runner of a GPU: one stream, static tables, and CUDA graphs by row bucket.
 
-A step is laid out in tables whose addresses never change (`ragcache.attention.triton.tables`), so
-that one captured graph serves any requests, documents and orders. Steps that no graph holds run
-eagerly, over tables of their own: encodings and many questions at once, whose launches hide behind
-their products, and steps whose states are still on their way from main memory, which wait for them
-layer by layer.
+A step is laid out in tables with fixed addresses (`ragcache.attention.triton.tables`), so that one
+captured graph serves any requests, documents and orders. Steps that fit no graph run eagerly, over
+tables of their own: encodings and many questions at once, whose launches hide behind their
+products, and steps whose states are still being copied from main memory, which wait for them layer
+by layer.
 
-Nothing here waits for the device, except where tables or kernels are replaced: a step is launched,
-and what reads its logits is launched behind it on the same stream.
+The host never waits for the device, except to replace tables or kernels. Everything that reads a
+step's logits is launched behind it on the same stream.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ BUCKETS: dict[StepKind, tuple[int, ...]] = {
     "decode": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
     "mixed": (8, 16, 32, 64, 96, 128, 192, 256, 384, 512),
 }
-"""Rows of the graphs, by kind of step; a step is padded to the next."""
+"""Rows of the graphs, by kind of step. A step is padded to the next size."""
 
 MOST_LOGITS = 256
-"""Rows of logits of a graph."""
+"""Maximum rows of logits of a graph."""
 
 EAGER_USES = 2
 """Steps of a bucket that run eagerly before its graph is captured."""
 
 ROWS_BY_LAYER = 128
-"""Rows up to which a warm-up captures questions by layer too."""
+"""Maximum rows of a question for which a warm-up also captures graphs by layer."""
 
 MOST_FAILURES = 3
-"""Captures that fail before no other is tried."""
+"""Failed captures after which no more are tried."""
 
 GRAPH_CAPACITY = TableCapacity(
     rows=512, entries=2**15, items=2**13, bases=2**11, pages_per_row=MAX_TAIL_BLOCKS + 1
 )
 ENTRIES_PER_ROW = 6
-"""For which the tables of eager steps have room at first; they grow."""
+"""Entries per row for which the tables of eager steps are sized at first. They grow."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _StepAttention:
-    """The attention of the step that is launched or captured now; see `DeviceStep`."""
+    """The attention of the step that is being launched or captured (`DeviceStep`)."""
 
     kernels: TritonKernels
     tables: AttentionTables
@@ -85,7 +85,7 @@ class _StepAttention:
     layers: int | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `DeviceStep.attend`."""
+        """Attend in one layer (`DeviceStep.attend`)."""
         if self.before_layer is not None:
             self.before_layer()
         for arrival in self.arrivals:
@@ -102,22 +102,24 @@ class _StepAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """A step as graphs that run one after another. logits: [R, vocabulary], of the last replay."""
+    """A step as graphs that run one after another."""
 
     graphs: Sequence[torch.cuda.CUDAGraph]
     logits: Tensor
+    """[R, vocabulary], of the last replay."""
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Steps of one kind with up to so many rows. whole: as one graph. by_layer: cut before each
-    layer's attention, for steps that wait for the states of each."""
+    """Steps of one kind with up to `rows` rows."""
 
     kind: StepKind
     rows: int
     uses: int = 0
     whole: _Captured | None = None
+    """The step as one graph."""
     by_layer: _Captured | None = None
+    """The step cut before each layer's attention, for steps that wait for the states of each."""
 
     @property
     def logit_rows(self) -> int:
@@ -125,12 +127,15 @@ class _Bucket:
 
 
 class DeviceModelRunner:
-    """Computes all chunks of a step in one pass over segments, on a GPU.
+    """Computes all chunks of a step in one pass, on a GPU.
 
     Prepares the model: merges its projections and compiles its layers. On a CPU, under Triton's
     interpreter, it serves tests: eagerly, with the model as it is.
 
-    graphs: whether graphs are captured.
+    Args:
+        model: The model.
+        prefill_tokens: Rows for which the tables of eager steps are sized at first.
+        graphs: Whether to capture graphs.
     """
 
     asynchronous = True
@@ -141,7 +146,7 @@ class DeviceModelRunner:
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = new_stream(self.device)
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights, say
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # writes the weights
             self._memory = torch.cuda.graph_pool_handle()
         self._graphs = self._cuts = graphs and self.stream is not None
         group = model.num_heads // model.num_kv_heads
@@ -149,9 +154,10 @@ class DeviceModelRunner:
         self._rotation = rotation_tables(model)
         self._quantized = False
         capacity = replace(
-            GRAPH_CAPACITY, rows=max(prefill_tokens, GRAPH_CAPACITY.rows),
+            GRAPH_CAPACITY,
+            rows=max(prefill_tokens, GRAPH_CAPACITY.rows),
             entries=max(ENTRIES_PER_ROW * prefill_tokens, GRAPH_CAPACITY.entries),
-        )  # fmt: skip
+        )
         self._tables = AttentionTables(GRAPH_CAPACITY, self.device)  # of graphs
         self._eager_tables = AttentionTables(capacity, self.device)
         self._kernels = self._new_kernels(GRAPH_CAPACITY.entries)
@@ -169,9 +175,12 @@ class DeviceModelRunner:
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = BlockPool.create(self.model, nbytes, clears=False)  # kernels read no other slots
         self._planner = DevicePlanner(
-            pool, self._heads, gapless=self.model.by_position,
-            programs=self._kernels.programs, block_rows=self._kernels.block_rows,
-        )  # fmt: skip
+            pool,
+            self._heads,
+            gapless=self.model.by_position,
+            programs=self._kernels.programs,
+            block_rows=self._kernels.block_rows,
+        )
         return pool
 
     def create_sampler(self) -> Sampler:
@@ -180,8 +189,8 @@ class DeviceModelRunner:
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """See `AsynchronousRunner.prepare_batch`. Passes over the first layers are launched at
-        once."""
+        """Plan a step (`AsynchronousRunner.prepare_batch`). Passes over first layers are launched
+        at once."""
         self._prepare()
         *some, last = passes_of(chunks)
         for each in some:
@@ -193,7 +202,7 @@ class DeviceModelRunner:
         return partial(self._run, launch, previous)
 
     def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
-        """See `AsynchronousRunner.continue_batch`."""
+        """Plan the repeated step (`AsynchronousRunner.continue_batch`)."""
         last = self._last
         assert last is not None
         self._prepare()
@@ -208,7 +217,7 @@ class DeviceModelRunner:
         self._last = None
 
     def warm_up(self) -> None:
-        """Compiles the model and captures all graphs, the largest first. Says so in the log."""
+        """Compile the model and capture all graphs, the largest first. Logs the progress."""
         self._prepare()
         begin = time.perf_counter()
         every = sorted(chain.from_iterable(self._buckets.values()), key=lambda each: -each.rows)
@@ -225,7 +234,7 @@ class DeviceModelRunner:
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk]) -> _Launch:
-        """Lays a step out, in the tables of the graphs where it fits them."""
+        """Lay out a step, in the tables of the graphs if it fits."""
         if self._planner is None:  # encodings need no pool
             self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
         assert self._planner is not None
@@ -272,7 +281,7 @@ class DeviceModelRunner:
         return logits[: launch.batch.logits]
 
     def _run_first_layers(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Launches a pass that ends with the states of the first layers; there are no logits."""
+        """Launch a pass that ends with the states of the first layers. It has no logits."""
         launch = self._plan(chunks)
         launch.tables.upload()
         self._step.layers, self._step.arrivals = chunks[0].layers, launch.arrivals
@@ -283,7 +292,7 @@ class DeviceModelRunner:
             self._step.layers, self._step.arrivals = None, ()
 
     def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
-        """Copies tokens that only the device knows to their rows."""
+        """Copy tokens that only the device knows to their rows."""
         token_ids = launch.tables.views.token_ids
         follows = launch.follows
         if not launch.planned:
@@ -295,7 +304,7 @@ class DeviceModelRunner:
             token_ids.index_copy_(0, places[0], previous.index_select(0, places[1]))
 
     def _replay(self, bucket: _Bucket, arrivals: Sequence[Arrival]) -> Tensor | None:
-        """The logits of a step as graphs; None where there are none yet."""
+        """Replay the graphs of a step. Returns no logits if there are no graphs yet."""
         bucket.uses += 1
         captured = bucket.by_layer if arrivals else bucket.whole
         wanted = self._cuts if arrivals else self._graphs
@@ -314,9 +323,11 @@ class DeviceModelRunner:
         return captured.logits
 
     def _capture(self, bucket: _Bucket, *, by_layer: bool) -> _Captured | None:
-        """The graphs of a bucket whose steps have run before. What another thread does with the
-        device may make it fail, so it is tried a few times; then steps stay eager, and a warning
-        says why."""
+        """Capture the graphs of a bucket whose steps have run before.
+
+        Another thread's use of the device can make a capture fail. It is tried a few times; then
+        steps stay eager, and a warning says why.
+        """
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
@@ -353,26 +364,28 @@ class DeviceModelRunner:
         return _Captured(graphs, logits)
 
     def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
-        """Launches the model over the first rows of some tables."""
+        """Launch the model over the first rows of some tables."""
         step, views = self._step, tables.views
         step.kind, step.tables = kind, tables
         step.kernels = self._kernels if tables is self._tables else self._eager_kernels
         return self.model.forward(
             ForwardBatch(
-                views.token_ids[:rows], views.position_ids[:rows], views.logit_rows[:logits],
+                views.token_ids[:rows],
+                views.position_ids[:rows],
+                views.logit_rows[:logits],
                 self._metadata,
             )
-        )  # fmt: skip
+        )
 
     def _empty_tables(self) -> None:
-        """Lays out a step that reads and writes nothing."""
+        """Lay out a step that reads and writes nothing."""
         plan = build_plan([], rows=0, heads=self._heads, capacity=self._tables.capacity)
         self._tables.set_plan(plan)
         self._tables.begin_step(0)
         self._tables.upload()
 
     def _grow_tables(self, overflow: TableOverflow) -> None:
-        """Gives eager steps tables twice as large."""
+        """Double the tables of eager steps."""
         old = self._eager_tables.capacity
         logger.info("larger attention tables: %s", overflow)
         self._finish_steps()
@@ -390,13 +403,19 @@ class DeviceModelRunner:
 
     def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
         return TritonKernels(
-            self._heads, self.model.dtype, self.device, self._rotation, self.model.scheme.slopes,
-            max_entries=entries, windows=self.model.windows, softcap=self.model.softcap,
+            self._heads,
+            self.model.dtype,
+            self.device,
+            self._rotation,
+            self.model.scheme.slopes,
+            max_entries=entries,
+            windows=self.model.windows,
+            softcap=self.model.softcap,
             quantized=self._quantized if quantized is None else quantized,
-        )  # fmt: skip
+        )
 
     def _read_eight_bits(self) -> None:
-        """Makes kernels that read states in eight bits too, which the first such states ask for."""
+        """Create kernels that also read int8 states, at the first such states."""
         self._finish_steps()
         for bucket in chain.from_iterable(self._buckets.values()):
             bucket.whole, bucket.by_layer, bucket.uses = None, None, 0
@@ -408,13 +427,13 @@ class DeviceModelRunner:
         self._quantized = True  # and not where memory has ended before
 
     def _finish_steps(self) -> None:
-        """Waits for the steps that run: they use memory that is then replaced, of which neither
-        allocator knows that a kernel of this stream reads it."""
+        """Wait for running steps before their memory is replaced: neither allocator knows its
+        readers."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def _prepare(self) -> None:
-        """Merges projections and compiles layers, before the first step."""
+        """Merge projections and compile layers, before the first step."""
         if not self._prepared:
             with capture_lock:  # while another engine captures, nothing can be compiled or freed
                 prepare_for_device(self.model)
@@ -423,7 +442,7 @@ class DeviceModelRunner:
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """A step that is laid out. planned: its plan is its own. It may go on many times."""
+    """A step that is laid out. It may be repeated many times."""
 
     chunks: Sequence[ScheduledChunk]
     batch: DeviceBatch
@@ -431,10 +450,11 @@ class _Launch:
     arrivals: Sequence[Arrival]
     bucket: _Bucket | None
     planned: bool = True
+    """Whether the plan was made for this step, instead of repeated."""
 
     @property
     def follows(self) -> NDArray[np.int64]:
-        """Rows whose tokens were sampled by the step before, and the places of these: [2, N]."""
+        """Rows whose tokens the step before sampled, and the places of these tokens: [2, N]."""
         pairs, row = [], 0
         for chunk in self.chunks:
             if chunk.follows is not None:
@@ -446,7 +466,7 @@ class _Launch:
 def _arriving(
     chunks: Sequence[ScheduledChunk], stream: torch.cuda.Stream | None
 ) -> tuple[Arrival, ...]:
-    """The arrivals of states that a step on this stream reads, and that are not all there."""
+    """Arrivals of states that a step on this stream reads and that are not complete yet."""
     found: dict[Arrival, None] = {}
     for chunk in chunks:
         for segment in chunk.segments:
@@ -465,14 +485,14 @@ def _read_quantized(chunks: Sequence[ScheduledChunk]) -> bool:
 
 
 def _next_chunk(chunk: ScheduledChunk, row: int) -> ScheduledChunk:
-    """The chunk of the step after one of single tokens, whose new token the device knows."""
+    """The chunk of the step after a single-token one. Only the device knows its token."""
     position = chunk.private.positions[-1] + 1
     return replace(chunk, token_ids=(0,), position_ids=(position,), follows=row)
 
 
 def rotation_tables(model: CausalLM) -> RotationTables | list[RotationTables] | None:
-    """The angles of all positions by which a segment can be moved, by layer where layers differ;
-    None where queries do not turn."""
+    """Angles of all distances by which a segment can be moved: one table, or one for each layer.
+    Without rotary positions there are none."""
     scheme = model.scheme
     if isinstance(scheme, LayeredRotary):
         tables = {each: _tables_of(each, model) for each in set(scheme.layers)}

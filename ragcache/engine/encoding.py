@@ -1,4 +1,4 @@
-"""Encoding modules to states, in portions beside the requests that run."""
+"""Encoding modules to states, in portions between the steps of requests."""
 
 from __future__ import annotations
 
@@ -22,36 +22,39 @@ from ragcache.states import Arrival, KVStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeJob:
-    """Tokens to encode from position `start`, after `root` (the preamble) if given.
+    """A module to encode.
 
-    Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
-    sink and the instructions are where the model expects them. `position_ids` ascend from
-    `start`; None where they have no gaps. `layers`: how many of the model's first layers are
-    computed, for states to compare (`blend`); None for all.
+    Without a root this is Prompt Cache's independent encoding (§3.3). With one, the attention sink
+    and the instructions are where the model expects them.
     """
 
     token_ids: Sequence[int]
+    """Tokens of the module."""
     start: int = 0
+    """Position of the first token."""
     root: Segment | None = None
+    """Preamble that the tokens attend to. None encodes them independently."""
     position_ids: Sequence[int] | None = None
+    """Ascending positions from `start` on. Defaults to consecutive ones."""
     layers: int | None = None
+    """Number of first layers to compute, for comparing states (`blend`). Defaults to all."""
 
     @property
     def positions(self) -> Sequence[int]:
+        """Position of each token."""
         if self.position_ids is not None:
             return self.position_ids
         return range(self.start, self.start + len(self.token_ids))
 
     def computed_bytes(self, model: CausalLM) -> int:
-        """What its states take while they are computed."""
+        """Memory of the states while they are computed."""
         layers = model.num_layers
         nbytes = len(self.token_ids) * model.computed_bytes_per_token
         return nbytes * (self.layers or layers) // layers
 
 
 def check_job(job: EncodeJob, model: CausalLM) -> None:
-    """Raises `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute, or not
-    without harm to what it computes beside it."""
+    """Raise `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute."""
     if job.layers is not None and not 1 <= job.layers <= model.num_layers:
         raise InvalidRequest(
             f"the states of {job.layers} layers were asked for; the model has {model.num_layers}"
@@ -60,7 +63,7 @@ def check_job(job: EncodeJob, model: CausalLM) -> None:
 
 
 class Encoding:
-    """An encode job under way, computed in portions of any size."""
+    """A job in progress, computed in portions of any size."""
 
     def __init__(self, model: CausalLM, job: EncodeJob) -> None:
         self.job = job
@@ -73,14 +76,16 @@ class Encoding:
 
     @property
     def pending(self) -> int:
-        """Tokens that no step was launched for."""
+        """Number of tokens for which no step has been launched."""
         return len(self.job.token_ids) - self.kv.length
 
     @property
     def complete(self) -> bool:
+        """Whether all states have been computed."""
         return not self.pending and not self._steps
 
     def next_chunk(self, count: int) -> ScheduledChunk:
+        """The next `count` tokens, as a chunk of a step."""
         begin = self.kv.length
         here = slice(begin, begin + count)
         root = () if self.job.root is None else (self.job.root,)
@@ -90,13 +95,13 @@ class Encoding:
         )
 
     def launched(self, count: int) -> None:
-        """A step that computes its next `count` tokens was launched."""
+        """Record that a step with the next `count` tokens was launched."""
         begin = self.kv.length
         self.kv.advance(self.job.positions[begin : begin + count])
         self._steps += 1
 
     def computed(self) -> None:
-        """The first step that was launched has been computed."""
+        """Record that the oldest launched step has been computed."""
         self._steps -= 1
 
     def states(self) -> KVStates:
@@ -108,8 +113,11 @@ _TAKEN = KVStates(torch.empty(0), torch.empty(0), 0)
 
 
 class StatesChannel(RequestChannel[KVStates, None]):
-    """Hands over states, each of them once: an iteration takes them, so that they end with their
-    caller. Tells the engine when there is room again, and when a caller waits."""
+    """Hands each module's states to its caller once.
+
+    An iteration takes the states, so that their memory ends with the caller. The channel wakes the
+    engine when a caller takes states or starts to wait.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__(wake)
@@ -140,21 +148,22 @@ class StatesChannel(RequestChannel[KVStates, None]):
 
 @dataclass(slots=True, eq=False)
 class _EncodeTask:
-    """The jobs of one call. Their states are handed over in order. short: the device had no memory
-    for the next one's room, which waits until it would be the only one."""
+    """The jobs of one call. Their states are handed over in order."""
 
     jobs: deque[EncodeJob]
     channel: StatesChannel
     running: deque[Encoding] = field(default_factory=deque)
     short: bool = False
+    """Whether the device ran out of memory for the next job, which then waits until it would be
+    alone."""
 
 
 class EncodeQueue:
-    """Jobs of callers that wait for states, first come first served, in portions.
+    """Queue of modules to encode, first come, first served.
 
-    A job begins when its room fits a budget of bytes beside the rooms under way and the states that
-    their callers have not taken, or when nothing else is held. So that nobody waits for somebody
-    who does not take, one job of a caller who waits begins in any case.
+    A job starts when its states fit into the memory budget, together with the jobs in progress and
+    the finished states that callers have not taken, or when nothing else is held. One job of a
+    waiting caller starts in any case, so that no caller waits for another to take its states.
     """
 
     def __init__(self, model: CausalLM, budget_bytes: int) -> None:
@@ -167,13 +176,13 @@ class EncodeQueue:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the rooms under way and of finished states that no caller has taken."""
+        """Bytes of jobs in progress and of finished states that no caller has taken."""
         rooms = sum(each.nbytes for task in self._tasks for each in task.running)
         return rooms + sum(channel.untaken_bytes for channel in self._channels)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nothing can be done until a caller takes states, waits or cancels."""
+        """Whether progress depends on a caller: to take states, to wait or to cancel."""
         return bool(self._tasks) and not any(
             task.running or not task.jobs or self._may_begin(task) for task in self._tasks
         )
@@ -183,7 +192,7 @@ class EncodeQueue:
         self._channels.add(channel)
 
     def portions(self, budget: int) -> Iterator[tuple[Encoding, int]]:
-        """The next encodings with the number of tokens to compute, within the budget."""
+        """Yield the next encodings and the tokens that each computes, within a token budget."""
         if budget <= 0:
             return
         for task in tuple(self._tasks):
@@ -196,7 +205,7 @@ class EncodeQueue:
                     return
 
     def hand_over(self) -> None:
-        """Gives callers the states that are complete, as those of an empty job are at once."""
+        """Hand completed states to their callers."""
         for task in list(self._tasks):
             while task.running and task.running[0].complete:
                 task.channel.put(_with_arrival(task.running.popleft().states()))
@@ -205,11 +214,11 @@ class EncodeQueue:
                 task.channel.finish(None)
 
     def drop_cancelled(self) -> None:
-        """Removes jobs whose caller has cancelled."""
+        """Remove the jobs of canceled calls."""
         self._tasks = deque(task for task in self._tasks if not task.channel.cancelled)
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends all jobs with `error`."""
+        """Fail all jobs with `error`."""
         for task in self._tasks:
             task.channel.fail(error)
         self._tasks.clear()
@@ -236,7 +245,7 @@ class EncodeQueue:
         return fits or (not task.running and task.channel.waiter_count > 0)
 
     def _run_short(self, task: _EncodeTask, error: torch.OutOfMemoryError) -> None:
-        """Lets a job wait for all others; fails its call where it is the only one."""
+        """Make a job wait for all others. Fails its call if there is no other."""
         if self.held_bytes:
             task.short = True
             return
@@ -253,7 +262,7 @@ class EncodeQueue:
 
 
 def _with_arrival(states: KVStates) -> KVStates:
-    """States whose computation is queued on this thread's stream, with its end."""
+    """Attach an event that marks the end of the states' computation on a GPU."""
     if not states.keys.is_cuda:
         return states
     device = states.keys.device

@@ -32,17 +32,17 @@ Message = Callable[[], None]
 
 
 class LLMEngine:
-    """Serves requests from any number of threads and tasks.
+    """Serves requests from any number of threads and asyncio tasks.
 
-    A request is checked where it is submitted; everything else happens in the engine's thread,
-    which takes messages between steps. No lock is held while the model computes.
+    A request is checked in the caller's thread. Everything else runs in the engine's own thread,
+    which reads its inbox between steps. No lock is held while the model computes.
 
     Args:
         model: The model, wrapped by `ragcache.models.wrap`.
-        config: Memory and limits; None for the defaults of the model's device.
+        config: Memory and limits. Defaults to `EngineConfig.for_device`.
 
     Attributes:
-        stream: The CUDA stream of the engine's thread, on which all its steps run; None on a CPU.
+        stream: The CUDA stream of the engine's thread, on which all steps run. None on a CPU.
 
     Example:
         >>> with LLMEngine(model) as engine:  # doctest: +SKIP
@@ -55,14 +55,14 @@ class LLMEngine:
         self._core = EngineCore(runner, self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
-        # waiting requests, and some that no longer wait
+        # waiting requests, and some that have left the queue
         self._queue: WeakSet[AnswerChannel] = WeakSet()
         self._open = True
         self._stopping = False
         self.stream = runner.stream
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
-        give_workers_back()  # those of the thread that loaded the model
+        give_workers_back()  # this thread loaded the model
 
     @property
     def stats(self) -> EngineStats:
@@ -71,31 +71,34 @@ class LLMEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         return self._open
 
     @property
     def core(self) -> EngineCore:
-        """The core, to read from; only the engine's thread may change it."""
+        """The engine core, for reading. Only the engine's thread may change it."""
         return self._core
 
     def submit_request(
         self, request: Request, *, follow_up: bool = False
     ) -> RequestHandle[TokenDelta, RequestOutput]:
-        """Queues a request. Returns a handle to iterate, wait for or await.
+        """Queue a request.
 
         Args:
             request: The request.
-            follow_up: Whether it completes one that has ended, such as a pass that scores its
-                answer. It takes no place of the queue and meets no full one, so that what is
-                computed already is not lost.
+            follow_up: Whether the request completes one that has ended, such as a pass that
+                scores its answer. It takes no place in the queue and is accepted when the queue
+                is full, so that finished work is not lost.
+
+        Returns:
+            A handle to iterate, wait for or await.
 
         Raises:
-            PromptTooLong: It could never run, or goes beyond the model's window.
-            UnsupportedModel: It moves segments, and the model's positions are learned.
-            InvalidRequest: A token is none of the model's, or the states of a segment are not
-                those of the model, on its device.
-            QueueFull: As many requests wait as the queue holds.
+            PromptTooLong: The request exceeds the model's window or the pool.
+            UnsupportedModel: The request moves segments, but the model's positions are learned.
+            InvalidRequest: A token is not in the vocabulary, or a segment's states have the
+                wrong shape, dtype or device.
+            QueueFull: The queue is full.
             EngineClosed: The engine was closed.
         """
         self._core.checker.check_request(request)
@@ -110,13 +113,19 @@ class LLMEngine:
         return RequestHandle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
-        """Queues modules to encode beside the requests. Returns a handle whose events are the jobs'
-        states, in order. They are taken by one iteration, and those not taken bound what is begun:
-        see `EngineConfig.encode_bytes`.
+        """Queue modules to encode in the same steps as requests.
+
+        Args:
+            jobs: The modules.
+
+        Returns:
+            A handle whose events are the states of the jobs, in order. One iteration takes
+                them. States that are not taken count against `EngineConfig.encode_bytes` and
+                can delay later jobs.
 
         Raises:
-            PromptTooLong: A job goes beyond the model's window.
-            InvalidRequest: A token or the states of a root are not the model's.
+            PromptTooLong: A job exceeds the model's window.
+            InvalidRequest: A token or the states of a root do not belong to the model.
             EngineClosed: The engine was closed.
         """
         self._core.checker.check_jobs(jobs)
@@ -128,8 +137,12 @@ class LLMEngine:
         return RequestHandle(channel)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the thread. Requests that still run fail with `EngineClosed`, or with `drain` end
-        first."""
+        """Stop the engine's thread.
+
+        Args:
+            drain: Whether to finish running requests first. Otherwise they fail with
+                `EngineClosed`.
+        """
         with self._lock:
             if not self._open:
                 return
@@ -148,7 +161,7 @@ class LLMEngine:
             raise EngineClosed("the engine is closed; open it again to ask")
 
     def _take_place(self, channel: AnswerChannel) -> None:
-        """A request holds its place until it is begun, has ended or is cancelled."""
+        """Reserve a place in the queue until the request starts, ends or is canceled."""
         if len(self._queue) >= self.config.queue:
             self._queue = WeakSet(each for each in self._queue if each.waits)
         if len(self._queue) >= self.config.queue:
@@ -159,7 +172,7 @@ class LLMEngine:
         self._queue.add(channel)
 
     def _wake(self) -> None:
-        """Makes the engine look for cancelled requests before its next step."""
+        """Make the engine look for canceled requests before its next step."""
         self._inbox.put(_wake_up)
 
     def _stop(self, *, drain: bool) -> None:
@@ -176,7 +189,7 @@ class LLMEngine:
         if self.config.warm_up:
             try:
                 self._core.runner.warm_up()
-            except Exception:  # the first requests will tell, each by its own error
+            except Exception:  # the first requests will report it
                 logger.exception("the engine could not be warmed up")
         while not (self._stopping and not self._core.busy):
             self._take_messages(wait=not self._core.busy or self._core.is_stalled)
@@ -186,7 +199,7 @@ class LLMEngine:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Ends all requests, since any row may have broken the step; later ones are served."""
+        """Fail all requests after an error in a step. Later requests are served."""
         logger.exception("a step of the engine failed")
         failure = EngineFailed(f"the engine failed in a step: {error!r}")
         failure.__cause__ = error
@@ -203,7 +216,7 @@ class LLMEngine:
 
 
 def _wake_up() -> None:
-    """A message that only wakes the thread."""
+    """Message without an effect: wakes the thread."""
 
 
 MAX_TOKENS_PER_PASS = 2048
@@ -212,8 +225,19 @@ MAX_TOKENS_PER_PASS = 2048
 def complete(
     model: CausalLM, requests: Sequence[Request], config: EngineConfig | None = None
 ) -> list[RequestOutput]:
-    """Runs requests in one batch, in the calling thread. Returns their outputs, in order. Raises
-    what `LLMEngine.submit_request` raises."""
+    """Run requests in one batch, in the calling thread.
+
+    Args:
+        model: The model.
+        requests: Requests, which all run in the same batch.
+        config: Memory and limits. Defaults to `EngineConfig.for_device`.
+
+    Returns:
+        The outputs, in the order of the requests.
+
+    Raises:
+        RagCacheError: As `LLMEngine.submit_request`.
+    """
     core = EngineCore(runner_for(model), config or EngineConfig.for_device(model.device))
     handles = []
     for request in requests:
@@ -228,8 +252,15 @@ def complete(
 
 
 def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
-    """Encodes modules in the calling thread. Yields the states of each job, in order. Raises
-    `InvalidRequest` or `PromptTooLong` for one that the model cannot compute."""
+    """Encode modules in the calling thread.
+
+    Yields:
+        The states of each job, in order.
+
+    Raises:
+        InvalidRequest: A token or a position is invalid.
+        PromptTooLong: A job exceeds the model's window.
+    """
     for job in jobs:
         check_job(job, model)
     runner = runner_for(model)
@@ -250,8 +281,7 @@ def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
 
 @contextmanager
 def _computing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queues what the block computes on a stream, behind what its thread's own stream has queued;
-    the thread's stream and device are as before afterwards."""
+    """Run the block on a CUDA stream, after the work queued so far on the thread's stream."""
     if stream is None:
         yield
         return

@@ -1,9 +1,9 @@
 """A request between its caller and the engine's thread: events one way, cancellation the other.
 
-The engine holds the `RequestChannel`, the caller the `RequestHandle`. Nobody polls: threads wait on
-a lock of their own, asyncio tasks on a future that is set in their loop. A step ends with news
-for many requests, whose tasks are mostly in one loop. Each wake-up of a loop costs system calls in
-both threads and hands the interpreter over, so `coalesced_wakeups` makes one of them all.
+The engine holds the `RequestChannel`, the caller the `RequestHandle`. No one polls: threads wait on
+a lock of their own, asyncio tasks on a future that is set in their loop. A step ends with events
+for many requests, whose tasks are mostly in one loop. Waking a loop costs system calls in both
+threads and hands over the interpreter, so `coalesced_wakeups` wakes each loop once per step.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ ResultT = TypeVar("ResultT")
 
 
 UNLAUNCHED = -1
+"""A waiter's `seen` that is ready at the launch of the request's first step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Woken once, when there are more than `seen` events or the request has ended. `UNLAUNCHED`:
-    when the first step that computes the request has been launched."""
+    """Woken once: at more than `seen` events, or at the end of the request."""
 
     seen: float
+    """Number of events that the caller has seen, or `UNLAUNCHED`."""
     wake: Callable[[], None]
 
 
 class RequestChannel(Generic[EventT, ResultT]):
-    """The engine's end. One thread puts events and ends the request; any thread may cancel it.
+    """The engine's end of a request. One thread puts events; any thread may cancel.
 
-    wake: tells the engine to look at `cancelled`. A handle is abandoned whenever the garbage
-    collector finds it, which may be in the engine's own thread and at any line. `wake` must
-    therefore take no lock that this thread may hold: `SimpleQueue.put` is safe, `Event.set` is not.
+    Args:
+        wake: Makes the engine look at `cancelled`. It must take no lock that the current thread
+            may hold, because the garbage collector can drop a handle in any thread and at any
+            line: `SimpleQueue.put` is safe, `Event.set` is not.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.cancelled = False
-        self.started = False  # the engine has begun to compute it
-        self.launched = False  # what computes it needs the engine's thread no longer
+        self.started = False  # admitted by the scheduler
+        self.launched = False  # its first step has been launched
         self._wake = wake
         self._events: list[EventT] = []  # only grows, so that every reader sees all
         self._outcome: tuple[ResultT] | BaseException | None = None  # the result may be None
@@ -58,17 +60,17 @@ class RequestChannel(Generic[EventT, ResultT]):
 
     @property
     def count(self) -> int:
-        """How many events there were."""
+        """Number of events so far."""
         return len(self._events)
 
     @property
     def waits(self) -> bool:
-        """Whether the request is neither begun nor ended."""
+        """Whether the request has neither started nor ended."""
         return not self.started and self._outcome is None
 
     @property
     def waiter_count(self) -> int:
-        """How many callers wait for an event or the end."""
+        """Number of callers that wait."""
         return len(self._waiters)
 
     @property
@@ -79,11 +81,11 @@ class RequestChannel(Generic[EventT, ResultT]):
         return "computing" if self.started else "waiting"
 
     def event(self, number: int) -> EventT:
-        """An event, for a caller that iterates."""
+        """Return an event to an iterating caller."""
         return self._events[number]
 
     def put(self, event: EventT) -> None:
-        """Hands an event to the caller. Once the request has ended, events are dropped."""
+        """Hand an event to the caller. Ignored once the request has ended."""
         with self._lock:
             if self._outcome is not None:
                 return
@@ -91,21 +93,21 @@ class RequestChannel(Generic[EventT, ResultT]):
         self._wake_ready()
 
     def mark_launched(self) -> None:
-        """Wakes the caller that waits for the launch of what computes the request."""
+        """Wake callers that wait for the request's first step to be launched."""
         with self._lock:
             self.launched = True
         self._wake_ready()
 
     def finish(self, result: ResultT) -> None:
-        """Ends the request with its result. The first end counts, later ones are dropped."""
+        """End the request with its result. Later ends are ignored."""
         self._end((result,))
 
     def fail(self, exception: BaseException) -> None:
-        """Ends the request with what its caller will see raised."""
+        """End the request with the error that its caller will see."""
         self._end(exception)
 
     def cancel(self) -> None:
-        """Ends the request with `RequestCancelled`, and wakes the engine, unless it has ended."""
+        """End the request with `RequestCancelled` and wake the engine, unless it has ended."""
         if self._end(RequestCancelled("the request was cancelled before it ended")):
             self.cancelled = True
             self._wake()
@@ -132,7 +134,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         return self._outcome is not None or progress > seen
 
     def add_waiter(self, waiter: Waiter) -> None:
-        """Wakes the waiter when it is ready, or at once."""
+        """Wake the waiter once it is ready, possibly at once."""
         with self._lock:
             if not self._is_ready(waiter.seen):
                 self._waiters.append(waiter)
@@ -140,7 +142,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         waiter.wake()
 
     def remove_waiter(self, waiter: Waiter) -> None:
-        """Removes a waiter that no longer waits."""
+        """Remove a waiter."""
         with self._lock:
             self._waiters = [other for other in self._waiters if other is not waiter]
 
@@ -148,9 +150,10 @@ class RequestChannel(Generic[EventT, ResultT]):
 class RequestHandle(Generic[EventT, ResultT]):
     """The caller's end of a request, for any number of threads and asyncio loops.
 
-    Every iteration, blocking or asynchronous, gives all events from the first one on, and then
-    ends or raises what made the request fail. Leaving an iteration early cancels the request, and
-    so do canceling a task that awaits the handle and losing the last reference to it.
+    Every iteration, blocking or asynchronous, yields all events from the first one on, and then
+    ends or raises the request's error. The request is canceled when an iteration is left early,
+    when a task that awaits the handle is canceled, and when the last reference to the handle is
+    lost.
     """
 
     def __init__(self, channel: RequestChannel[EventT, ResultT]) -> None:
@@ -160,32 +163,38 @@ class RequestHandle(Generic[EventT, ResultT]):
 
     @property
     def channel(self) -> RequestChannel[EventT, ResultT]:
-        """The engine's end, which can be watched without keeping the request."""
+        """The engine's end. Watching it does not keep the request alive."""
         return self._channel
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended: finished, failed or cancelled."""
+        """Whether the request has finished, failed or been canceled."""
         return self._channel._outcome is not None
 
     def cancel(self) -> None:
-        """Cancels the request, unless it has ended: `result` raises `RequestCancelled`."""
+        """Cancel the request, unless it has ended: `result` then raises `RequestCancelled`."""
         self._channel.cancel()
 
     def result(self, timeout: float | None = None) -> ResultT:
-        """Waits for the end of the request, at most `timeout` seconds. Returns the result.
+        """Wait for the result.
+
+        Args:
+            timeout: Maximum time to wait, in seconds. Defaults to no limit.
 
         Raises:
-            TimeoutError: The request has not ended by then; it goes on.
-            RagCacheError: What made the request fail.
+            TimeoutError: The request has not ended in time. It goes on.
+            RagCacheError: The request failed.
         """
         if not self._wait(math.inf, timeout):
             raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
         return self._get()
 
     def wait_launched(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds until a step that computes the request has been launched,
-        or the request has ended; returns whether it has."""
+        """Wait until the request's first step has been launched, or the request has ended.
+
+        Returns:
+            False after `timeout` seconds.
+        """
         return self._wait(UNLAUNCHED, timeout)
 
     def __await__(self) -> Generator[Any, None, ResultT]:
@@ -226,7 +235,7 @@ class RequestHandle(Generic[EventT, ResultT]):
         return outcome[0]
 
     def _wait(self, seen: float, timeout: float | None = None) -> bool:
-        """Blocks until there are more than `seen` events or the end, or until the timeout."""
+        """Block until the waiter is ready. Returns False after the timeout."""
         if self._channel._is_ready(seen):
             return True
         woken = threading.Lock()  # an `Event` takes longer to wake
@@ -263,7 +272,7 @@ def _abandon(channel: weakref.ref[RequestChannel[Any, Any]]) -> None:
 
 
 class LoopWaker:
-    """Sets futures of one event loop, from any thread and at any line of it: takes no lock."""
+    """Sets futures of one event loop from any thread, without taking a lock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -271,11 +280,11 @@ class LoopWaker:
         self._scheduled = False
 
     def new_future(self) -> asyncio.Future[None]:
-        """A future of the loop, for `wake`."""
+        """Create a future of the loop, for `wake`."""
         return self._loop.create_future()
 
     def wake(self, future: asyncio.Future[None]) -> None:
-        """Sets a future soon, in its loop, unless it is done."""
+        """Set a future soon, in its loop, unless it is done."""
         self._due.append(future)
         if _deferred.wakers is None:
             self.schedule()
@@ -283,10 +292,10 @@ class LoopWaker:
             _deferred.wakers.add(self)
 
     def schedule(self) -> None:
-        """Makes the loop set what is due."""
-        if not self._scheduled:  # else the loop has not run yet, and will find all that is due
+        """Make the loop set all due futures."""
+        if not self._scheduled:  # otherwise the loop has yet to run, and sets all due futures
             self._scheduled = True
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there any longer
+            with suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._set_due)
 
     def _set_due(self) -> None:
@@ -298,7 +307,8 @@ class LoopWaker:
 
 
 class _Deferred(threading.local):
-    """The wakers that this thread schedules later; None while it schedules each at once."""
+    """The wakers that the current thread schedules later. Outside of a block, each is scheduled at
+    once."""
 
     wakers: set[LoopWaker] | None = None
 
@@ -309,7 +319,7 @@ _wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, ref[LoopWaker]] = WeakKeyD
 
 @contextmanager
 def coalesced_wakeups() -> Iterator[None]:
-    """Each loop that this thread wakes within the block is woken once, at its end."""
+    """Wake each loop at most once, at the end of the block."""
     deferred: set[LoopWaker] = set()
     _deferred.wakers = deferred
     try:
@@ -321,7 +331,7 @@ def coalesced_wakeups() -> Iterator[None]:
 
 
 def running_loop_waker() -> LoopWaker:
-    """The waker of the running loop, which lives as long as a caller keeps it."""
+    """Return the waker of the running loop, which lives as long as a caller keeps it."""
     loop = asyncio.get_running_loop()
     known = _wakers.get(loop)
     waker = known() if known is not None else None

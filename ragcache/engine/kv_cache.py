@@ -1,10 +1,9 @@
 """The KV cache of requests: a pool of blocks, the radix cache over it, and tables of blocks.
 
-ChunkAttention §3.1: memory for a sequence's keys and values comes from a pool of equal blocks and
-goes back to it, so that at most block_size - 1 tokens of a sequence stay unused. A sequence is a
-path of blocks, and sequences whose first tokens are equal share the front of their paths. Beyond
-the paper, blocks that no request uses any longer are retained up to a budget, and evicted least
-recently used first.
+ChunkAttention §3.1: memory for a sequence's keys and values comes from a pool of equal blocks, so
+that at most block_size - 1 tokens of a sequence stay unused. A sequence is a path of blocks.
+Sequences whose first tokens are equal share the front of their paths. Beyond the paper, blocks
+without users are retained up to a budget and evicted least recently used first.
 """
 
 from __future__ import annotations
@@ -25,17 +24,20 @@ from ragcache.models import CausalLM
 from ragcache.states import KVStates
 
 BLOCK_SIZE = 64
-"""Tokens of a block (ChunkAttention §4)."""
+"""Tokens per block (ChunkAttention §4)."""
 
 
 class BlockPool:
     """Blocks of tokens, allocated once and handed out by number. Not thread-safe.
 
-    keys, values: [L, Hkv, N * block_size, D], from `CausalLM.new_states`. Block n is tokens
-    n * block_size to (n + 1) * block_size of every layer, so blocks of consecutive numbers are
-    contiguous.
-    clears: whether blocks are cleared when they are allocated, for readers that multiply slots
-    beyond a block's tokens by zero instead of not reading them.
+    Args:
+        keys: [L, Hkv, N * block_size, D], from `CausalLM.new_states`. Block n holds the tokens
+            n * block_size to (n + 1) * block_size of every layer, so consecutive blocks are
+            contiguous.
+        values: The same shape.
+        block_size: Tokens per block.
+        clears: Whether to clear blocks at allocation, for readers that multiply unused slots by
+            zero instead of skipping them.
     """
 
     def __init__(
@@ -54,11 +56,10 @@ class BlockPool:
 
     @classmethod
     def create(
-        cls, model: CausalLM, nbytes: int, block_size: int = BLOCK_SIZE, *,
-        clears: bool = True,
-    ) -> BlockPool:  # fmt: skip
-        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype. Raises
-        `ConfigurationError` where that is not even one."""
+        cls, model: CausalLM, nbytes: int, block_size: int = BLOCK_SIZE, *, clears: bool = True
+    ) -> BlockPool:
+        """Create a pool of as many blocks as fit into `nbytes`, in the model's shape and dtype.
+        Raises `ConfigurationError` if not even one fits."""
         bytes_per_block = block_size * model.computed_bytes_per_token
         num_blocks = nbytes // bytes_per_block
         if num_blocks < 1:
@@ -70,27 +71,34 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
-        """How many blocks can be allocated."""
+        """Number of blocks that can be allocated."""
         return self._free.count + self._kept_count
 
     @property
     def used_count(self) -> int:
-        """How many blocks are allocated."""
+        """Number of allocated blocks."""
         return self.num_blocks - self.free_count
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block's keys and values over all layers."""
+        """Bytes of a block's keys and values over all layers."""
         return (self.keys.nbytes + self.values.nbytes) // self.num_blocks
 
     def allocate_blocks(
         self, count: int, after: int | None = None, ahead: int = 0
     ) -> list[int] | None:
-        """Numbers of `count` free blocks, or None where fewer are free (then none is taken).
+        """Allocate blocks.
 
-        after: a block in use that the new ones shall continue. Those that directly follow it come
-        first; the rest is one consecutive run where there is one, else the lowest numbers. ahead:
-        so many that follow them go to others only when no more are free.
+        Args:
+            count: Number of blocks.
+            after: A block in use that the new ones continue. Free blocks that directly follow
+                it come first; the rest is one consecutive run if possible, else the lowest
+                numbers.
+            ahead: Number of blocks behind the new ones to reserve: others get them only when no
+                more are free.
+
+        Returns:
+            The block numbers, or None without any allocation if fewer are free.
         """
         assert count >= 0
         if count > self.free_count:
@@ -113,7 +121,7 @@ class BlockPool:
         return taken
 
     def _take_after(self, after: int, count: int) -> list[int]:
-        """Up to `count` free blocks that directly follow one in use."""
+        """Up to `count` free blocks that directly follow a block in use."""
         kept = self._kept.pop(after, range(0))
         self._kept_count -= len(kept)
         taken = list(kept[:count])
@@ -126,28 +134,28 @@ class BlockPool:
             self._kept_count += len(numbers)
 
     def _give_up(self, block_ids: Iterable[int]) -> None:
-        """Lets anybody have what is kept behind these blocks."""
+        """Release the blocks reserved behind these blocks."""
         for block_id in block_ids:
             for number in self._kept.pop(block_id, ()):
                 self._kept_count -= 1
                 self._free.give_back(number)
 
     def clear_blocks(self, block_ids: Iterable[int]) -> None:
-        """Fills blocks with zeros, so that slots beyond their tokens are finite."""
+        """Fill blocks with zeros, so that unused slots are finite."""
         for begin, end in _runs(block_ids):
             here = slice(begin * self.block_size, end * self.block_size)
             self.keys[:, :, here] = 0
             self.values[:, :, here] = 0
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks back. Each must be in use."""
+        """Free blocks, each of which must be in use."""
         for block_id in block_ids:
             assert 0 <= block_id < self.num_blocks, f"the pool has no block {block_id}"
             self._give_up([block_id])
             self._free.give_back(block_id)
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies the states of block `source` to block `target`, in all layers."""
+        """Copy the states of block `source` to block `target`, in all layers."""
         begin, into = source * self.block_size, target * self.block_size
         for states in (self.keys, self.values):
             copied = states[:, :, begin : begin + self.block_size]  # [L, Hkv, block_size, D]
@@ -155,7 +163,7 @@ class BlockPool:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Runs begin:end of numbers that follow each other."""
+    """Runs begin:end of consecutive numbers."""
     begin = end = -1
     for number in numbers:
         if number != end:
@@ -168,8 +176,10 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 class _FreeRuns:
-    """Free numbers as maximal runs begin:end, sorted by begin and by length. Finding a run is a
-    binary search; the lists that shift hold one entry a run, not a block."""
+    """Free numbers as maximal runs begin:end, sorted by begin and by length.
+
+    Finding a run is a binary search. The lists that shift hold one entry per run.
+    """
 
     def __init__(self, total: int) -> None:
         self.count = 0
@@ -179,7 +189,7 @@ class _FreeRuns:
         self._add(0, total)
 
     def take_at(self, begin: int, limit: int) -> list[int]:
-        """Up to `limit` numbers from `begin` on. Nothing where no free run begins there."""
+        """Up to `limit` numbers from `begin` on. Empty if no free run begins there."""
         end = min(self._ends.get(begin, begin), begin + limit)
         return self._take(begin, end)
 
@@ -236,7 +246,7 @@ class _FreeRuns:
 
 
 NodeKey: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
-"""Parent node, or root key for a first block; token ids and position ids of the block."""
+"""Parent node (root key for a first block), token ids and position ids of the block."""
 
 
 class EphemeralRoot:
@@ -245,41 +255,35 @@ class EphemeralRoot:
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One full block. Requests share it if and only if they hold the same node.
-
-    references: running requests whose path holds it.
-    """
+    """One full block. Requests share a block if and only if they hold the same node."""
 
     key: NodeKey
     block_id: int
     references: int = 1
+    """Number of running requests whose path holds the node."""
 
 
 @dataclass(slots=True, eq=False)
 class NodePath:
-    """The full blocks of one running request, first to last.
-
-    root: everything that their states depend on besides their tokens and positions, such as the
-    segments with their placements and the tenant. None shares nothing.
-    """
+    """The full blocks of one running request, first to last."""
 
     root: Hashable
+    """Identity of everything that the states depend on besides their tokens and positions: the
+    placed segments and the tenant. None shares nothing."""
     nodes: list[RadixNode] = field(default_factory=list)
 
     def child_key(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> NodeKey:
-        """The key of a block that continues the path."""
+        """Key of a block that continues the path."""
         parent = self.nodes[-1] if self.nodes else self.root
         return parent, tuple(token_ids), tuple(position_ids)
 
 
 class RadixCache:
-    """A radix tree of full blocks: which exist, and who uses them. Not thread-safe.
+    """A radix tree of full blocks and their users. Not thread-safe.
 
-    A request holds all nodes of its path or none, so a node without references has no descendant
-    with any: every retained block can be evicted. A path is retained from its end, so that whatever
-    continues a node was released before it, and is evicted before it.
-
-    budget: how many blocks without references `trim_blocks` leaves.
+    A request holds all nodes of its path or none, so descendants of an unused node are unused too:
+    every retained block can be evicted. Paths are retained from their end, so that a node's
+    descendants are evicted before it. `trim_blocks` leaves `budget` unused blocks.
     """
 
     def __init__(self, block_size: int, budget: int) -> None:
@@ -288,19 +292,22 @@ class RadixCache:
         self._retained = OrderedDict[RadixNode, None]()  # the least recently used first
 
     def __len__(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self._nodes)
 
     @property
     def retained(self) -> int:
-        """How many blocks no request uses."""
+        """Number of blocks that no request uses."""
         return len(self._retained)
 
     def match_prefix(
         self, root: Hashable, token_ids: Sequence[int], position_ids: Sequence[int]
     ) -> NodePath:
-        """The longest path of blocks that hold the first of these tokens, acquired. A request that
-        needs the logits of its last token leaves it out. The path of root None is empty."""
+        """Acquire the longest path of blocks that hold the first of these tokens.
+
+        A request that needs the logits of its last token leaves it out. Without a root the path is
+        empty.
+        """
         assert len(token_ids) == len(position_ids)
         path = NodePath(root)
         if root is None:
@@ -317,9 +324,11 @@ class RadixCache:
     def append_block(
         self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], block_id: int
     ) -> bool:
-        """Appends the block that a running request has just filled to its path; acquires it.
-        Returns whether the cache took over `block_id`. Where it has an equal block already, the
-        path takes that one, and the caller frees `block_id`."""
+        """Append the block that a running request has just filled to its path, and acquire it.
+
+        Returns whether the cache took over `block_id`. If it has an equal block already, the path
+        takes that one, and the caller frees `block_id`.
+        """
         assert len(token_ids) == len(position_ids) == self.block_size
         key = path.child_key(token_ids, position_ids)
         node = None if path.root is None else self._nodes.get(key)
@@ -334,9 +343,11 @@ class RadixCache:
         return True
 
     def release_path(self, path: NodePath) -> list[int]:
-        """Ends a request's use of its path, which is empty then. Blocks that no other request uses
-        are retained. Returns the block ids to free: those of a path of root None or of an ephemeral
-        root, which are not retained."""
+        """End a request's use of its path, which becomes empty. Unused blocks are retained.
+
+        Returns the block ids to free: blocks without a root, and unused blocks of an ephemeral
+        root.
+        """
         nodes, path.nodes = path.nodes, []
         if path.root is None:
             return [node.block_id for node in nodes]
@@ -352,19 +363,20 @@ class RadixCache:
         return []
 
     def disown_path(self, path: NodePath) -> None:
-        """Lets no later request find the blocks of a path, nor what continues them. Requests that
-        hold them keep them; then they are retained and evicted as others are."""
+        """Hide the blocks of a path, and all that continue them, from later requests.
+
+        Requests that hold the blocks keep them. Afterwards they are retained and evicted as usual.
+        """
         for node in path.nodes:
             if self._nodes.get(node.key) is node:
                 del self._nodes[node.key]
 
     def evict_blocks(self, count: int) -> list[int]:
-        """Evicts up to `count` retained blocks, least recently used first. Returns their ids, to be
-        freed."""
+        """Evict up to `count` retained blocks, least recently used first. Returns ids to free."""
         return [self._evict(node) for node in list(islice(self._retained, max(0, count)))]
 
     def trim_blocks(self) -> list[int]:
-        """Evicts down to the budget; returns the block ids to free."""
+        """Evict down to the budget. Returns the block ids to free."""
         return self.evict_blocks(self.retained - self.budget)
 
     def _acquire(self, node: RadixNode) -> None:
@@ -380,7 +392,7 @@ class RadixCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVSpan:
-    """Tokens begin:end of keys and values [L, Hkv, tokens, D]: contiguous in every layer."""
+    """Tokens begin:end of keys and values [L, Hkv, tokens, D], contiguous in every layer."""
 
     keys: Tensor
     values: Tensor
@@ -393,14 +405,16 @@ class KVSpan:
 
     @property
     def memory(self) -> tuple[int, int, int]:
-        """Equal for spans of the same memory."""
+        """Identity of the memory: equal for spans of the same tokens."""
         return (self.keys.data_ptr(), self.begin, self.end)
 
 
 class ContiguousKV:
-    """Contiguous memory for the states of a request's own tokens, filled step by step. positions:
-    of the filled tokens. keys, values: [L, Hkv, capacity, D]. states_dtype: in which they are kept
-    once all are computed; None for their own."""
+    """Contiguous memory [L, Hkv, capacity, D] for a request's own tokens, filled step by step.
+
+    `positions` lists the positions of the filled tokens; finished states are converted to
+    `states_dtype`.
+    """
 
     def __init__(
         self, keys: Tensor, values: Tensor, states_dtype: torch.dtype | None = None
@@ -411,7 +425,7 @@ class ContiguousKV:
 
     @classmethod
     def allocate(cls, model: CausalLM, capacity: int, layers: int | None = None) -> ContiguousKV:
-        """layers: the first ones alone; None is all."""
+        """Allocate memory for `capacity` tokens in all layers, or in the first `layers`."""
         return cls(*model.new_states(capacity, layers=layers), model.states_dtype)
 
     @property
@@ -419,27 +433,27 @@ class ContiguousKV:
         return len(self.positions)
 
     def spans(self) -> list[KVSpan]:
-        """The filled tokens, block by block, in order."""
+        """The filled tokens, as at most one span."""
         return [KVSpan(self.keys, self.values, 0, self.length)] if self.length else []
 
     def write_rows(self, begin: int, end: int) -> ContiguousWrite:
-        """Writes the step's rows begin:end behind the filled tokens."""
+        """Write the step's rows begin:end behind the filled tokens."""
         assert self.length + end - begin <= self.keys.shape[2]
         return ContiguousWrite(self.keys, self.values, self.length, begin, end)
 
     def advance(self, positions: Sequence[int]) -> None:
-        """Counts tokens that a step has written, at these positions."""
+        """Count tokens that a step has written, at these positions."""
         self.positions.extend(positions)
 
     def as_states(self, start: int) -> KVStates:
-        """The filled tokens as states that were encoded from position `start` on, in the dtype in
-        which states are kept."""
+        """The filled tokens as states encoded from position `start` on, in `states_dtype`."""
         keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
         return KVStates(keys.to(self.states_dtype), values.to(self.states_dtype), start)
 
 
 class BlockTable:
-    """Blocks of the pool, in order (ChunkAttention's PAKV). All but the last are full."""
+    """Blocks of a sequence in the pool, in order (ChunkAttention's PAKV). All but the last are
+    full."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -452,7 +466,7 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit the blocks held now."""
+        """Number of tokens that fit into the blocks."""
         return len(self.block_ids) * self.pool.block_size
 
     def spans(self) -> list[KVSpan]:
@@ -465,7 +479,7 @@ class BlockTable:
         return found
 
     def slots(self, tokens: int) -> list[int]:
-        """The pool's tokens where the next ones go."""
+        """Slots of the pool for the next `tokens` tokens."""
         size = self.pool.block_size
         assert self.length + tokens <= self.capacity
         return [

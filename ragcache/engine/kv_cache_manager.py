@@ -1,4 +1,4 @@
-"""The KV cache manager: gives blocks to sequences, shared through the radix cache."""
+"""The KV cache manager: blocks of sequences, shared through the radix cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from ragcache.engine.sequence import Sequence
 class KVCacheManager:
     """Allocates the blocks of sequences and frees them.
 
-    Blocks that no request uses any longer are retained in the radix cache within its budget, and
-    evicted first when the pool runs out.
-
-    ahead: for so many tokens of its answer, a sequence gets blocks that follow each other, as long
-    as nobody else needs them: what is consecutive is read at once.
+    Unused blocks are retained in the radix cache within its budget, and evicted first when the pool
+    runs out. Consecutive blocks, which are read at once, are reserved for `ahead` tokens of an
+    answer while the pool has room.
     """
 
     def __init__(self, pool: BlockPool, radix_cache: RadixCache, ahead: int = 0) -> None:
@@ -21,16 +19,16 @@ class KVCacheManager:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or can be evicted at once."""
+        """Number of blocks that are free or can be evicted at once."""
         return self.pool.free_count + self.radix_cache.retained
 
     def can_hold(self, tokens: int) -> bool:
-        """Whether a request of so many private tokens can ever run."""
+        """Whether a request with this many private tokens can ever run."""
         return -(-tokens // self.pool.block_size) <= self.pool.num_blocks
 
     def admit_sequence(self, sequence: Sequence) -> int:
-        """Starts a sequence from the blocks that the radix cache has, and allocates blocks for all
-        of its pending tokens. Returns how many tokens were found."""
+        """Start a sequence from the blocks in the radix cache; allocate blocks for its pending
+        tokens. Returns the number of tokens found."""
         # the last token is computed in any case: the answer continues from its logits
         tokens, positions = sequence.tokens[:-1], sequence.positions[:-1]
         path = self.radix_cache.match_prefix(sequence.group.root, tokens, positions)
@@ -46,8 +44,10 @@ class KVCacheManager:
         return found
 
     def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:
-        """Starts another answer to the leader's prompt, whose states have just been computed. Full
-        blocks are shared, the partly filled one is copied. False where no block is free."""
+        """Start another answer to the leader's prompt, whose states have just been computed.
+
+        Full blocks are shared; the partly filled one is copied. Returns False if no block is free.
+        """
         assert leader.private is not None
         if self.available_blocks == 0:
             return False
@@ -62,8 +62,8 @@ class KVCacheManager:
         return True
 
     def allocate_slots(self, sequence: Sequence, tokens: int, ahead: int = 0) -> None:
-        """Allocates blocks for the next `tokens`. The scheduler has made sure that there are any.
-        ahead: see `BlockPool.allocate_blocks`."""
+        """Allocate blocks for the next `tokens` tokens. The scheduler has made sure that they are
+        available. `ahead`: see `BlockPool.allocate_blocks`."""
         private = sequence.private
         assert private is not None
         missing = private.length + tokens - private.capacity
@@ -79,8 +79,11 @@ class KVCacheManager:
         private.block_ids += blocks
 
     def share_blocks(self, sequence: Sequence, end: int) -> bool:
-        """Lets the blocks be found that the sequence's first `end` tokens fill. Their states are
-        written. Returns whether it now reads another's block instead of an equal one of its own."""
+        """Offer the blocks that the first `end` tokens fill, whose states are written, to other
+        requests.
+
+        Returns whether an equal block of another request has replaced one of the sequence's own.
+        """
         private, path = sequence.private, sequence.path
         assert private is not None
         assert path is not None
@@ -97,13 +100,12 @@ class KVCacheManager:
         return exchanged
 
     def disown_blocks(self, sequence: Sequence) -> None:
-        """Lets no other sequence find the blocks that this one reads: their states are no numbers.
-        Those who read them already fail as it does."""
+        """Hide the blocks of a sequence from others, because their states are not finite."""
         if sequence.path is not None:
             self.radix_cache.disown_path(sequence.path)
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Frees a sequence's blocks; it may be admitted again."""
+        """Free a sequence's blocks. It may be admitted again."""
         private, path = sequence.private, sequence.path
         if private is None or path is None:
             return
@@ -113,6 +115,6 @@ class KVCacheManager:
         sequence.private = sequence.path = None
 
     def forget_retained(self) -> None:
-        """Frees the blocks that no request uses."""
+        """Free all blocks that no request uses."""
         retained = self.radix_cache.retained
         self.pool.free_blocks(self.radix_cache.evict_blocks(retained))

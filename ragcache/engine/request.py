@@ -21,53 +21,55 @@ MAX_CHOICES = 128
 
 
 class AnswerText(Protocol):
-    """The text of one answer as it grows, such as a `TextStream`."""
+    """The text of one answer as it grows, for example a `TextStream`."""
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, None before."""
+        """The stop string that ended the text, if any."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token. Returns the text that is now safe to show."""
+        """Add the next token. Returns the text that is now safe to show."""
 
     def finish(self) -> str:
-        """Ends the text. Returns what was held back."""
+        """End the text. Returns the rest that was held back."""
 
 
 MakeText = Callable[[Sequence[str]], AnswerText]
-"""Makes the text of one answer, given the strings that end it."""
+"""Creates the text of one answer, given its stop strings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """States placed at position `start` of a prompt, without a copy. On a GPU they are there when
-    the request is submitted, or have an `arrival`. name: identifies the states for all time, or
-    None. Requests over segments of equal names at equal places can share the private states after
-    them. token_ids: the tokens of the states, which a repetition penalty counts; None where they
-    are not known."""
+    """States placed at position `start` of a prompt, without a copy.
+
+    On a GPU the states are there when the request is submitted, or have an `arrival`.
+    """
 
     states: StoredStates
     start: int
     name: str | None = None
+    """Identifies the states for all time. Requests over segments with equal names at equal places
+    can share private states. None shares nothing."""
     token_ids: Sequence[int] | None = None
+    """Tokens of the states, if known. A repetition penalty counts them."""
 
     @property
     def delta(self) -> int:
-        """How far the segment was moved from where it was encoded, in positions."""
+        """Distance from the position where the states were encoded, in positions."""
         return self.start - self.states.start
 
     @property
     def end(self) -> int:
-        """The first position after the segment."""
+        """Position after the segment."""
         return self.start + self.states.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """What a request attends to: segments, and its own tokens in the order of their positions.
+    """The input of a request: segments, and its own tokens in the order of their positions.
 
-    A token sees the segments that start before it, and the own tokens before it. The answer
-    continues at `next_position`.
+    A token attends to the segments that start before it, and to the own tokens before it. The
+    answer continues at `next_position`.
     """
 
     segments: tuple[Segment, ...]
@@ -77,62 +79,58 @@ class Context:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose states are read, not computed."""
+        """Number of tokens whose states are read instead of computed."""
         return sum(segment.states.length for segment in self.segments)
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt, read and computed."""
         return self.cached_tokens + len(self.token_ids)
 
     @property
     def seen_token_ids(self) -> Iterator[int]:
-        """The tokens of the prompt as far as they are known, those of the segments first."""
+        """Known tokens of the prompt: first of the segments, then its own."""
         known = (segment.token_ids or () for segment in self.segments)
         return chain(*known, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A context to continue, and how.
-
-    Args:
-        context: Segments and own tokens; at least one of these.
-        max_tokens: An answer of so many tokens ends with `length`.
-        stop_ids: Tokens that end an answer and do not belong to it, unless `ignore_eos`.
-        sampling: How tokens are chosen; by default the likeliest.
-        n: How many answers are sampled; they share the prompt's states.
-        stop: Strings that end an answer and do not belong to its text; need `text`.
-        text: Makes the text of an answer; None where tokens are enough.
-        min_tokens: No stop token is chosen before so many.
-        ignore_eos: Stop tokens are ordinary; under a constraint they are never chosen.
-        tenant: Requests of equal tenants may share private states; None shares with no other.
-        priority: Each level counts as `AGING_SECONDS` seconds of waiting; higher comes sooner.
-        timeout: Seconds from submission until the request fails with `DeadlineExceeded`.
-        suppress_tokens: Tokens that are never chosen.
-        prompt_logprobs: The log-probabilities of so many of the prompt's last own tokens are
-            reported, computed with the prompt in one pass. Its private states are then its own.
-        constraint: Makes the constraint of one answer. A finished constraint ends its answer with
-            `stop`, also before `min_tokens`.
-
-    Raises:
-        InvalidRequest: An option is out of its range.
-    """
+    """A context to continue, and how. Raises `InvalidRequest` for an option outside of its
+    range."""
 
     context: Context
+    """Segments and own tokens; at least one own token."""
     max_tokens: int
+    """Maximum length of an answer."""
     stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer. They do not belong to it."""
     sampling: SamplingParams = SamplingParams()
+    """How tokens are chosen. Greedy by default."""
     n: int = 1
+    """Number of answers. They share the states of the prompt."""
     stop: tuple[str, ...] = ()
+    """Strings that end an answer. They do not belong to its text. Requires `text`."""
     text: MakeText | None = None
+    """Creates the text of an answer. Without it, answers have tokens only."""
     min_tokens: int = 0
+    """Length before which no stop token is chosen."""
     ignore_eos: bool = False
+    """Treat stop tokens as ordinary tokens. Under a constraint they are never chosen."""
     tenant: Hashable = None
+    """Requests of equal tenants may share private states. None shares with no other request."""
     priority: int = 0
+    """Each level counts as `AGING_SECONDS` of waiting."""
     timeout: float | None = None
+    """Seconds from submission until the request fails with `DeadlineExceeded`."""
     constraint: MakeConstraint | None = None
+    """Creates the constraint of one answer. A finished constraint ends its answer with `stop`, also
+    before `min_tokens`."""
     suppress_tokens: frozenset[int] = frozenset()
+    """Tokens that are never chosen."""
     prompt_logprobs: int = 0
+    """Number of the prompt's last own tokens whose log-probabilities are reported, computed with
+    the prompt in one pass. Private states are then not shared."""
 
     def __post_init__(self) -> None:
         if not self.context.token_ids:
@@ -150,8 +148,8 @@ class Request:
 
     @property
     def root(self) -> Hashable:
-        """The root of its private states in the radix cache: the tenant, and the segments with
-        their places. None where the states are not shared."""
+        """Root of the request's private states in the radix cache: its tenant and placed segments,
+        unless the states are not shared."""
         names = tuple((segment.name, segment.start) for segment in self.context.segments)
         if self.tenant is None or self.prompt_logprobs or any(name is None for name, _ in names):
             return None
@@ -159,7 +157,7 @@ class Request:
 
 
 def _check_known_tokens(context: Context) -> None:
-    """Raises `InvalidRequest` where a repetition penalty could not count all of the prompt."""
+    """Raise `InvalidRequest` if a repetition penalty cannot count every prompt token."""
     for number, segment in enumerate(context.segments):
         known = -1 if segment.token_ids is None else len(segment.token_ids)
         if known != segment.states.length:
@@ -174,7 +172,7 @@ def _check_known_tokens(context: Context) -> None:
 def check_options(
     max_tokens: int, min_tokens: int, n: int, timeout: float | None, *, stop: Sequence[str]
 ) -> None:
-    """Raises `InvalidRequest` for options of a `Request` that are out of their range."""
+    """Raise `InvalidRequest` if an option of a `Request` is out of its range."""
     check_stop_strings(stop)
     if max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
@@ -190,70 +188,70 @@ def check_options(
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A new token of an answer, and the text that is now safe to show. choice: index of the answer,
-    below `n`. chosen: None where the last delta has only text that was held back."""
+    """A new token of an answer, and the text that is now safe to show."""
 
     choice: int
+    """Index of the answer."""
     chosen: SampledToken | None
+    """The token, unless the delta only has text that was held back."""
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer.
-
-    token_ids: without the stop token; where a string stopped it, with the tokens that spelled it.
-    text: "" where the request has no `text`. finish_reason: `stop` or `length`. stopped_by: the
-    token id or string that ended it; None where a limit or its constraint did. chosen: the tokens
-    with log-probabilities, where `SamplingParams.logprobs` is set. first_logprobs: the model's own
-    log-probabilities of all tokens at the first place, a stop token's too, float32 [V] on the CPU,
-    where `SamplingParams.first_logprobs` is set. ending: the stop token, where one ended it and
-    `logprobs` is set.
-    """
+    """One finished answer."""
 
     token_ids: tuple[int, ...]
+    """Tokens without the stop token. Includes the tokens that spelled a stop string."""
     text: str
+    """Text before the stop string. Empty if the request has no `text`."""
     finish_reason: str
+    """`stop` or `length`."""
     stopped_by: int | str | None = None
+    """The token id or string that ended the answer, unless a limit or a constraint did."""
     chosen: tuple[SampledToken, ...] = ()
+    """Tokens with log-probabilities, if `SamplingParams.logprobs` is set."""
     first_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
+    """The model's log-probabilities of all tokens at the first place, float32 [V] on the CPU, if
+    `SamplingParams.first_logprobs` is set."""
     ending: SampledToken | None = None
+    """The stop token with its log-probability, if `SamplingParams.logprobs` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The finished answers to a request.
-
-    shared_tokens: private tokens of the prompt whose states were found in the radix cache. Times
-    are `time.perf_counter` readings, in seconds; admitted_at is when the request left the queue.
-    prompt_logprobs: see `Request`.
-    """
+    """The finished answers to a request. Times are `time.perf_counter` readings, in seconds."""
 
     choices: tuple[Choice, ...]
     shared_tokens: int
+    """Own tokens of the prompt whose states were found in the radix cache."""
     submitted_at: float
     admitted_at: float
+    """Time at which the request left the queue."""
     first_token_at: float
     finished_at: float
     prompt_logprobs: tuple[float, ...] = ()
+    """See `Request.prompt_logprobs`."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Those of the first answer."""
+        """Token ids of the first choice."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> str:
-        """That of the first answer."""
+        """Finish reason of the first choice."""
         return self.choices[0].finish_reason
 
 
 def assemble_context(
     states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_tokens: int
 ) -> Context:
-    """Places states one after another without gaps, then a prompt's own tokens. Raises
-    `PromptTooLong` where prompt and answer, of at most `max_tokens`, exceed `window`
-    positions."""
+    """Place states one after another without gaps, followed by the prompt's own tokens.
+
+    Raises:
+        PromptTooLong: Prompt and answer, of up to `max_tokens`, exceed `window` positions.
+    """
     position, segments = 0, []
     for each in states:
         segments.append(Segment(each, position))
@@ -268,9 +266,11 @@ def assemble_context(
 def check_tokens(
     token_ids: Sequence[int], position_ids: Sequence[int], *, vocabulary: int, window: int
 ) -> None:
-    """Raises `InvalidRequest` or `PromptTooLong` for tokens that a model cannot compute at these
-    positions: they would break the step of all requests, or change the frequencies of all (LongRoPE
-    beyond its first window). vocabulary: how many tokens the model has."""
+    """Check that a model with this vocabulary and window can compute tokens at some positions.
+
+    Invalid ones would break the step of all requests, or change the frequencies of all (LongRoPE
+    beyond its first window). Raises `InvalidRequest` or `PromptTooLong`.
+    """
     if len(token_ids) != len(position_ids):
         raise InvalidRequest(
             f"there are {len(token_ids)} tokens at {len(position_ids)} positions; give each token "
@@ -294,8 +294,8 @@ def check_tokens(
 
 
 def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> None:
-    """Raises `InvalidRequest` for states that are not the model's. by_address: a GPU reads them by
-    their address, as numbers of the model's dtype or int8."""
+    """Raise `InvalidRequest` unless states have the model's shape, dtype and device. `by_address`:
+    kernels of a GPU read them in place, so the tokens of a head must be contiguous."""
     keys = states.keys
     layers, heads, _, dim = keys.shape
     found = (layers, heads, dim, keys.device)
@@ -315,8 +315,7 @@ def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> 
 
 
 def check_place(segment: Segment, window: int) -> None:
-    """Raises `PromptTooLong` for a segment outside of the model's window, where a GPU has no
-    angles."""
+    """Raise `PromptTooLong` if a segment or its distance exceeds the model's window."""
     if segment.start < 0 or segment.end > window or abs(segment.delta) >= window:
         raise PromptTooLong(
             f"states that were encoded at position {segment.states.start} are placed at "
@@ -325,7 +324,7 @@ def check_place(segment: Segment, window: int) -> None:
 
 
 def check_window(document_tokens: int, own_tokens: int, *, window: int, max_tokens: int) -> None:
-    """Raises `PromptTooLong` where prompt and answer would not fit the model's window."""
+    """Raise `PromptTooLong` if prompt and answer exceed the model's window."""
     if document_tokens + own_tokens + max_tokens > window:
         raise PromptTooLong(
             f"the prompt needs {document_tokens + own_tokens} tokens ({document_tokens} of "

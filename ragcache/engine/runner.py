@@ -1,4 +1,4 @@
-"""Model runners: how a batch reaches the model. All requests are one ragged pass."""
+"""Model runners: all requests of a step become one ragged forward pass."""
 
 from __future__ import annotations
 
@@ -22,56 +22,59 @@ class ModelRunner(Protocol):
     """Computes the scheduled chunks of a step."""
 
     asynchronous: bool
-    """Whether steps are launched and run on; it is an `AsynchronousRunner` then."""
+    """Whether steps are launched ahead: the runner is an `AsynchronousRunner`."""
 
     stream: torch.cuda.Stream | None
-    """Where all steps run; None on a CPU."""
+    """The CUDA stream of all steps. None on a CPU."""
 
     @property
     def model(self) -> CausalLM: ...
 
     def create_pool(self, nbytes: int) -> BlockPool:
-        """The pool of private states, of at most `nbytes`."""
+        """Create the pool for the states of requests' own tokens, of at most `nbytes`."""
 
     def create_sampler(self) -> Sampler:
-        """Samples tokens from the logits of the steps."""
+        """Create a sampler for the logits of the runner's steps."""
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        """Plans a step; the result computes it and returns the logits of the rows that chunks want,
-        [R, vocabulary]; see `ScheduledChunk.logit_rows`."""
+        """Plan a step. The result computes it and returns the logits [R, vocabulary] of the rows
+        that chunks want (`ScheduledChunk.logit_rows`)."""
 
     def release_batch(self) -> None:
-        """Releases what is kept between steps; called when nothing runs."""
+        """Release memory that is kept between steps. Called when no request runs."""
 
     def warm_up(self) -> None:
-        """Does ahead of time what the first steps would do. Called in the thread of the steps."""
+        """Compile and capture before the first step. Called in the thread of the steps."""
 
 
 class AsynchronousRunner(ModelRunner, Protocol):
-    """Launches steps, which a device computes one after another in the order of their launches.
+    """Launches steps, which a device computes in the order of their launches.
 
-    What a step reads stays referenced by the core until the step has been waited for, so memory of
-    segments may be reused once nothing references their tensors, and not before: a lease can end
-    while a step runs. Blocks of the pool are freed without waiting, since whatever writes to them
-    next is launched later.
+    The core keeps references to everything that a step reads until it has waited for the step.
+    Memory of segments may therefore be reused once nothing references their tensors, and not
+    before: a lease can end while a step runs. Blocks of the pool are freed without waiting, since
+    the next writer is launched later.
     """
 
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Plans a step; the result launches it and returns its logits without waiting.
+        """Plan a step. The result launches it and returns its logits without waiting.
 
-        previous: `PendingTokens.inputs` of the step before, int64 [N] on the device, where some
-        chunks have `follows`: the token of such a chunk is `previous[chunk.follows]`.
+        `previous` are the sampled tokens of the step before (`PendingTokens.inputs`), int64 [N] on
+        the device. A chunk with `follows` takes the token `previous[chunk.follows]`.
         """
 
     def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
-        """Plans the step after one whose chunks all had one token and wanted logits, with the same
-        chunks, each one token further. previous: the tokens sampled by it, in its order."""
+        """Plan the step that repeats the last one, each chunk one token further.
+
+        Every chunk of the last step must have had one token and wanted logits. `previous` are the
+        tokens sampled from it, in its order.
+        """
 
 
 class RaggedModelRunner:
-    """Computes all chunks in one pass over segments."""
+    """Computes all chunks in one pass, on any device."""
 
     asynchronous = False
 
@@ -97,11 +100,11 @@ class RaggedModelRunner:
         self.builder.forget()
 
     def warm_up(self) -> None:
-        """Nothing to do."""
+        """Does nothing: no graphs are captured."""
 
 
 def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:
-    """Makes this thread's stream wait for segments that are still being copied to the device."""
+    """Make the current stream wait for segments that are still being copied to the device."""
     if device.type != "cuda":
         return
     stream = torch.cuda.current_stream(device)
@@ -112,8 +115,8 @@ def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> No
 
 
 def runner_for(model: CausalLM, *, prefill_tokens: int = 8192) -> ModelRunner:
-    """The runner that suits a model and its device. prefill_tokens: the most rows of a step that
-    a GPU's tables have room for at first."""
+    """Create the runner that suits a model and its device. A GPU's tables have room for
+    `prefill_tokens` rows at first."""
     if model.device.type == "cuda" and model.kernels:
         try:
             from ragcache.engine.device_runner import DeviceModelRunner

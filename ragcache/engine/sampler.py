@@ -1,12 +1,12 @@
 """Sampling the next token of each sequence of a batch.
 
-Penalties, forbidden tokens and constraints change a row's logits; then a token is drawn in the
+Penalties, forbidden tokens and constraints change a row's logits. Then a token is drawn in the
 exact arithmetic of `ragcache.engine.sampling`.
 
-Nothing waits for a GPU before the tokens are needed: sampling parameters become columns on the
-device once for each list of states, what changes from step to step goes there through pinned
-memory, and filters and draws are one kernel (`sampling_kernels`) instead of sorts whose sizes the
-host would have to know.
+The host does not wait for a GPU before it needs the tokens. Sampling parameters become columns on
+the device once per list of states; values that change from step to step go through pinned memory;
+filters and draws are one kernel (`sampling_kernels`) instead of sorts whose sizes the host would
+have to know.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CPU_ROWS, GPU_ROWS = 8, 64
 """Rows whose logits are copied at once: on a CPU for its cache, on a GPU to bound the memory."""
 
 BLOCK = 4096
-"""Tokens that a program of the kernel takes at a time."""
+"""Tokens that a program of the draw kernel reads at a time."""
 
 LIKELIEST_BLOCK = 16384
-"""Logits among which the likeliest of a row is looked for at a time."""
+"""Logits that a program of the argmax kernel reads at a time."""
 
 TIMESTAMPS = 32
 """Size of the pool of timestamps: a step takes three, and two steps are in flight."""
@@ -55,33 +55,33 @@ TIMESTAMPS = 32
 class SamplerState:
     """One sequence's sampling parameters and its place in its stream of random numbers.
 
-    The n-th number is a hash of (seed, index, n), so a sequence draws the same whatever runs beside
-    it and whenever it is interrupted.
-
-    drawn: tokens sampled so far. counts: None unless a penalty needs them. first_logprobs: the
-    log-probabilities of all tokens at the first place, float32 [V] on the CPU, once it is known,
-    where `SamplingParams.first_logprobs` is set.
+    The n-th number is a hash of (seed, index, n), so a sequence draws the same tokens whatever runs
+    in its batch and whenever it is interrupted.
     """
 
     sampling: SamplingParams
     seed: int
     index: int = 0
     drawn: int = 0
+    """Number of tokens sampled so far."""
     counts: TokenCounts | None = None
+    """Token counts, if a penalty needs them."""
     first_logprobs: Tensor | None = None
+    """Log-probabilities of all tokens at the first place, float32 [V] on the CPU, if
+    `SamplingParams.first_logprobs` is set."""
 
     @classmethod
     def start(
         cls, sampling: SamplingParams, prompt_tokens: Iterable[int], index: int = 0
     ) -> SamplerState:
-        """The state of the index-th of a request's n sequences; each has a stream of its own."""
+        """The state of a request's answer `index`. Each answer has a random stream of its own."""
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         repeats = sampling.repetition_penalty != 1
         counts = TokenCounts(prompt_tokens if repeats else ()) if sampling.penalized else None
         return cls(sampling, seed, index, counts=counts)
 
     def uniform(self) -> float:
-        """The number for the next token, a multiple of 2**-48 in [0, 1)."""
+        """Random number for the next token, a multiple of 2**-48 in [0, 1)."""
         place = struct.pack(">qQQ", self.seed, self.index, self.drawn)
         return int.from_bytes(blake2b(place, digest_size=6).digest(), "big") / 2**48
 
@@ -92,37 +92,40 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token, with log-probabilities where `SamplingParams.logprobs` says so.
+    """A sampled token, with log-probabilities if `SamplingParams.logprobs` is set.
 
     They are natural logarithms of the model's own distribution: the softmax of the logits before
-    penalties, temperature and filters, as OpenAI and vLLM report them. alternatives: the likeliest
-    tokens with theirs, likeliest first, whether or not the chosen one is among them. allowed: the
-    log-probability of all tokens that the constraint allowed; 0 without one. Among these the chosen
-    one has `logprob - allowed`.
+    penalties, temperature and filters, as OpenAI and vLLM report them.
     """
 
     token: int
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their log-probabilities, likeliest first. May include the chosen
+    token."""
     allowed: float = 0.0
+    """Log-probability of all tokens that the constraint allowed, 0 without one. Among them the
+    chosen token has `logprob - allowed`."""
 
 
 class PendingTokens(Protocol):
-    """The tokens of a step, which may still be computed.
-
-    inputs: int64 [R], the tokens on the logits' device, for the step that comes after; some valid
-    token where none could be sampled.
-    """
+    """The sampled tokens of a step that may still run."""
 
     @property
-    def inputs(self) -> Tensor: ...
+    def inputs(self) -> Tensor:
+        """Tokens for the next step, int64 [R], on the device of the logits.
+
+        A row without a token has any valid one.
+        """
 
     def wait(self) -> list[SampledToken | UnusableLogits]:
-        """Waits until the step has been computed. Called once.
+        """Wait for the step. Called once.
 
-        A row whose largest allowed logit is not finite, or which holds NaN, gives an
-        `UnusableLogits` that was not raised, and its state stays as it was; the other rows are not
-        affected."""
+        Returns:
+            A token for each row. A row whose largest allowed logit is not finite, or that holds
+                NaN, has an `UnusableLogits` error instead; its state is unchanged, and other
+                rows are not affected.
+        """
 
 
 class DeviceTimestamp(Protocol):
@@ -135,9 +138,11 @@ class DeviceTimestamp(Protocol):
 class Sampler:
     """Samples the tokens of step after step, on the current stream of its device.
 
-    kernels: whether Triton's kernels choose the tokens, those of all rows at once; on a CPU, under
-    Triton's interpreter, they serve tests. Without kernels the same operations of PyTorch serve any
-    device, for some rows at a time.
+    Args:
+        device: The device of the logits.
+        kernels: Whether Triton kernels choose the tokens, all rows at once (on a CPU: under
+            Triton's interpreter, for tests). Without them the same operations of PyTorch serve
+            any device, some rows at a time.
     """
 
     def __init__(self, device: torch.device, *, kernels: bool = False) -> None:
@@ -159,19 +164,22 @@ class Sampler:
 
     @torch.inference_mode()
     def launch(
-        self, logits: Tensor, states: Sequence[SamplerState],
+        self,
+        logits: Tensor,
+        states: Sequence[SamplerState],
         forbidden: Sequence[Collection[int]] | None = None,
         masks: Sequence[Tensor | None] | None = None,
-    ) -> PendingTokens:  # fmt: skip
-        """Begins to sample the next token of every row, and does not wait with kernels.
+    ) -> PendingTokens:
+        """Start to sample the next token of every row. Does not wait if `kernels` is set.
 
         Args:
-            logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
-            states: Of the rows, current until the tokens have been waited for. What follows from
-                them is kept while the same list comes. Without rows, waiting waits for the step.
-            forbidden: For each row the token ids that may not be chosen now; None for none.
-            masks: For each row those that its constraint allows (see `Constraint.mask`); None where
-                no row has one.
+            logits: [R, V] of any floating type. They are not changed; the arithmetic is float32.
+            states: State of each row, valid until the tokens have been waited for. Derived
+                tensors are kept while the same list is passed. Without rows, waiting waits for
+                the step.
+            forbidden: Token ids that may not be chosen, for each row. Defaults to no such tokens.
+            masks: Tokens that each row's constraint allows (`Constraint.mask`), for rows that
+                have one.
         """
         size = GPU_ROWS if logits.is_cuda else CPU_ROWS
         if self._kernels or len(states) <= size or (not forbidden and _are_plain(states)):
@@ -185,9 +193,12 @@ class Sampler:
         return _Portions(portions)
 
     def _launch(
-        self, logits: Tensor, states: Sequence[SamplerState],
-        forbidden: Sequence[Collection[int]] | None, masks: Sequence[Tensor | None] | None,
-    ) -> _PendingTokens:  # fmt: skip
+        self,
+        logits: Tensor,
+        states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None,
+        masks: Sequence[Tensor | None] | None,
+    ) -> _PendingTokens:
         if not states:
             return _PendingTokens(states, *self._fetched(torch.empty(0, device=self.device)))
         rows = self._rows
@@ -216,7 +227,7 @@ class Sampler:
         return _PendingTokens(states, host, event, inputs, rows.reporting, firsts)
 
     def _launch_likeliest(self, logits: Tensor, states: Sequence[SamplerState]) -> _PendingTokens:
-        """The usual case, with kernels in one launch."""
+        """Sample greedily, the usual case. With kernels, in one launch."""
         if not self._kernels:
             tokens = likeliest_tokens(logits)
             return _PendingTokens(states, *self._fetched(tokens), tokens.clamp(min=0))
@@ -228,13 +239,12 @@ class Sampler:
         host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         inputs = torch.empty(count, dtype=torch.int64, device=self.device)
         likeliest_kernel[(count,)](
-            logits, logits.stride(0), inputs, host, vocabulary,
-            BLOCK=LIKELIEST_BLOCK, num_warps=16,
-        )  # fmt: skip
+            logits, logits.stride(0), inputs, host, vocabulary, BLOCK=LIKELIEST_BLOCK, num_warps=16
+        )
         return _PendingTokens(states, [host], self._event(), inputs)
 
     def _event(self) -> torch.cuda.Event | None:
-        """After what is launched so far."""
+        """Record an event after the work launched so far."""
         if self.device.type != "cuda":
             return None
         event = new_event()
@@ -242,7 +252,7 @@ class Sampler:
         return event
 
     def _fetched(self, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """The tensors on the host, complete after the event."""
+        """Copy tensors to the host. They are complete after the event."""
         if self.device.type != "cuda":
             return list(tensors), None
         found = []
@@ -252,7 +262,7 @@ class Sampler:
         return found, self._event()
 
     def _forbid(self, logits: Tensor, forbidden: Sequence[Collection[int]]) -> None:
-        """Sets the logits of forbidden tokens to minus infinity."""
+        """Set the logits of forbidden tokens to minus infinity."""
         size = logits.shape[-1]
         places = [
             row * size + token
@@ -264,7 +274,7 @@ class Sampler:
             logits.view(-1).index_fill_(0, upload(places, torch.int64, self.device), -torch.inf)
 
     def _allowed(self, logits: Tensor, rows: _Rows, masks: Sequence[Tensor | None]) -> Tensor:
-        """See `SampledToken.allowed`, of the rows that report."""
+        """Compute `SampledToken.allowed` of the rows that report log-probabilities."""
         assert rows.reported is not None
         found = []
         for begin in range(0, len(rows.reporting), GPU_ROWS):
@@ -276,7 +286,7 @@ class Sampler:
         return torch.cat(found)
 
     def _mask(self, logits: Tensor, masks: Sequence[Tensor | None]) -> None:
-        """Sets what the masks do not allow to minus infinity; see `Constraint.mask`."""
+        """Set the logits of tokens outside the masks to minus infinity (`Constraint.mask`)."""
         width = -(-logits.shape[-1] // 32)
         pins = self.device.type == "cuda"
         words = torch.zeros(len(masks), width, dtype=torch.int32, device="cpu", pin_memory=pins)
@@ -295,12 +305,12 @@ class Sampler:
 
 @dataclass(slots=True, eq=False)
 class _PendingTokens:
-    """See `PendingTokens`. host: the tokens, -1 where a row has none; the log-probabilities of all
-    tokens in the rows that lacked them, `firsts`, if any; those of some, of the rows that report
-    them."""
+    """Tokens of a step (`PendingTokens`)."""
 
     states: Sequence[SamplerState]
     host: list[Tensor]
+    """Tokens (-1 in a row without one); log-probabilities of all tokens in the rows `firsts`, if
+    any; results of `logprobs_of` for the rows `reporting`."""
     event: torch.cuda.Event | None
     inputs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     reporting: Sequence[int] = ()
@@ -333,7 +343,7 @@ class _PendingTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portions:
-    """See `PendingTokens`: the tokens of some rows after another's."""
+    """Tokens of a step that is sampled some rows at a time (`PendingTokens`)."""
 
     parts: Sequence[_PendingTokens]
 
@@ -347,27 +357,31 @@ class _Portions:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """The rows with penalties: their numbers, penalties, and tables [R, V]."""
+    """The rows with penalties."""
 
     rows: Tensor
+    """Numbers of the rows."""
     penalties: Penalties
     prompt: Tensor
+    """[R, V], see `TokenCounts.tables`."""
     counts: Tensor
+    """[R, V], see `TokenCounts.tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Random:
-    """The rows that draw: their numbers, None for all, and settings."""
+    """The rows that draw, and their settings."""
 
     states: list[SamplerState]
     rows: Tensor | None
+    """Numbers of the rows, unless all rows draw."""
     temperatures: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Draws one token a row by definition. logits: float32 [R, V], of these rows."""
+        """Draw one token per row by PyTorch. logits: float32 [R, V], of these rows."""
         samplings = [state.sampling for state in self.states]
         shares = shares_of(logits, [sampling.temperature for sampling in samplings])
         if any(sampling.filtered for sampling in samplings):
@@ -375,7 +389,7 @@ class _Random:
         return draw(shares, [state.uniform() for state in self.states])
 
     def draw_by_kernel(self, logits: Tensor) -> Tensor:
-        """Draws the same tokens, some rows at a time."""
+        """Draw the same tokens by the kernel, some rows at a time."""
         from ragcache.engine.sampling_kernels import draw_kernel
 
         drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -386,15 +400,22 @@ class _Random:
             shares = float_shares(logits[here], self.temperatures[here]).trunc_()
             keys = shares.view(torch.int32)
             draw_kernel[(len(keys),)](
-                keys, self.top_k[here], self.top_p[here], self.min_p[here], uniforms[here],
-                drawn[here], keys.shape[-1], BLOCK=BLOCK, num_warps=16,
-            )  # fmt: skip
+                keys,
+                self.top_k[here],
+                self.top_p[here],
+                self.min_p[here],
+                uniforms[here],
+                drawn[here],
+                keys.shape[-1],
+                BLOCK=BLOCK,
+                num_warps=16,
+            )
         return drawn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Tensors that follow from the states of rows, on the device."""
+    """Tensors on the device that follow from the states of rows."""
 
     states: Sequence[SamplerState]
     plain: bool
@@ -416,7 +437,7 @@ class _Rows:
         )
 
     def penalize(self, logits: Tensor) -> None:
-        """Applies the penalties. logits: float32 [R, V], overwritten."""
+        """Apply the penalties in place. logits: float32 [R, V]."""
         counted = self.counted
         if counted is not None:
             own = logits.index_select(0, counted.rows)
@@ -424,7 +445,7 @@ class _Rows:
             logits.index_copy_(0, counted.rows, penalized)
 
     def draw(self, logits: Tensor, tokens: Tensor, *, kernels: bool) -> Tensor:
-        """The tokens, drawn in the rows that draw and can. logits: float32 [R, V]."""
+        """Replace the tokens of rows that draw. logits: float32 [R, V]."""
         random = self.random
         assert random is not None
         own = logits if random.rows is None else logits.index_select(0, random.rows)
@@ -434,14 +455,14 @@ class _Rows:
         return torch.where(tokens >= 0, drawn, -1)
 
     def count(self, tokens: Tensor) -> None:
-        """Counts the tokens of the rows with penalties."""
+        """Count the tokens of the rows with penalties."""
         counted = self.counted
         if counted is not None:
             own = tokens.index_select(0, counted.rows)[:, None]
             counted.counts.scatter_add_(1, own.clamp(min=0), (own >= 0).to(counted.counts.dtype))
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> Sequence[Tensor]:
-        """See `logprobs_of`, of the rows that report them."""
+        """Log-probabilities of the rows that report them (`logprobs_of`)."""
         if self.reported is None:
             return ()
         rows = torch.split(self.reported, GPU_ROWS)
@@ -452,7 +473,7 @@ class _Rows:
 
 
 def _are_plain(states: Sequence[SamplerState]) -> bool:
-    """Whether the likeliest tokens are chosen where nothing is forbidden."""
+    """Whether every row takes its likeliest allowed token."""
     return all(state.sampling.greedy and state.counts is None for state in states)
 
 
@@ -465,7 +486,7 @@ def _all_logprobs(logits: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _counted(states: Sequence[SamplerState], logits: Tensor) -> _Counted | None:
-    """Moves the tables of all rows with penalties side by side."""
+    """Collect the tables of all rows with penalties."""
     pairs = [(row, s, s.counts) for row, s in enumerate(states) if s.counts is not None]
     if not pairs:
         return None
@@ -498,7 +519,7 @@ def _random(states: Sequence[SamplerState], device: torch.device) -> _Random | N
 
 
 def unusable(state: SamplerState) -> UnusableLogits:
-    """Why a row of the sequence has no token."""
+    """The error of a row without a token."""
     return UnusableLogits(
         f"after {state.drawn} tokens every next one is forbidden, or the model's logits are not "
         "finite; check the stop tokens, the model's weights and its dtype"
@@ -506,11 +527,15 @@ def unusable(state: SamplerState) -> UnusableLogits:
 
 
 def report_logprobs(
-    tokens: Sequence[int], counts: Sequence[int], own: Tensor, ids: Tensor, values: Tensor,
+    tokens: Sequence[int],
+    counts: Sequence[int],
+    own: Tensor,
+    ids: Tensor,
+    values: Tensor,
     allowed: Tensor | None = None,
-) -> list[SampledToken]:  # fmt: skip
-    """The tokens with what `logprobs_of` found. counts: how many alternatives each row reports.
-    allowed: see `SampledToken`, [R]; None where no row has a constraint."""
+) -> list[SampledToken]:
+    """Combine tokens with the results of `logprobs_of`: the first `counts` alternatives of each
+    row, and the share of allowed tokens (`SampledToken.allowed`), if a row has one."""
     chosen = []
     shares = [0.0] * len(tokens) if allowed is None else allowed.tolist()
     columns = (tokens, counts, own.tolist(), ids.tolist(), values.tolist(), shares)

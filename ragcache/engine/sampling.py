@@ -1,8 +1,8 @@
-"""The arithmetic of sampling: penalties, shares, filters, draws and log-probabilities of logits.
+"""The arithmetic of sampling: penalties, shares, filters, draws and log-probabilities.
 
 Probabilities become whole numbers of shares. A sum of integers does not depend on the order of its
-terms, so neither the rows beside a row nor the device can change what is drawn, and tokens are kept
-or dropped by their shares alone.
+terms, so neither the other rows nor the device change the drawn token. Filters keep or drop tokens
+by their shares alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD = 1024
 
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
-    """The first of each row's largest logits, [R]; -1 where that is infinite or one is NaN."""
+    """The first of each row's largest logits, [R]; -1 if that is infinite or a logit is NaN."""
     largest, tokens = logits.max(dim=-1)
     return torch.where(largest.isfinite(), tokens, -1)
 
@@ -157,7 +157,7 @@ class Penalties:
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values on a device, without waiting for what it computes."""
+    """Copy values to a device without waiting for its work."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)

@@ -1,4 +1,4 @@
-"""How the next tokens of a sequence are chosen: the settings and their ranges."""
+"""Sampling parameters of a request, and their ranges."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of one sequence. The default is greedy.
+    """Sampling parameters of one sequence. Greedy by default.
 
-    The penalties come first, then the temperature, then top-k, then top-p over the renormalized
-    k likeliest, then min-p (the order of Hugging Face's `generate`). Tokens of equal probability
-    at a filter's boundary are all kept.
+    Penalties come first, then temperature, top-k, top-p over the renormalized k likeliest tokens,
+    and min-p (the order of Hugging Face's `generate`). Tokens of equal probability at a filter's
+    boundary are all kept.
 
-    temperature: 0 (any value below 1e-5) takes the likeliest token.
-    top_k: only the k likeliest tokens; 0: all.
-    top_p: only the smallest set of likeliest tokens that holds this much probability
-        (Holtzman et al., 2020); 1: all.
-    min_p: only tokens at least this fraction as likely as the likeliest (Nguyen et al., 2024).
-    repetition_penalty: logits of tokens in the prompt or the answer so far are divided by it where
-        positive and multiplied by it elsewhere (CTRL, Keskar et al., 2019, section 4.1); 1: none.
-    frequency_penalty: subtracted from a token's logit once for each time it was generated.
-    presence_penalty: subtracted from a token's logit once if it was generated.
-    seed: what is drawn is a function of it; None: a new one for every sequence.
-    logprobs: None: none; k: those of the chosen token and of the k likeliest.
-    first_logprobs: whether those of all tokens at the first place are `Choice.first_logprobs`.
-
-    Raises InvalidRequest for a value outside its range.
+    Raises:
+        InvalidRequest: A value is outside its range.
     """
 
     temperature: float = 0.0
+    """0 (any value below 1e-5) takes the likeliest token."""
     top_k: int = 0
+    """Keep only the k likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
+    """Keep only the smallest set of likeliest tokens with this much probability (Holtzman et al.,
+    2020). 1 keeps all."""
     min_p: float = 0.0
+    """Keep only tokens at least this fraction as likely as the likeliest (Nguyen et al., 2024)."""
     repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in the prompt or the answer so far, and multiplies negative
+    ones (CTRL, Keskar et al., 2019, section 4.1). 1 changes nothing."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it was generated."""
     presence_penalty: float = 0.0
+    """Subtracted from a token's logit once if it was generated."""
     seed: int | None = None
+    """Seed of the random numbers. Defaults to a new one for every sequence."""
     logprobs: int | None = None
+    """Number of likeliest tokens to report with the log-probability of the chosen one. Without it,
+    none are reported."""
     first_logprobs: bool = False
+    """Whether to report the log-probabilities of all tokens at the first place
+    (`Choice.first_logprobs`)."""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)
@@ -65,18 +67,19 @@ class SamplingParams:
 
     @property
     def penalized(self) -> bool:
-        """Whether what was said before changes the logits."""
+        """Whether earlier tokens change the logits."""
         added = self.frequency_penalty != 0 or self.presence_penalty != 0
         return added or self.repetition_penalty != 1
 
     @property
     def filtered(self) -> bool:
-        """Whether a filter may remove tokens before one is drawn."""
+        """Whether a filter may remove tokens before the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def _check_number(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Refuses what is no number from low (excluded if `above`) to high. NaN is in no range."""
+    """Raise `InvalidRequest` unless `value` is a number from `low` to `high`, without `low` if
+    `above`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and low <= value <= high and not (above and value == low)):
         bound = f"above {low} and at most {high}" if above else f"from {low} to {high}"

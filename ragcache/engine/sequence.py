@@ -1,4 +1,4 @@
-"""Sequences: answers under way, with their tokens, their private states and their end."""
+"""Sequences: answers in progress, with their tokens, private states and end."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ class SequenceGroup:
     """A request and the answers that are sampled for it."""
 
     def __init__(
-        self, request: Request, channel: RequestChannel[TokenDelta, RequestOutput],
+        self,
+        request: Request,
+        channel: RequestChannel[TokenDelta, RequestOutput],
         submitted_at: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
-        self.prompt_logprobs: dict[int, float] = {}  # by the own tokens' places
+        self.prompt_logprobs: dict[int, float] = {}  # by index of the own token
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
         self.expires_at = math.inf if request.timeout is None else submitted_at + request.timeout
         root = request.root
-        if root is None and request.n > 1:  # its answers share the prompt nevertheless
+        if root is None and request.n > 1:  # its own answers still share the prompt
             root = EphemeralRoot()
         self.root = root
 
@@ -42,7 +44,7 @@ class SequenceGroup:
         return self.submitted_at - AGING_SECONDS * self.request.priority
 
     def close_choice(self, index: int, choice: Choice, now: float) -> None:
-        """Records a finished answer; the last one ends the request."""
+        """Record a finished answer. The last one ends the request."""
         self.choices[index] = choice
         if len(self.choices) == self.request.n:
             choices = tuple(self.choices[i] for i in range(self.request.n))
@@ -54,10 +56,15 @@ class SequenceGroup:
 class Sequence:
     """One answer of a group.
 
-    tokens, positions: of the prompt's own tokens and then the answer's. Those beyond
-    `private.length` are pending. path: its full blocks in the radix cache, None while it waits.
-    sampler, text: None until its first token is about to be sampled.
-    finished: the answer has ended, or the request is gone.
+    Attributes:
+        tokens: The prompt's own tokens, then the answer's. Tokens beyond `private.length` are
+            pending.
+        positions: Positions of the tokens.
+        private: Blocks of the sequence while it runs.
+        path: Full blocks in the radix cache while it runs.
+        sampler: Sampling state, once the first token is about to be sampled.
+        text: Text of the answer, if the request has one.
+        finished: Whether the answer has ended or the request was dropped.
     """
 
     def __init__(self, group: SequenceGroup, index: int, number: int) -> None:
@@ -75,17 +82,17 @@ class Sequence:
         self.shown: list[str] = []
         self.chosen: list[SampledToken] = []
         self.finished = False
-        self._ending: SampledToken | None = None  # the stop token, where it is reported
-        self._accepted: SampledToken | None = None  # not yet shown
-        self._end: tuple[str, int | str | None] | None = None  # why, and what ended it
+        self._ending: SampledToken | None = None  # the stop token, if it is reported
+        self._accepted: SampledToken | None = None  # accepted and not yet delivered
+        self._end: tuple[str, int | str | None] | None = None  # finish reason, stopped by
 
     def new_sampler(self) -> SamplerState:
-        """The state before its first token."""
+        """Create the sampling state before the first token."""
         request = self.request
         return SamplerState.start(request.sampling, request.context.seen_token_ids, self.index)
 
     def begin_text(self) -> None:
-        """Makes `text`, where the request has any. Raises what foreign code raises."""
+        """Create `text`, if the request has one. Raises errors of the caller's code."""
         if self.request.text is not None:
             self.text = self.request.text(self.request.stop)
 
@@ -99,16 +106,17 @@ class Sequence:
 
     @property
     def tokens_left(self) -> int:
-        """How many more the answer may have."""
+        """Number of tokens until the answer reaches its limit."""
         return self.request.max_tokens - self.generated
 
     @property
     def computed(self) -> int:
-        """Tokens whose states are computed, or are in a step that was launched."""
+        """Number of tokens whose states are computed or in a launched step."""
         return 0 if self.private is None else self.private.length
 
     def schedulable(self, *, unknown: bool = False) -> SchedulableRequest:
-        """The sequence as the scheduler sees it. unknown: a step that runs gives its next token."""
+        """The sequence as the scheduler sees it. `unknown`: the running step produces its next
+        token."""
         private = self.private
         pending = len(self.tokens) - self.computed + unknown
         seniority = self.group.seniority
@@ -122,8 +130,8 @@ class Sequence:
         return SchedulableRequest(self.number, seniority, pending, free_slots, held)
 
     def next_chunk(self, count: int, follows: int | None = None) -> ScheduledChunk:
-        """Its next `count` tokens; logits are wanted with the last pending one. follows: the row of
-        the step that runs which gives the only pending one."""
+        """The next `count` tokens; logits are wanted if they include the last pending one.
+        `follows` is the row of the running step that produces the only pending token."""
         assert self.private is not None
         segments = self.request.context.segments
         if follows is not None:
@@ -140,8 +148,7 @@ class Sequence:
         )
 
     def _scored_rows(self, begin: int, end: int) -> tuple[int, int]:
-        """The rows of a chunk of tokens begin:end after which those tokens of the prompt follow
-        whose log-probabilities are reported."""
+        """Rows of the chunk begin:end whose logits score the next prompt token."""
         wanted = self.request.prompt_logprobs
         last = self.prompt_length - 1
         if not wanted or begin >= last:
@@ -149,16 +156,16 @@ class Sequence:
         return max(0, last - wanted - begin), max(0, min(end, last) - begin)
 
     def forbidden(self) -> Collection[int]:
-        """The tokens that may not come next."""
+        """Tokens that may not come next."""
         request = self.request
         early = self.generated < request.min_tokens
-        # after a stop token that ends nothing, a constraint has nothing more to say
+        # a constraint does not continue behind an ignored stop token
         endless = request.ignore_eos and self.constraint is not None
         stops = request.stop_ids if early or endless else NO_TOKENS
         return stops | request.suppress_tokens
 
     def mask(self) -> Tensor | None:
-        """The tokens that its constraint allows next. See `Constraint.mask`."""
+        """Tokens that the constraint allows next (`Constraint.mask`)."""
         return None if self.constraint is None else self.constraint.mask()
 
     @property
@@ -166,8 +173,11 @@ class Sequence:
         return None if self.constraint is None else self.constraint.failure
 
     def accept_token(self, chosen: SampledToken, now: float) -> None:
-        """Takes the next token, for `deliver`. Sets `finished` where the answer ends other than by
-        a stop string. Does nothing where its constraint fails."""
+        """Accept the next token; `deliver` shows it.
+
+        Sets `finished` if the answer ends for another reason than a stop string. Does nothing if
+        the constraint fails.
+        """
         self.group.first_token_at = self.group.first_token_at or now
         request = self.request
         if chosen.token in request.stop_ids and not request.ignore_eos:
@@ -187,7 +197,7 @@ class Sequence:
             self._end, self.finished = ("stop" if complete else "length", None), True
 
     def deliver(self, now: float) -> None:
-        """Shows the caller the token that was accepted, and closes the answer where it ends."""
+        """Deliver the accepted token to the caller, and close the answer if it has ended."""
         chosen, self._accepted = self._accepted, None
         if chosen is not None:
             text = "" if self.text is None else self.text.push(chosen.token)

@@ -26,11 +26,28 @@ if TYPE_CHECKING:
     from ragcache.models.trial import wrap
 
 __all__ = [
-    "INSTRUCTION", "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch",
-    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
-    "PromptTokenizer", "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
-    "render_undated", "wrap", "wrap_causal",
-]  # fmt: skip
+    "INSTRUCTION",
+    "Alibi",
+    "CausalLM",
+    "DTypeChoice",
+    "Dimensions",
+    "Family",
+    "ForwardBatch",
+    "LayeredRotary",
+    "Learned",
+    "LoadedModel",
+    "PositionScheme",
+    "PromptFrame",
+    "PromptTokenizer",
+    "Rotary",
+    "dtype_name",
+    "load_model",
+    "prompt_frame",
+    "register",
+    "render_undated",
+    "wrap",
+    "wrap_causal",
+]
 
 _HOMES = {
     **dict.fromkeys(("Family", "register", "wrap_causal"), "ragcache.models.families"),

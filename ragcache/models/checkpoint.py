@@ -52,9 +52,14 @@ class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is
 
 
 def load_checkpoint(
-    source: str, dtype: torch.dtype | None, *, long_context: bool = False,
-    quantization: str | None = None, device: torch.device | None = None, **files: str,
-) -> Any:  # fmt: skip
+    source: str,
+    dtype: torch.dtype | None,
+    *,
+    long_context: bool = False,
+    quantization: str | None = None,
+    device: torch.device | None = None,
+    **files: str,
+) -> Any:
     """The Hugging Face model of a folder or hub name that continues a text.
 
     Of a composite checkpoint the rest is read and dropped. dtype: None is that of the file.
@@ -99,9 +104,12 @@ def _dequantized(
 
 
 def _quantized(
-    source: str, config: Any, dtype: torch.dtype | None, quantization: str | None,
+    source: str,
+    config: Any,
+    dtype: torch.dtype | None,
+    quantization: str | None,
     device: torch.device,
-) -> Any:  # fmt: skip
+) -> Any:
     """A model whose weights are quantized, now or when they were stored."""
     from ragcache.models import quantized
 

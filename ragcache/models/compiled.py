@@ -155,9 +155,11 @@ def _install(causal: CausalLM, backend: Backend) -> None:
 
 
 def _replace_forward(
-    modules: list[nn.Module], forward: Callable[..., Any], backend: Backend,
+    modules: list[nn.Module],
+    forward: Callable[..., Any],
+    backend: Backend,
     compiles: Callable[..., bool],
-) -> None:  # fmt: skip
+) -> None:
     """Gives modules of one class one compiled forward."""
     # PyTorch keeps graphs by code object, and allows eight: each model has its own
     own = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
@@ -174,8 +176,13 @@ class _NoAttention:
     """A step of zeros: shapes are all that a trial needs."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float  # noqa: ARG002
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,  # noqa: ARG002
+    ) -> Tensor:
         batch, heads, rows, dim = query.shape
         return query.new_zeros(batch, rows, heads, dim)
 

@@ -21,8 +21,10 @@ from ragcache.machine import ROWS, available_memory, linear_seconds
 
 AUTO = "auto"
 DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 INT4 = "int4"
 QUANTIZATIONS = ("int8", INT4)
 """What the weights of a model can be quantized to."""
@@ -81,9 +83,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose_dtypes(
-    model: Any, device: torch.device, dtype: str | torch.dtype = AUTO,
-    states_dtype: str | torch.dtype = AUTO, checkpoint: torch.dtype | None = None,
-) -> DTypeChoice:  # fmt: skip
+    model: Any,
+    device: torch.device,
+    dtype: str | torch.dtype = AUTO,
+    states_dtype: str | torch.dtype = AUTO,
+    checkpoint: torch.dtype | None = None,
+) -> DTypeChoice:
     """The dtypes of a loaded model on a device. checkpoint: that of its file, where it was loaded
     in another. Raises `ConfigurationError`."""
     wanted, kept = parse_dtype(dtype), parse_dtype(states_dtype)
@@ -120,9 +125,12 @@ def choose_compute(model: Any, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def faster_dtype(
-    own: torch.dtype, shape: tuple[int, int], times: Mapping[torch.dtype, float],
-    needed: int, free: int,
-) -> tuple[torch.dtype, str]:  # fmt: skip
+    own: torch.dtype,
+    shape: tuple[int, int],
+    times: Mapping[torch.dtype, float],
+    needed: int,
+    free: int,
+) -> tuple[torch.dtype, str]:
     """The checkpoint's dtype `own`, or float32, and why. shape, times: of the layer that was timed,
     and its seconds; needed, free: bytes of the weights in float32, and of free memory."""
     name, quicker = dtype_name(own), times[own] > MARGIN * times[torch.float32]

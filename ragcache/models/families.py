@@ -199,9 +199,12 @@ class Family:
 
     def _rotary(self, config: Any, embedding: nn.Module, layer_type: str | None) -> Rotary:
         return Rotary.of(
-            config, embedding,
-            interleaved=self.interleaved, backward=self.backward, layer_type=layer_type,
-        )  # fmt: skip
+            config,
+            embedding,
+            interleaved=self.interleaved,
+            backward=self.backward,
+            layer_type=layer_type,
+        )
 
 
 FAMILIES: dict[str, Family] = {}

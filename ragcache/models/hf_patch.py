@@ -88,10 +88,15 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 def attend_layer(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float,
-    metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    metadata: AttentionMetadata | OperatorMetadata,
+    backend: AttentionBackend,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]. Windows and soft caps
     are the step's own, which the operator finds. It knows no sinks."""
     if isinstance(metadata, OperatorMetadata):
@@ -119,11 +124,19 @@ def number_layers(model: nn.Module) -> None:
 
 
 def ragged_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attention_metadata: AttentionMetadata | OperatorMetadata | None = None,
-    backend: AttentionBackend | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    backend: AttentionBackend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """query: [1, Hq, T, D]; returns [1, T, Hq, D]; s_aux: [Hq], attention sinks. See
     `AttentionInterface`. Raises `UnsupportedModel` where scores would not be capped, or sinks not
     be counted, as the layer wants."""
@@ -220,9 +233,13 @@ def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def latent_attention(
-    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor,
-    *_args: Any, past_key_values: SegmentCache, **_: Any,
-) -> Any:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | Tensor,
+    *_args: Any,
+    past_key_values: SegmentCache,
+    **_: Any,
+) -> Any:
     """The forward of DeepSeek's attentions over latents (DeepSeek-V2 §2.1.2, absorbed projections).
 
     A state is the rotary key, R, and the latent, C, behind it: one key head of width R + C for all
@@ -278,9 +295,13 @@ def falcon_stack(
 
 
 def falcon_attention(
-    module: Any, hidden: Tensor, *_args: Any, layer_past: SegmentCache,
-    position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
-) -> Any:  # fmt: skip
+    module: Any,
+    hidden: Tensor,
+    *_args: Any,
+    layer_past: SegmentCache,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> Any:
     """`FalconAttention.forward`. hidden: [1, T, hidden size]. In every form of Falcon the heads are
     in groups: G queries, then their key and value."""
     tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim

@@ -91,10 +91,14 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path | None = None, *, device: str | torch.device = "cpu",
-    dtype: str | torch.dtype = AUTO, states_dtype: str | torch.dtype = AUTO,
-    long_context: bool = False, quantization: str | None = None,
-) -> LoadedModel:  # fmt: skip
+    name: str | Path | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = AUTO,
+    states_dtype: str | torch.dtype = AUTO,
+    long_context: bool = False,
+    quantization: str | None = None,
+) -> LoadedModel:
     """Loads and patches a model.
 
     Args:
@@ -151,9 +155,13 @@ def load_model(
 
 
 def _read_checkpoint(
-    source: str, dtype: torch.dtype | None, device: torch.device, *, long_context: bool,
+    source: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    long_context: bool,
     quantization: str | None,
-) -> tuple[Any, Any, torch.dtype]:  # fmt: skip
+) -> tuple[Any, Any, torch.dtype]:
     """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
 
@@ -176,9 +184,13 @@ def _read_checkpoint(
             text = config.get_text_config(decoder=True)
             stored: Any = config.dtype or text.dtype or dtype
             model = load_checkpoint(
-                place, dtype, long_context=long_context, quantization=quantization, device=device,
+                place,
+                dtype,
+                long_context=long_context,
+                quantization=quantization,
+                device=device,
                 **files,
-            )  # fmt: skip
+            )
     except (UnsupportedModel, ConfigurationError, MissingExtra):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -260,18 +272,25 @@ def prompt_frame(
 
 
 def render_undated(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool,
-    kwargs: Mapping[str, Any] | None = None, day: datetime = FIXED_DAY,
-) -> str:  # fmt: skip
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generate: bool,
+    kwargs: Mapping[str, Any] | None = None,
+    day: datetime = FIXED_DAY,
+) -> str:
     """The chat template's text of some messages, as it would be on a fixed day: states that follow
     it keep their keys at midnight (docs/internals/adr/0027). kwargs: variables of the template."""
     template = tokenizer.get_chat_template()
     if "strftime_now" in template:
         template = _strftime_macro(day) + template
     text: str = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=generate,
+        messages,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=generate,
         **(kwargs or {}),
-    )  # fmt: skip
+    )
     return text
 
 

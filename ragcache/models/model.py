@@ -90,10 +90,16 @@ class CausalLM:
     """
 
     def __init__(
-        self, model: Any, scheme: PositionScheme, backend: AttentionBackend,
-        dimensions: Dimensions, windows: tuple[int | None, ...] = (), softcap: float | None = None,
-        *, kernels: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        scheme: PositionScheme,
+        backend: AttentionBackend,
+        dimensions: Dimensions,
+        windows: tuple[int | None, ...] = (),
+        softcap: float | None = None,
+        *,
+        kernels: bool = True,
+    ) -> None:
         self.model, self.scheme, self.backend = model, scheme, backend
         self.windows, self.softcap, self.kernels = windows, softcap, kernels
         self.states_dtype: torch.dtype = model.dtype
@@ -162,10 +168,17 @@ class CausalLM:
         hidden = int(self.model.get_input_embeddings().weight.shape[1])
         activations = rows * (2 * _layer_width(self.model) + 4 * hidden) * self.dtype.itemsize
         logits = logit_rows * self.vocabulary * (self.dtype.itemsize + 4)
-        return activations + logits + attention_bytes(
-            rows, tokens, heads=self.num_heads, kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-        )  # fmt: skip
+        return (
+            activations
+            + logits
+            + attention_bytes(
+                rows,
+                tokens,
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            )
+        )
 
     @property
     def by_position(self) -> bool:

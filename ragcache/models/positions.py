@@ -69,9 +69,14 @@ class Rotary:
 
     @classmethod
     def of(
-        cls, config: Any, rotary_embedding: nn.Module,
-        *, interleaved: bool = False, backward: bool = False, layer_type: str | None = None,
-    ) -> Rotary:  # fmt: skip
+        cls,
+        config: Any,
+        rotary_embedding: nn.Module,
+        *,
+        interleaved: bool = False,
+        backward: bool = False,
+        layer_type: str | None = None,
+    ) -> Rotary:
         """The scheme of a loaded model, from its configuration and rotary module. layer_type: whose
         frequencies, where those of the layers differ. Raises `UnsupportedModel` where the
         frequencies are not fixed."""

@@ -164,9 +164,10 @@ def _unquantized(model: Any, quantization: str) -> list[str]:
     divide."""
     head = model.get_output_embeddings()
     return [
-        name for name, each in model.named_modules()
+        name
+        for name, each in model.named_modules()
         if isinstance(each, nn.Linear) and (each is head or not _divides(each, quantization))
-    ]  # fmt: skip
+    ]
 
 
 def _divides(layer: nn.Linear, quantization: str) -> bool:

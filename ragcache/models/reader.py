@@ -105,9 +105,12 @@ class Attention(nn.Module):
         self.o_proj = Projection(own, config.hidden_size)
 
     def forward(
-        self, hidden: Tensor, turn: tuple[Tensor, Tensor], metadata: AttentionMetadata,
+        self,
+        hidden: Tensor,
+        turn: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
         backend: AttentionBackend,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """hidden: [T, hidden size]; turn: cosines and sines, [T, D]."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)  # [H, T, D]
@@ -160,13 +163,17 @@ class ReaderModel(nn.Module):
         super().__init__()
         self.config = config
         vectors = torch.empty(config.vocab_size, config.hidden_size)
-        self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size, _weight=vectors),
-            "layers": nn.ModuleList(
-                DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
-            ),
-            "norm": RMSNorm(config),
-        })  # fmt: skip
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(
+                    config.vocab_size, config.hidden_size, _weight=vectors
+                ),
+                "layers": nn.ModuleList(
+                    DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+                ),
+                "norm": RMSNorm(config),
+            }
+        )
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
         theta = config.rope_parameters["rope_theta"]
         # an ordinary attribute: conversions of the model leave it in float32
@@ -253,9 +260,13 @@ class ReaderTokenizer:
         return self.chat_template
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, chat_template: str | None = None,
-        tokenize: bool = True, **variables: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
         """The conversation in the words of the template; tools are not among them."""
         if tokenize or chat_template not in (None, self.chat_template):
             return self.hugging_face.apply_chat_template(

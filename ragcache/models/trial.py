@@ -143,9 +143,13 @@ def _difference(model: Any) -> float:
 
 
 def _forward(
-    causal: CausalLM, token_ids: Tensor, start: int, keys: Tensor, values: Tensor,
+    causal: CausalLM,
+    token_ids: Tensor,
+    start: int,
+    keys: Tensor,
+    values: Tensor,
     module: KVStates | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Logits of the last token. keys, values: where the tokens' states go; module: what stands at
     position 0 before them."""
     rows = torch.arange(len(token_ids))
@@ -177,9 +181,10 @@ def _chosen_layers(config: Any) -> list[int]:
     """The first layer of every kind that the configuration lists, and two at least."""
     count = config.num_hidden_layers
     lists = [
-        each for each in config.to_dict().values()
+        each
+        for each in config.to_dict().values()
         if isinstance(each, list | tuple) and len(each) == count
-    ]  # fmt: skip
+    ]
     first: dict[str, int] = {}
     for layer in range(count):
         first.setdefault(repr([each[layer] for each in lists]), layer)

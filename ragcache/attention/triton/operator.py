@@ -68,7 +68,12 @@ def attend(
 
 @attend.register_fake
 def _shape_attend(
-    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scale: float, handle: int  # noqa: ARG001
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    scale: float,
+    handle: int,  # noqa: ARG001
+) -> Tensor:
     batch, heads, rows, dim = query.shape
     return query.new_empty(batch, rows, heads, dim)

@@ -71,9 +71,12 @@ class KVBase:
     __slots__ = ("keys", "memory", "scales", "strides", "tokens", "values")
 
     def __init__(
-        self, keys: Tensor, values: Tensor,
-        key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        keys: Tensor,
+        values: Tensor,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> None:
         layer, head, token, element = strides = keys.stride()
         self.tokens, width = keys.shape[2:]
         assert values.stride() == strides
@@ -144,10 +147,16 @@ class AttentionPlan:
 
 
 def build_plan(
-    reads: Sequence[KVRead], *, rows: int, heads: HeadLayout, capacity: TableCapacity,
-    pool: KVBase | None = None, programs: int = 264, block_rows: int = 64,
+    reads: Sequence[KVRead],
+    *,
+    rows: int,
+    heads: HeadLayout,
+    capacity: TableCapacity,
+    pool: KVBase | None = None,
+    programs: int = 264,
+    block_rows: int = 64,
     min_keys: int = 256,
-) -> AttentionPlan:  # fmt: skip
+) -> AttentionPlan:
     """Cuts reads into work items.
 
     Args:
@@ -318,9 +327,13 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(
-        cls, blocks: Sequence[_EntryBlocks], kv_heads: int, programs: int, min_keys: int,
+        cls,
+        blocks: Sequence[_EntryBlocks],
+        kv_heads: int,
+        programs: int,
+        min_keys: int,
         capacity: TableCapacity,
-    ) -> _Cut:  # fmt: skip
+    ) -> _Cut:
         """Pieces of about equal length, as many as fit the tables."""
         work = [0, 0]  # of plain runs, and of those in eight bits
         for each in blocks:

@@ -143,9 +143,17 @@ class AttentionTables:
         row_ptr[: plan.rows + 1] = plan.row_ptr
         row_ptr[plan.rows + 1 :] = entries
         words = (
-            COUNTS, 2 * BASE_WIDTH * bases, 2 * SCALES_WIDTH * bases, ITEM_WIDTH * items,
-            entries, entries, entries, entries, entries, len(row_ptr),
-        )  # fmt: skip
+            COUNTS,
+            2 * BASE_WIDTH * bases,
+            2 * SCALES_WIDTH * bases,
+            ITEM_WIDTH * items,
+            entries,
+            entries,
+            entries,
+            entries,
+            entries,
+            len(row_ptr),
+        )
         lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
 
     def begin_step(self, rows: int) -> None:
