@@ -175,14 +175,7 @@ def _call(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: 
 class _NoAttention:
     """A step of zeros: shapes are all that a trial needs."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,  # noqa: ARG002
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG002
         batch, heads, rows, dim = query.shape
         return query.new_zeros(batch, rows, heads, dim)
 
