@@ -11,7 +11,7 @@ from ragcache.db.documents import (
     NewDocument,
     NewModule,
 )
-from ragcache.db.jobs import JobRequest, JobRow, Jobs, TakenJob, collection_target
+from ragcache.db.jobs import JobRequest, JobRow, Jobs, RunningJob, TakenJob, collection_target
 from ragcache.db.ledger import Ledger
 from ragcache.db.listing import (
     CollectionRow,
@@ -39,7 +39,7 @@ __all__ = [
     "Deletion", "DocumentRow", "EvictionRow", "HeldState", "JobRequest", "JobRow", "Jobs", "Ledger",
     "LedgerStatus", "LivingSession", "LocatedStates", "Members", "ModuleDetail", "ModuleFilter",
     "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument", "NewModule", "Page", "Records",
-    "Residency", "ScaffoldRows", "SchemaText", "SchemaTexts", "TakenJob", "Vectors",
+    "Residency", "RunningJob", "ScaffoldRows", "SchemaText", "SchemaTexts", "TakenJob", "Vectors",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "ledger_status", "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

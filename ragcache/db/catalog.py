@@ -7,12 +7,13 @@ in one transaction.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
+from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
@@ -28,17 +29,18 @@ from ragcache.db.documents import (
     modules_of,
     move_rows,
 )
+from ragcache.db.jobs import RunningJob
 from ragcache.db.references import freed_states, retire
 from ragcache.db.schemas import scaffolds_of
 from ragcache.db.sql import (
     CHUNK,
-    chunks,
     collection_id,
     from_modules,
     insert_for_module,
     insert_new,
     insert_returning,
     namespace_id,
+    rows_of,
 )
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
@@ -126,27 +128,27 @@ class Catalog:
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
         every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
-        statements = [every]
-        if source_ids is not None:
-            portions = chunks(dict.fromkeys(source_ids))
-            statements = [every.where(DocumentTable.source_id.in_(each)) for each in portions]
-        found: dict[str, DocumentRow] = {}
+        wanted = None if source_ids is None else dict.fromkeys(source_ids)
         with self._database.reading() as session:
-            for statement in statements:
-                for row, count in session.execute(statement):
-                    found[row.source_id] = DocumentRow.of(row, count)
-        return found
+            found = rows_of(session, every, DocumentTable.source_id, wanted)
+            return {row.source_id: DocumentRow.of(row, count) for row, count in found}
 
     def replace_documents(
-        self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
-        runner: str | None = None, removed: Sequence[str] = (), moved: Sequence[MovedDocument] = (),
+        self, collection: str, documents: Sequence[NewDocument], *, removed: Sequence[str] = (),
+        moved: Sequence[MovedDocument] = (), job: RunningJob | None = None,
     ) -> list[KVKey]:  # fmt: skip
-        """Stores documents, each in place of an earlier one of its name, removes and renames
-        others, and ends their job, which the session `runner` must still run. What was deleted
-        since the job was queued is left out.
+        """Store documents, each in place of an earlier one of its name, in one transaction.
+
+        Args:
+            collection: Collection to change. Created if need be.
+            documents: Documents to store.
+            removed: Ids of documents to delete.
+            moved: Documents to rename.
+            job: Job that makes the change, which ends with it. Documents that were deleted since it
+                was queued are left out.
 
         Returns:
-            The keys of states without an owner; their rows are gone already.
+            Keys of states without an owner. Their rows are deleted already.
 
         Raises:
             DocumentsChanged: A document to rename is gone, or its new name is taken.
@@ -155,14 +157,14 @@ class Catalog:
         """
         with self._database.transaction() as session:
             owner = self._change(session, collection)
-            gone = jobs.deleted_meanwhile(session, job) if job is not None else frozenset()
+            gone = frozenset() if job is None else jobs.deleted_meanwhile(session, job.id)
             stored = [each for each in documents if each.source_id not in gone]
             freed = delete_rows(session, owner, [*(each.source_id for each in stored), *removed])
             move_rows(session, owner, [each for each in moved if each.to not in gone])
             for document in stored:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
-                freed += jobs.complete(session, job, runner)
+                freed += jobs.complete(session, job)
             return retire(session, freed)
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
@@ -170,12 +172,11 @@ class Catalog:
         in the order of the names. Raises `UnknownCollection`."""
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
-            if names is None:
-                return self._rows(session, collection)
-            found: dict[str, ModuleRow] = {}
-            for chunk in chunks(dict.fromkeys(names)):
-                rows = self._rows(session, collection, ModuleTable.name.in_(chunk))
-                found |= {row.name: row for row in rows}
+            wanted = None if names is None else dict.fromkeys(names)
+            rows = self._rows(session, collection, ModuleTable.name, wanted)
+        if names is None:
+            return rows
+        found = {row.name: row for row in rows}
         return [found[name] for name in names if name in found]
 
     def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
@@ -198,15 +199,13 @@ class Catalog:
             columns = (ModuleTable.id, DocumentTable.source_id, DocumentTable.uri)
             every = self._within(from_modules(*columns), collection)
             named = {each[0]: each[1:] for each in session.connection().execute(every).all()}
-            renamed = [
+            same = {
                 number
                 for number, row in known.items()
-                if number in named and named[number] != (row.document, row.uri)
-            ]
-            read: dict[int, ModuleRow] = {}
-            for chunk in chunks([*renamed, *(named.keys() - known.keys())]):
-                rows = self._rows(session, collection, ModuleTable.id.in_(chunk))
-                read |= {row.id: row for row in rows}
+                if named.get(number) == (row.document, row.uri)
+            }
+            rows = self._rows(session, collection, ModuleTable.id, named.keys() - same)
+            read = {row.id: row for row in rows}
             kept = [read.pop(n, row) for n, row in known.items() if n in named]
             new = [read[number] for number in sorted(read)]
         if len(new) <= CHUNK:
@@ -214,26 +213,25 @@ class Catalog:
         return Contents(version, kept + new)
 
     def _rows(
-        self, session: Session, collection: str, *chosen: ColumnElement[bool]
-    ) -> list[ModuleRow]:
-        statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
+        self, session: Session, collection: str, column: Any = ModuleTable.id,
+        values: Iterable[object] | None = None,
+    ) -> list[ModuleRow]:  # fmt: skip
+        """All modules of a collection, or the modules whose column has one of the values."""
+        every = self._within(from_modules(ModuleTable, DocumentTable), collection)
+        every = every.order_by(ModuleTable.id)
         return [
             ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details, m.places)
-            for m, d in session.execute(self._within(statement, collection))
+            for m, d in rows_of(session, every, column, values)
         ]
 
     def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
         """The texts of those documents that there are, by source id. Raises `UnknownCollection`."""
-        found: dict[str, str] = {}
+        rows = select(DocumentTable.source_id, DocumentTextTable.text)
+        every = self._within(rows.join(DocumentTextTable).join(CollectionTable), collection)
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
-            for chunk in chunks(dict.fromkeys(source_ids)):
-                rows = select(DocumentTable.source_id, DocumentTextTable.text)
-                joined = rows.join(DocumentTextTable).join(CollectionTable)
-                statement = self._within(joined, collection)
-                chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
-                found |= {row.source_id: row.text for row in chosen}
-        return found
+            wanted = dict.fromkeys(source_ids)
+            return dict(iter(rows_of(session, every, DocumentTable.source_id, wanted)))
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalog's tokenizer, of the modules that have them."""
@@ -259,7 +257,9 @@ class Catalog:
 
     def version(self, collection: str) -> CollectionVersion:
         """Changes whenever anything of the collection does. Raises `UnknownCollection`."""
-        return self._version.read(collection, lambda: self._read_version(collection))
+        read = partial(self._read_version, collection)
+        unchanged = partial(self._unchanged.read, ("version", collection), read)
+        return self._version.read(collection, unchanged)
 
     def version_and_changes(
         self, collection: str, before: CollectionVersion, known: Mapping[int, ModuleRow]
@@ -279,11 +279,8 @@ class Catalog:
         return version, changes[0] if changes else None
 
     def _read_version(self, collection: str) -> CollectionVersion:
-        def read() -> CollectionVersion:
-            with self._database.reading() as session:
-                return self._version_of(session, collection)
-
-        return self._unchanged.read(("version", collection), read)
+        with self._database.reading() as session:
+            return self._version_of(session, collection)
 
     def _version_of(self, session: Session, collection: str) -> CollectionVersion:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
@@ -300,14 +297,12 @@ class Catalog:
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """The versions of all collections, by name."""
-        return self._versions.read("", self._read_versions)
+        unchanged = partial(self._unchanged.read, "versions", self._read_versions)
+        return self._versions.read("", unchanged)
 
     def _read_versions(self) -> dict[str, tuple[int, int]]:
-        def read() -> dict[str, tuple[int, int]]:
-            rows = self._database.fetch(_VERSIONS, namespace=self.namespace)
-            return {name: (number, revision) for name, number, revision in rows}
-
-        return self._unchanged.read("versions", read)
+        rows = self._database.fetch(_VERSIONS, namespace=self.namespace)
+        return {name: (number, revision) for name, number, revision in rows}
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""
@@ -474,12 +469,9 @@ class Vectors:
             NamespaceTable.name == self._namespace, CollectionTable.name == collection,
             VectorTable.embedder == self._embedder,
         ).order_by(VectorTable.module_id)  # fmt: skip
-        statements = [statement]
-        if ids is not None:
-            statements = [statement.where(VectorTable.module_id.in_(p)) for p in chunks(ids)]
         with self._database.reading() as session:
-            rows = (row for each in statements for row in session.execute(each))
-            return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
+            rows = rows_of(session, statement, VectorTable.module_id, ids)
+            return {row.module_id: np.frombuffer(row.vector, dtype="<f4") for row in rows}
 
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:
         """Stores vectors of modules that were ingested under another embedder, or none."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from ragcache.db.schemas import delete_scaffolds
-from ragcache.db.sql import chunks
+from ragcache.db.sql import chunks, rows_of
 from ragcache.db.tables import (
     DocumentTable,
     DocumentTextTable,
@@ -139,18 +139,13 @@ def insert_rows(
     session.add(row)
     session.flush()
     session.add(DocumentTextTable(document_id=row.id, text=document.text))
-    numbered = enumerate(document.modules)
     modules = [
         ModuleTable(
-            document_id=row.id,
-            ordinal=i,
-            name=m.name,
-            text=m.text,
-            details=dict(m.details),
-            places=list(m.places),
+            document_id=row.id, ordinal=number, name=module.name, text=module.text,
+            details=dict(module.details), places=list(module.places),
         )
-        for i, m in numbered
-    ]
+        for number, module in enumerate(document.modules)
+    ]  # fmt: skip
     session.add_all(modules)
     session.flush()
     for stored, module in zip(modules, document.modules, strict=True):
@@ -166,11 +161,9 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
     """Renames documents of the collection `owner`, by way of names that no document has: one may
     take the name that another one leaves. Raises `DocumentsChanged`."""
     found: list[tuple[DocumentTable, MovedDocument]] = []
+    own = select(DocumentTable).where(DocumentTable.collection_id == owner)
     for each in moved:
-        chosen = (DocumentTable.collection_id == owner) & (
-            DocumentTable.source_id == each.source_id
-        )
-        row = session.scalars(select(DocumentTable).where(chosen)).one_or_none()
+        row = session.scalar(own.where(DocumentTable.source_id == each.source_id))
         if row is None:
             raise DocumentsChanged(
                 f"the document {each.source_id!r} was removed meanwhile; try again"
@@ -178,10 +171,8 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
         row.source_id = f"\x1f{row.id}"
         found.append((row, each))
     session.flush()
-    for chunk in chunks(each.to for each in moved):
-        taken = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
-        if (name := session.scalar(select(DocumentTable.source_id).where(taken))) is not None:
-            raise DocumentsChanged(f"a document {name!r} was stored meanwhile; try again")
+    for (taken,) in rows_of(session, own, DocumentTable.source_id, [each.to for each in moved]):
+        raise DocumentsChanged(f"a document {taken.source_id!r} was stored meanwhile; try again")
     for row, each in found:
         row.source_id, row.uri = each.to, each.uri
         modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
@@ -193,30 +184,21 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
     """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
     modules, found = modules_of(session, owner, source_ids)
+    own = delete(DocumentTable).where(DocumentTable.collection_id == owner)
     for chunk in chunks(source_ids):
-        session.execute(delete(DocumentTable).where(_named(owner, chunk)))
+        session.execute(own.where(DocumentTable.source_id.in_(chunk)))
     return found + delete_scaffolds(session, owner, modules)
-
-
-def _named(owner: int, source_ids: Sequence[str]) -> ColumnElement[bool]:
-    return (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(source_ids)
 
 
 def modules_of(
     session: Session, owner: int, source_ids: Sequence[str]
 ) -> tuple[set[int], list[KVKey]]:
     """The modules of documents of the collection `owner`, and the keys of their states."""
-    found: list[KVKey] = []
-    modules: set[int] = set()
-    for chunk in chunks(source_ids):
-        encodings = session.execute(
-            select(ModuleTable.id, EncodingTable.key)
-            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(_named(owner, chunk))
-        )
-        for module, key in encodings:
-            modules.add(module)
-            if key is not None:
-                found.append(key)
-    return modules, found
+    encodings = (
+        select(ModuleTable.id, EncodingTable.key)
+        .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+        .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+        .where(DocumentTable.collection_id == owner)
+    )
+    found = list(rows_of(session, encodings, DocumentTable.source_id, source_ids))
+    return {row.id for row in found}, [row.key for row in found if row.key is not None]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
@@ -81,6 +81,13 @@ class JobRequest:
     idempotency_key: str | None = None
 
 
+class RunningJob(NamedTuple):
+    """A job and the session that must still run it when it ends."""
+
+    id: int
+    session: str
+
+
 @dataclass(frozen=True, slots=True)
 class TakenJob:
     """A queued request that this process runs now."""
@@ -133,13 +140,20 @@ class Jobs:
                 named = JobTable.idempotency_key == request.idempotency_key
                 mine = (JobTable.namespace == self.namespace) & named
                 row = session.scalars(select(JobTable).where(mine).with_for_update()).one()
-                _check_same(row, request.digest)
+                if row.request_digest != request.digest:
+                    raise IdempotencyConflict(
+                        f"the idempotency key {row.idempotency_key!r} was sent with another "
+                        "request; give each request a key of its own"
+                    )
                 number = row.id
                 if row.status not in RETRIED:
                     return number, False
                 session.execute(update(JobTable).where(JobTable.id == number).values(again))
             _check_room(session, number, nbytes, budget)
-            _keep_documents(session, number, request.documents)
+            if request.documents:
+                contents = enumerate(request.documents)
+                rows = [{"job_id": number, "ordinal": n, "content": each} for n, each in contents]
+                session.execute(insert(JobDocumentTable), rows)
             return number, True
 
     def take(self) -> TakenJob | None:
@@ -357,20 +371,19 @@ def hand_over(session: Session, sessions: Sequence[str]) -> None:
     session.execute(update(JobTable).where(chosen).values(again))
 
 
-def complete(session: Session, job: int, runner: str | None = None) -> list[KVKey]:
-    """End a job in the transaction that stores its documents. Returns the keys that it held, and
-    those of the ended jobs of its target. runner: the session that must still run it. Raises
-    `JobCanceled` or `JobTaken`."""
-    done = session.get_one(JobTable, job, with_for_update=True)
-    if runner is not None and (done.session, done.status) != (runner, "running"):
-        raise _gone(session, job)
+def complete(session: Session, job: RunningJob) -> list[KVKey]:
+    """End a job in the transaction that stores its documents. Returns the keys that were held by it
+    and by the ended jobs of its target. Raises `JobCanceled` or `JobTaken`."""
+    done = session.get_one(JobTable, job.id, with_for_update=True)
+    if (done.session, done.status) != (job.session, "running"):
+        raise _gone(session, job.id)
     same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
     ended = select(JobTable.id).where(same, JobTable.status.not_in(OPEN))
-    ids = [job, *session.scalars(ended)]
+    ids = [job.id, *session.scalars(ended)]
     held = select(JobStateTable.key).where(JobStateTable.job_id.in_(ids))
     keys = list(session.scalars(held))
     session.execute(delete(JobStateTable).where(JobStateTable.job_id.in_(ids)))
-    _end(session, job, "done", "")
+    _end(session, job.id, "done", "")
     return keys
 
 
@@ -396,12 +409,6 @@ def _check_room(session: Session, job: int, nbytes: int, budget: int) -> None:
         )
 
 
-def _keep_documents(session: Session, job: int, documents: Sequence[str]) -> None:
-    rows = [{"job_id": job, "ordinal": n, "content": each} for n, each in enumerate(documents)]
-    if rows:
-        session.execute(insert(JobDocumentTable), rows)
-
-
 def _gone(session: Session, job: int) -> JobCanceled | JobTaken:
     """The error of a job that this session no longer runs."""
     status = session.scalar(select(JobTable.status).where(JobTable.id == job))
@@ -411,14 +418,6 @@ def _gone(session: Session, job: int) -> JobCanceled | JobTaken:
         f"another process goes on with the ingestion {job}: this one was silent for so long that "
         "it counted as dead"
     )
-
-
-def _check_same(row: JobTable, digest: str) -> None:
-    if row.request_digest != digest:
-        raise IdempotencyConflict(
-            f"the idempotency key {row.idempotency_key!r} was sent with another request; give each "
-            "request a key of its own"
-        )
 
 
 def _end(session: Session, job: int, status: str, error: str) -> None:

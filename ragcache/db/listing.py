@@ -17,10 +17,10 @@ from sqlalchemy.orm import Session
 from ragcache.db.database import Database
 from ragcache.db.documents import DocumentRow
 from ragcache.db.sql import (
-    CHUNK,
     Page,
     check_cursor,
     check_limit,
+    chunks,
     collection_id,
     count_rows,
     from_modules,
@@ -246,8 +246,7 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
     of another namespace."""
     keys: dict[KVKey, None] = {}
     with database.reading() as session:
-        for begin in range(0, len(modules), CHUNK):
-            ids = modules[begin : begin + CHUNK]
+        for ids in chunks(modules):
             mine = _in_namespace(namespace, ModuleTable.id)
             known = set(session.scalars(mine.where(ModuleTable.id.in_(ids))))
             for module in ids:
@@ -265,8 +264,7 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
         ModuleTable.id, ModuleTable.public_id, ModuleTable.name,
         DocumentTable.source_id.label("document"), CollectionTable.name.label("collection"),
     )  # fmt: skip
-    for begin in range(0, len(modules), CHUNK):
-        ids = modules[begin : begin + CHUNK]
+    for ids in chunks(modules):
         states = _states(session, ids)
         for row in session.execute(names.where(ModuleTable.id.in_(ids))):
             found[row.id] = _listing(row, states[row.id])

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import delete, select, text
 
 from ragcache.db.database import Database
-from ragcache.db.sql import chunks, namespace_id, upsert
+from ragcache.db.sql import chunks, namespace_id, rows_of, upsert
 from ragcache.db.tables import DEFAULT_NAMESPACE, NamespaceTable, RecordTable
 from ragcache.errors import ConfigurationError, LedgerUnavailable
 
@@ -51,11 +51,9 @@ class Records:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key is known."""
-        found: set[str] = set()
         with self._database.reading() as session:
-            for chunk in chunks(keys):
-                statement = self._mine(select(RecordTable.key)).where(RecordTable.key.in_(chunk))
-                found |= set(session.scalars(statement))
+            mine = self._mine(select(RecordTable.key))
+            found = {key for (key,) in rows_of(session, mine, RecordTable.key, keys)}
         return [key in found for key in keys]
 
     def keys(

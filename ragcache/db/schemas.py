@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
 from ragcache.db.database import Database
+from ragcache.db.jobs import RunningJob
 from ragcache.db.references import retire
 from ragcache.db.sql import insert_new, namespace_id
 from ragcache.db.tables import (
@@ -44,12 +45,16 @@ class SchemaTexts:
         self._database, self.namespace = database, namespace
 
     def put_schema(
-        self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
+        self,
+        name: str,
+        schema: SchemaText,
+        keys: Iterable[KVKey] = (),
+        job: RunningJob | None = None,
     ) -> list[KVKey]:
         """Stores a schema with the keys of its modules' states, in place of an earlier one of its
         name. Returns the keys of states without an owner; their rows are gone already."""
         with self._database.transaction() as session:
-            freed = self._delete(session, name)
+            freed = self._delete(session, name) or []
             row = SchemaTable(
                 namespace_id=namespace_id(session, self.namespace), name=name, text=schema.text,
                 placement=schema.placement,
@@ -84,14 +89,16 @@ class SchemaTexts:
     def delete_schema(self, name: str) -> list[KVKey]:
         """Deletes a schema; returns as `put_schema`. Raises `UnknownSchema`."""
         with self._database.transaction() as session:
-            if session.scalar(self._named(select(SchemaTable.id), name)) is None:
+            freed = self._delete(session, name)
+            if freed is None:
                 raise UnknownSchema(f"there is no schema {name!r}")
-            return retire(session, self._delete(session, name))
+            return retire(session, freed)
 
-    def _delete(self, session: Session, name: str) -> list[KVKey]:
+    def _delete(self, session: Session, name: str) -> list[KVKey] | None:
+        """Delete a schema and return the keys that it owned. None if there is no such schema."""
         found = session.scalar(self._named(select(SchemaTable.id), name))
         if found is None:
-            return []
+            return None
         keys: list[KVKey] = []
         for table in (SchemaStateTable, ScaffoldTable):
             keys += session.scalars(select(table.key).where(table.schema_id == found))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
     CTE,
     BigInteger,
     ColumnElement,
     Double,
+    Row,
     Select,
     String,
     cast,
@@ -35,6 +36,7 @@ from ragcache.db.tables import (
 from ragcache.errors import InvalidRequest, UnknownCollection
 
 Item = TypeVar("Item")
+Ts = TypeVarTuple("Ts")
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 _UNIX_EPOCH = 2_440_587.5  # in days of the Julian calendar
@@ -108,6 +110,18 @@ def chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
     """Split items into lists of at most as many as one statement takes."""
     every = list(items)
     return (every[i : i + CHUNK] for i in range(0, len(every), CHUNK))
+
+
+def rows_of(
+    session: Session, statement: Select[*Ts], column: Any, values: Iterable[object] | None
+) -> Iterator[Row[*Ts]]:
+    """Rows of a statement whose column has one of the values, in as many statements as that takes.
+    None reads all rows."""
+    if values is None:
+        yield from session.execute(statement)
+    else:
+        for chunk in chunks(values):
+            yield from session.execute(statement.where(column.in_(chunk)))
 
 
 def _insert(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:

@@ -24,6 +24,7 @@ from ragcache.db import (
     MovedDocument,
     NewDocument,
     NewModule,
+    RunningJob,
     collection_target,
 )
 from ragcache.documents import (
@@ -183,8 +184,9 @@ class Ingestor:
         if stores:
             rows, encoded = self._encode(job, prepared, progress)
             freed = self.catalog.replace_documents(
-                collection, rows, job, self._jobs.session, report["removed"], changes.moved
-            )
+                collection, rows, removed=report["removed"], moved=changes.moved,
+                job=RunningJob(job, self._jobs.session),
+            )  # fmt: skip
             self.store.discard(freed)
             self.retriever.indexes.update(collection)
         encoded += self._encode_lost(collection, changes.unchanged)

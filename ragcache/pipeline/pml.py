@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ragcache.db import ModuleRow, SchemaText, SchemaTexts
+from ragcache.db import ModuleRow, RunningJob, SchemaText, SchemaTexts
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong, UnknownSchema
 from ragcache.models import PromptFrame
 from ragcache.modes import EXACT, ISOLATED, ReuseMode
@@ -113,7 +113,8 @@ class PmlPipeline:
             for portion in portions(groups):
                 with self.encoder.lease(portion, "ingest"):
                     pass
-            store.discard(self.texts.put_schema(schema.name, stored, keys, job))
+            running = RunningJob(job, jobs.session)
+            store.discard(self.texts.put_schema(schema.name, stored, keys, running))
         self._loaded[schema.name] = loaded
         return schema
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.db import Database, JobRequest, Jobs
+from ragcache.db import Database, JobRequest, Jobs, RunningJob
 from ragcache.db.jobs import cancel_jobs, complete, deleted_meanwhile, hand_over, note_deleted
 from ragcache.db.sessions import end_sessions
 from ragcache.db.tables import JobTable
@@ -41,7 +41,7 @@ def taken(jobs: Jobs) -> int | None:
 
 def store(jobs: Jobs, job: int) -> None:
     with jobs.database.transaction() as session:
-        complete(session, job, jobs.session)
+        complete(session, RunningJob(job, jobs.session))
 
 
 def test_a_request_is_queued_once_in_a_namespace(jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ragcache.db import Catalog, Database, NewDocument, NewModule
+from ragcache.db import Catalog, Database, NewDocument, NewModule, RunningJob
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
 from tests.ragcache.conftest import encode_missing, full_lease, same
@@ -74,7 +74,9 @@ class Library:
                 for n, (text, key) in enumerate(zip(texts, keys, strict=True))
             ]
             document = NewDocument(name, "", str(version), modules)
-            self.store.discard(self.catalog.replace_documents(COLLECTION, [document], job))
+            running = RunningJob(job, jobs.session)
+            freed = self.catalog.replace_documents(COLLECTION, [document], job=running)
+            self.store.discard(freed)
 
     def delete(self, name: str) -> None:
         self.store.discard(self.catalog.delete_documents(COLLECTION, [name]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from ragcache.db import Catalog, Database, NewDocument, NewModule
+from ragcache.db import Catalog, Database, NewDocument, NewModule, RunningJob
 from ragcache.db.tables import StateTable, VectorTable
 from ragcache.store import KVStore, LeaseRequest
 from ragcache.store.verify import VerifyReport, verify
@@ -36,7 +36,10 @@ def catalog(store: KVStore) -> Catalog:
                 store.put_states(make_key(number), make_states(number))
             modules = [NewModule(f"m{n}", "text", [n], make_key(n), np.ones(2)) for n in numbers]
             documents.append(NewDocument(f"d{first}", "", "digest", modules))
-        assert catalog.replace_documents("notes", documents, job) == []
+        assert (
+            catalog.replace_documents("notes", documents, job=RunningJob(job, store.jobs.session))
+            == []
+        )
     return catalog
 
 
