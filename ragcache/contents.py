@@ -44,7 +44,9 @@ class Collections:
 
     def delete(self, collection: str) -> int:
         """Delete a collection with its documents, and return how many it had."""
-        return self._namespace.ingestor.delete_collection(collection)
+        documents, freed = self._namespace.catalog.delete_collection(collection)
+        self._namespace.shared.store.discard(freed)
+        return documents
 
     def preview_deletion(
         self, collection: str, document_ids: Sequence[str] | None = None

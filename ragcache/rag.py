@@ -314,7 +314,10 @@ class RagCache:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
         check_texts("document_ids", document_ids)
-        return self.internals.ingestor.delete(collection, document_ids)
+        catalog = self.internals.catalog
+        known = catalog.documents(collection, document_ids)
+        self._shared.store.discard(catalog.delete_documents(collection, document_ids))
+        return len(known)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answers a question from the best modules of a collection.

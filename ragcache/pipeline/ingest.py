@@ -261,18 +261,6 @@ class Ingestor:
         limit = self.config.module_tokens
         return [(d, split_document(d, limit, tokenize, note)) for d in documents]
 
-    def delete(self, collection: str, document_ids: Sequence[str]) -> int:
-        """Deletes documents with modules, vectors and states; returns how many there were."""
-        known = self.catalog.documents(collection, document_ids)
-        self.store.discard(self.catalog.delete_documents(collection, document_ids))
-        return len(known)
-
-    def delete_collection(self, collection: str) -> int:
-        """Deletes a collection with everything in it; returns how many documents there were."""
-        documents, freed = self.catalog.delete_collection(collection)
-        self.store.discard(freed)
-        return documents
-
     def _encode(
         self, job: int, prepared: Sequence[Prepared], progress: Progress | None
     ) -> tuple[list[NewDocument], int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -474,9 +475,7 @@ def _serve_cluster(settings: ServiceSettings) -> None:
     serve_cluster(settings)
 
 
-_OPTIONS = frozenset(
-    ("state", "host", "port", "model", "dtype", "embedding", "instruction", "replicas")
-)
+_OPTIONS = signature(serve).parameters.keys() - {"setting"}
 
 
 def _parse_settings(texts: list[str]) -> dict[str, str]:

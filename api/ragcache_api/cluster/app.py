@@ -157,28 +157,33 @@ class RayReplicas:
         response = self._streams.asgi.remote(request=request, **only)
         ended = False
         try:
-            async for messages in response:
-                for message in messages:
-                    yield message
+            with _lost_replicas():
+                async for messages in response:
+                    for message in messages:
+                        yield message
             ended = True
-        except RayTaskError:
-            raise
-        except (RayError, RayServeException) as error:
-            raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
         finally:
             if not ended:
                 response.cancel()
 
     async def _call(self, method: str, **given: Any) -> Any:
         try:
-            async with asyncio.timeout(_CALL_SECONDS):
-                return await getattr(self._calls, method).remote(**given)
-        except RayTaskError:
-            raise
+            with _lost_replicas():
+                async with asyncio.timeout(_CALL_SECONDS):
+                    return await getattr(self._calls, method).remote(**given)
         except TimeoutError:
             raise ReplicaLost(f"no replica answered within {_CALL_SECONDS} s") from None
-        except (RayError, RayServeException) as error:
-            raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
+
+
+@contextmanager
+def _lost_replicas() -> Iterator[None]:
+    """Raise Ray's own errors as `ReplicaLost`, and those of a replica's code as they are."""
+    try:
+        yield
+    except RayTaskError:
+        raise
+    except (RayError, RayServeException) as error:
+        raise ReplicaLost(f"the replica has ended: {type(error).__name__}") from error
 
 
 class Replica:

@@ -81,9 +81,29 @@ class StateCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Read all figures."""
         yield from self._tiers()
-        yield from self._store()
-        yield from self._engine()
+        counters, engine = self._shared.store.counters, self._shared.engine
+        stats, core = engine.stats, engine.core
+        evictions = counters.evictions.copy()
+        yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
+        rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
+        counts = (
+            ("misses", "States that no tier held and that were encoded.", counters.encoded),
+            ("steps", "Steps of the engine.", stats.steps),
+            ("step_rows", "Rows of all steps; by steps, the mean batch.", rows),
+            ("preempted", "Requests that lost their memory and waited again.", stats.preempted),
+        )
+        levels = (
+            ("engine_running", "Requests that are running in the engine.", core.running),
+            ("engine_waiting", "Requests that are waiting in the engine.", core.waiting),
+            ("leased_states", "States that requests are reading.", count_leased(self._rag)),
+            ("open_requests", "Requests that the service holds.", len(self._requests.active)),
+        )
+        for name, text, value in counts:
+            yield CounterMetricFamily(f"ragcache_{name}", text, value=value)
+        for name, text, value in levels:
+            yield GaugeMetricFamily(f"ragcache_{name}", text, value=value)
 
     def _tiers(self) -> Iterator[Metric]:
         tiers = self._rag.tiers()
@@ -98,29 +118,6 @@ class StateCollector(Collector):
             yield family
         hits = {(tier.name,): tier.hits for tier in tiers}
         yield _counter("hits", "States found in a tier.", ["tier"], hits)
-
-    def _store(self) -> Iterator[Metric]:
-        counters = self._shared.store.counters
-        misses = "States that no tier held and that were encoded."
-        yield CounterMetricFamily("ragcache_misses", misses, value=counters.encoded)
-        evictions = counters.evictions.copy()
-        yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
-
-    def _engine(self) -> Iterator[Metric]:
-        engine, stats = self._shared.engine, self._shared.engine.stats
-        yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=stats.steps)
-        rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
-        text = "Rows of all steps; by steps, the mean batch."
-        yield CounterMetricFamily("ragcache_step_rows", text, value=rows)
-        preempted = "Requests that gave their memory back and waited again."
-        yield CounterMetricFamily("ragcache_preempted", preempted, value=stats.preempted)
-        for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
-            text = f"Requests that are {state} in the engine."
-            yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
-        text, leased = "States that requests are reading.", count_leased(self._rag)
-        yield GaugeMetricFamily("ragcache_leased_states", text, value=leased)
-        text = "Requests that the service holds."
-        yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._requests.active))
 
 
 def count_leased(rag: RagCache) -> int:
