@@ -22,7 +22,6 @@ from ragcache.recognition import (
     PrefixGroup,
     RecognizedModule,
     Recognizer,
-    common_prefix,
     find,
     window_hashes,
 )
@@ -351,51 +350,6 @@ def test_of_equal_texts_the_first_is_kept() -> None:
     assert [module.id for module in group.modules] == [1, 0]
     assert group.lengths == [2, 2]
     assert group.shared == "="
-
-
-SORTED = st.sets(
-    st.text(st.sampled_from("ab"), min_size=1, max_size=9), min_size=1, max_size=40
-).map(sorted)
-
-
-@given(SORTED)
-def test_the_parent_is_the_longest_other_text_that_a_text_begins_with(texts: list[str]) -> None:
-    for text, parent in zip(texts, group_of(texts).parents, strict=True):
-        begun = [other for other in texts if other != text and text.startswith(other)]
-        assert (texts[parent] if parent >= 0 else "") == max(begun, key=len, default="")
-
-
-def test_in_a_chain_of_thousands_a_shorter_one_costs_a_bisection(compared: list[int]) -> None:
-    group = group_of(["a" * size for size in range(1, 4001)])
-    for limit in (0, 1, 2, 1000, 2048, 3998, 4000):
-        compared.clear()
-        assert group.within(3999, limit) == limit - 1
-        assert len(compared) <= log2(4000) + 2
-
-
-@given(SORTED, st.text(st.sampled_from("ab"), max_size=9))
-def test_a_place_costs_two_bisections_at_most(texts: list[str], here: str) -> None:
-    group, seen = group_of(texts), []
-    original = PrefixGroup._text
-
-    def text(self: PrefixGroup, number: int) -> str:
-        seen.append(number)
-        return original(self, number)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefixGroup, "_text", text)
-        group.at(here, 0)
-    assert len(seen) <= 2 * (len(texts).bit_length() + 2)
-
-
-@given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
-def test_common_prefix(shared: str, one: str, other: str) -> None:
-    first, second = shared + one, shared + other
-    found = common_prefix(first, second)
-    assert first.startswith(found)
-    assert second.startswith(found)
-    after = len(found)
-    assert first[after : after + 1] != second[after : after + 1] or first == second == found
 
 
 HASHED = st.text(st.sampled_from("ab\n \u00e9\U0001f600\ud800"), max_size=60)

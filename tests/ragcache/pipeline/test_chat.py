@@ -144,11 +144,7 @@ def test_states_that_were_made_for_a_chat_belong_to_their_modules(rag: RagCache)
     assert (gone.mode, gone.sources) == ("exact", ())
 
 
-def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
-    first = rag.ask("Where is the key?", collection="notes", mode="isolated").reuse
-    again = rag.ask("Where is the key?", collection="notes", mode="isolated").reuse
-    assert again.created_tokens == 0
-    assert first.created_tokens == again.cached_tokens - first.cached_tokens > 0
+def test_a_pml_prompt_counts_what_it_makes(rag: RagCache) -> None:
     rag.schemas.add(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
     asked = '<prompt schema="s"><m/>Where?</prompt>'
     assert rag.prompt(asked).reuse.created_tokens == 0
@@ -157,13 +153,6 @@ def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
     made = rag.prompt(asked).reuse
     assert made.created_tokens > 0
     assert made.cached_tokens == 0
-
-
-def test_the_same_module_twice_is_read_twice(rag: RagCache) -> None:
-    asked = [*user(f"{KEYS}\n\nWhere?"), {"role": "assistant", "content": "?"}, *user(KEYS)]
-    answer = rag.chat(asked, generation=FREE)
-    assert [source.module for source in answer.sources] == ["keys#1", "keys#1"]
-    assert answer.reuse.cached_tokens > len(rag.internals.shared.model.encode(KEYS))
 
 
 def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:

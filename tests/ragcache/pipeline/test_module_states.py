@@ -81,16 +81,6 @@ def test_scaffolds_of_any_process_are_read_when_the_version_of_the_collection_ch
     assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
 
 
-def test_scaffolds_of_two_collections_with_equal_states_are_both_kept() -> None:
-    rows = FakeRows()
-    scaffolds = Scaffolds(cast("ScaffoldRows", rows))
-    key = KVKey("a" * 64)
-    for _ in range(2):
-        scaffolds.keep("c", [1, 2], key)
-        scaffolds.keep("d", [3, 4], key)
-    assert rows.kept == {"c": {(1, 2): key}, "d": {(3, 4): key}}
-
-
 def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     """Encoded together after the preamble, the modules are what an ordinary prefill makes them."""
     exact = rag.ask(QUESTION, collection="notes", k=2, mode="exact")

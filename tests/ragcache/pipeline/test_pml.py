@@ -172,15 +172,6 @@ def test_a_compact_placement_moves_modules_and_equals_the_reference(bench: Bench
         )
 
 
-def test_a_scaffold_changes_what_its_modules_saw(bench: Bench) -> None:
-    """§3.3: modules of a scaffold are encoded together and so attend to each other."""
-    plan = plan_of(bench.runner, PROMPTS["a scaffold"])
-    assert [scaffold.modules for scaffold in plan.scaffolds] == [(("miami",), ("style",))]
-    together = cached_logits(bench.runner, plan)
-    alone = cached_logits(bench.runner, replace(plan, scaffolds=()))
-    assert not torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
-
-
 def test_scaffolds_are_encoded_with_their_schema_and_cited(bench: Bench) -> None:
     answer = bench.answer(PROMPTS["a scaffold"])
     assert {source.tier for source in answer.sources} == {"host"}, "nothing is encoded again"
@@ -229,15 +220,6 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
     placeholder = scope.parameters["days"][1]
     assert argument.start == placeholder.start
     assert argument.length < placeholder.reserved
-
-
-@pytest.mark.parametrize("name", ["arguments", "nested imports", "a scaffold"])
-def test_the_tokens_of_a_prompt_are_known_whatever_is_read(bench: Bench, name: str) -> None:
-    read, exact = (bench.runner.build(PROMPTS[name], mode) for mode in (ISOLATED, EXACT))
-    assert read.states is not None
-    with read.states.lease() as lease:
-        context = build_context(read, lease.keys, lease.states)
-    assert sorted(context.seen_token_ids) == sorted(build_context(exact).seen_token_ids)
 
 
 def test_a_schema_beyond_the_window_is_refused_before_it_is_encoded(bench: Bench) -> None:
@@ -303,18 +285,9 @@ def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) 
     cited = [replace(each, scaffold="") for each, _ in prompt.retrieved.citations]
     assert cited == [each for each, _ in exact.retrieved.citations]
     assert {group for _, group in exact.retrieved.citations} == {None}
-
-
-def test_sources_name_the_group_that_they_are_read_from(pipeline: PmlPipeline) -> None:
-    prompt = pipeline.build(PROMPTS["a scaffold"], ISOLATED)
-    assert isinstance(prompt.states, SchemaStates)
-    read = {
-        cited.module: prompt.states.groups[group].paths
-        for cited, group in prompt.retrieved.citations
-        if group is not None
-    }
-    assert read == dict.fromkeys(["miami", "style"], (("miami",), ("style",)))
-    assert prompt.question.text == "What is there to see?"
+    for each, number in prompt.retrieved.citations:
+        assert number is not None
+        assert tuple(each.module.split("/")) in prompt.states.groups[number].paths
 
 
 def test_a_schema_that_another_process_changes_is_read_anew(pipeline: PmlPipeline) -> None:
