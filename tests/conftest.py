@@ -31,16 +31,22 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test is timed: what an example takes says more of the machine. `make test-all` runs every
-# example (`--hypothesis-profile full`).
+# example (`--hypothesis-profile full`), `.ci/run` a quarter (`quick`), `make test` a tenth.
 FULL = 100  # examples of a property in the profile `full`, Hypothesis's own number
-settings.register_profile("full", deadline=None, max_examples=FULL)
-settings.register_profile("quick", deadline=None, max_examples=25)
-settings.load_profile("quick")
+for _name, _examples in (("full", FULL), ("quick", 25), ("brief", 10)):
+    settings.register_profile(_name, deadline=None, max_examples=_examples)
+settings.load_profile("brief")
 
 
 def scaled(examples: int, quick: float = 0.25) -> int:
-    """Of a test's own number of examples, those that the profile runs: all, or this share."""
-    return ceil(examples * (1 if settings().max_examples >= FULL else quick))
+    """The share of a test's own number of examples that the profile runs.
+
+    Args:
+        examples: The number under the profile `full`.
+        quick: The share under `quick`. `brief` runs two fifths of it.
+    """
+    number = settings().max_examples
+    return ceil(examples * (1 if number >= FULL else quick * number / 25))
 
 
 REPOSITORY = Path(__file__).parent.parent

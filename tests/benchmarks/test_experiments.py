@@ -69,6 +69,7 @@ def test_every_policy_is_between_a_prefix_cache_and_the_optimum() -> None:
     assert steady["prefix"] <= steady["prefix_sorted"]
 
 
+@pytest.mark.slow
 def test_two_queues_find_more_than_lru_in_every_draw() -> None:
     """A tenth less than what docs/measurements/benchmarks.md says of 10,000 prompts."""
     rates = bench_hit_rate(ZipfWorkload(prompts=2_000))["hit_rate"]
@@ -232,6 +233,7 @@ def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> 
 SETTING = RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2)
 
 
+@pytest.mark.slow
 def test_plots_are_drawn_from_the_figures_that_are_published(tmp_path: Path) -> None:
     for kind in ("decode", "serve"):
         image = tmp_path / f"{kind}.png"

@@ -333,6 +333,7 @@ def examples() -> dict[str, doctest.DocTest]:
     return {name: test for name, test in found.items() if test.examples}
 
 
+@pytest.mark.slow
 def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()

@@ -112,6 +112,7 @@ def test_the_chain_hits_the_cache_where_it_recognizes(
     assert "exact" in without
 
 
+@pytest.mark.slow
 def test_tokens_stream_with_usage_and_sources_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

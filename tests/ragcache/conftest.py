@@ -92,7 +92,11 @@ def postgres_schema() -> Iterator[str]:
     admin.dispose()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+# `make test` needs no server: what differs between the databases is seen in `make test-all`.
+DATABASES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.slow))
+
+
+@pytest.fixture(params=DATABASES)
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
     """Where an empty ledger can be opened, and again by another process: in turn in each kind of
     database."""
@@ -104,7 +108,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str
         yield url
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=DATABASES)
 def shared_database(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Database]:

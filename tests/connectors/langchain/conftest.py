@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,18 @@ DOCUMENT = (
     "The survey boat Pipit is moored at the north quay. Its engine was serviced by Marta Quill in "
     "March, and the spare key hangs in the red cupboard of the boathouse."
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of LangChain's own suites, every third test is quick."""
+    suites = [
+        item for item in items
+        if isinstance(item, pytest.Function) and item.cls
+        and inspect.getmodule(item.function).__name__.startswith("langchain_tests.integration")
+    ]  # fmt: skip
+    for number, item in enumerate(suites):
+        if number % 3:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
