@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import select
@@ -32,7 +34,7 @@ from ragcache.routing import RoutedModule
 _COLUMNS = (StateTable.key, StateTable.tier, StateTable.place, StateTable.nbytes, StateTable.tokens)
 _REMEMBERED = 50_000  # modules and schemas
 
-_Row = tuple[Any, ...]
+_key_of = attrgetter("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,12 @@ class Residency:
         """The states of modules. One that is encoded in several ways counts once, at its largest,
         and a session with any of them has it. One without states is left out."""
         ids = list(dict.fromkeys(module_ids))
-        known = self._known  # `_remember` may begin a new one, also that of another thread
-        found: dict[Hashable, LocatedStates] = {
-            number: known[number][1] for number in ids if number in known
-        }
+        known = self._known  # `_remember` may begin a new one, also in another thread
+        found = {number: known[number][1] for number in ids if number in known}
         old = [number for number in ids if self._is_old(number)]
         with suppress(LedgerUnavailable):
-            rows = self._read_modules(old) if old else {}
-            read: dict[Hashable, LocatedStates] = {
-                number: _one_module(rows.get(number, ())) for number in old
-            }
+            rows = self._read_modules(old)
+            read = {number: _one_module(rows.get(number, ())) for number in old}
             self._remember(read)
             found |= read
         return _joined(found[number] for number in ids if number in found)
@@ -83,21 +81,22 @@ class Residency:
         schema = namespace, name
         if self._is_old(schema):
             with suppress(LedgerUnavailable):
-                self._remember({schema: _each_state(self._read_schema(name, namespace))})
+                rows = self._read_schema(name, namespace)
+                states = groupby(sorted(rows, key=_key_of), _key_of)
+                self._remember({schema: _joined(_one_module(each) for _, each in states)})
         known = self._known.get(schema)
         return LocatedStates() if known is None else known[1]
 
-    def _read_modules(self, ids: Sequence[int]) -> Mapping[int, list[_Row]]:
+    def _read_modules(self, ids: Sequence[int]) -> Mapping[int, Sequence[Any]]:
         columns = select(EncodingTable.module_id, *_COLUMNS)
         joined = columns.join(StateTable, StateTable.key == EncodingTable.key)
-        rows: dict[int, list[_Row]] = defaultdict(list)
+        rows: dict[int, list[Any]] = defaultdict(list)
         for chunk in chunks(ids):
-            mine = joined.where(EncodingTable.module_id.in_(chunk))
-            for number, *row in self.database.fetch(mine):
-                rows[number].append(tuple(row))
+            for row in self.database.fetch(joined.where(EncodingTable.module_id.in_(chunk))):
+                rows[row.module_id].append(row)
         return rows
 
-    def _read_schema(self, name: str, namespace: str) -> list[_Row]:
+    def _read_schema(self, name: str, namespace: str) -> Sequence[Any]:
         joined = (
             select(*_COLUMNS)
             .join(SchemaStateTable, SchemaStateTable.key == StateTable.key)
@@ -105,50 +104,38 @@ class Residency:
             .join(NamespaceTable, NamespaceTable.id == SchemaTable.namespace_id)
         )
         mine = joined.where(NamespaceTable.name == namespace, SchemaTable.name == name)
-        return [tuple(row) for row in self.database.fetch(mine)]
+        return self.database.fetch(mine)
 
     def _is_old(self, name: Hashable) -> bool:
         known = self._known.get(name)
         return known is None or self.clock() - known[0] >= self.seconds
 
-    def _remember(self, found: Mapping[Hashable, LocatedStates]) -> None:
+    def _remember(self, found: Mapping[Any, LocatedStates]) -> None:
         if len(self._known) + len(found) > _REMEMBERED:
             self._known = {}
         now = self.clock()
         self._known.update({name: (now, each) for name, each in found.items()})
 
 
-def _one_module(rows: Iterable[_Row]) -> LocatedStates:
-    """The rows of one module, as one."""
+def _one_module(rows: Iterable[Any]) -> LocatedStates:
+    """Join the rows of one module's states."""
     rows = list(rows)
     if not rows:
         return LocatedStates()
-    key = min(row[0] for row in rows)
-    nbytes, tokens = max(row[3] for row in rows), max(row[4] for row in rows)
-    return LocatedStates((RoutedModule(key, nbytes, tokens),), {key: _holders(rows)})
-
-
-def _each_state(rows: Iterable[_Row]) -> LocatedStates:
-    """The rows of many states, each by itself."""
-    by_key: dict[str, list[_Row]] = defaultdict(list)
+    key = min(row.key for row in rows)
+    nbytes, tokens = max(row.nbytes for row in rows), max(row.tokens for row in rows)
+    held: dict[str, str] = {}
     for row in rows:
-        by_key[row[0]].append(row)
-    return _joined(_one_module(by_key[key]) for key in sorted(by_key))
+        if row.tier in MEMORY_TIERS and held.get(row.place) != "device":
+            held[row.place] = row.tier
+    return LocatedStates((RoutedModule(key, nbytes, tokens),), {key: held})
 
 
 def _joined(found: Iterable[LocatedStates]) -> LocatedStates:
-    """Those of several modules as of one request; texts that several share are read once."""
+    """Join the modules of one request. Modules with the same states are read once."""
     modules: dict[str, RoutedModule] = {}
     holds: dict[str, Mapping[str, str]] = {}
     for each in found:
         modules |= {module.key: module for module in each.modules}
         holds |= each.holds
     return LocatedStates(tuple(modules.values()), holds)
-
-
-def _holders(rows: Iterable[_Row]) -> dict[str, str]:
-    held: dict[str, str] = {}
-    for _, tier, place, _, _ in rows:
-        if tier in MEMORY_TIERS and held.get(place) != "device":
-            held[place] = tier
-    return held

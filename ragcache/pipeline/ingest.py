@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError, DocumentError, DocumentsChanged
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.retrieval import Retriever
-from ragcache.store import KVStore, Lease
+from ragcache.store import KVStore
 
 _SHOWN = 3  # collisions in an error
 _ATTEMPTS = 3  # at documents that others change meanwhile
@@ -269,14 +269,18 @@ class Ingestor:
         jobs, rows, done, encoded = self._jobs, [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
         note = jobs.progress(job)
-        with _Writing() as writing:
+        with ExitStack() as writing:  # the lease whose blobs are written beside the next encoding
             for document, modules in prepared:
                 for part in portions([module.token_ids for module in modules]):
                     jobs.expect(job, [self.encoder.key(ids) for ids in part])
                     lease = self.encoder.lease(part, origin="ingest")
                     done += len(part)
                     encoded += sum(tier == "encoded" for tier in lease.source.values())
-                    writing.follow(lease)
+                    before = writing.pop_all()
+                    writing.callback(lease.release)
+                    before.close()
+                    if not lease.is_writing:
+                        writing.close()
                     note(done)
                     if progress is not None:
                         progress(done, total)
@@ -409,26 +413,3 @@ def _has_vanished(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-class _Writing:
-    """The lease whose blobs are written while the next modules are encoded."""
-
-    def __init__(self) -> None:
-        self._lease: Lease | None = None
-
-    def follow(self, lease: Lease) -> None:
-        """Releases the lease before this one, and this one unless its blobs are under way. Raises
-        what releases raise."""
-        before, self._lease = self._lease, lease
-        if before is not None:
-            before.release()
-        if not lease.is_writing:
-            lease.release()
-
-    def __enter__(self) -> _Writing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.release()

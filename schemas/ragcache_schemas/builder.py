@@ -53,13 +53,12 @@ def collection_schema(
     return validate_schema(Schema(name, (Text(preamble), *between, *question, Text(epilogue))))
 
 
-def document_module(name: str, chunks: Iterable[str], *, heading: str = "") -> Module:
+def document_module(name: str, chunks: Iterable[str]) -> Module:
     """Makes a module of a document, its chunks modules nested in it.
 
     Args:
         name: The module's name; `module_name(title)` makes one.
         chunks: Their texts; they are named "c1", "c2", ... by their place.
-        heading: Text of the document itself, imported with any of its chunks.
 
     Raises:
         InvalidName: `name` is no module name.
@@ -67,7 +66,7 @@ def document_module(name: str, chunks: Iterable[str], *, heading: str = "") -> M
     if problem := name_problem(name, "module"):
         raise InvalidName(problem.problem, expected=f"{problem.expected}; module_name() makes one")
     parts = (Module(f"c{number}", (Text(chunk),)) for number, chunk in enumerate(chunks, 1))
-    return Module(name, (Text(heading), *parts))
+    return Module(name, tuple(parts))
 
 
 def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:

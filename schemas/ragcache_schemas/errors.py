@@ -1,27 +1,7 @@
 """Named errors of the PML language.
 
-    ValueError
-    └── PMLError                 anything wrong with a schema or a prompt
-        ├── PMLSyntaxError       not well-formed XML, or text that XML cannot carry
-        │   └── ForbiddenMarkup  DTD, entity or processing instruction
-        ├── LimitExceeded        too large, too deep, too many elements
-        ├── UnknownElement       an element that PML lacks, or that is misplaced
-        ├── MisplacedText        text where none is allowed
-        ├── InvalidAttribute     an attribute that is missing, unknown or malformed
-        ├── InvalidName          a name that no prompt could write as an element
-        │   └── ReservedName     a name that PML keeps for itself
-        ├── DuplicateName        a name given twice in one scope
-        ├── UnknownName          no such module, parameter, schema or union member
-        ├── UnionConflict        two members of one union in one prompt
-        ├── MissingArgument      a parameter without its argument
-        ├── SpanTooLong          more tokens than the span holds
-        ├── TurnMismatch         turns that the model's chat template cannot write
-        └── ProgramError         Python that no schema can say
-
-    UserWarning
-    └── PMLWarning               accepted, though not as PML should be written
-
-Each says what was wrong, where (source, line and column, counted from 1) and what to do.
+Every error is a `PMLError`: it says what was wrong, where (source, line and column, counted from 1)
+and what to do. A `PMLWarning` marks text that is accepted, though not as PML should be written.
 """
 
 from __future__ import annotations

@@ -66,9 +66,6 @@ class Layout:
         """The span at `path`; "plan/miami" is short for ("plan", "miami")."""
         return self._by_path[tuple(path.split("/")) if isinstance(path, str) else path]
 
-    def __contains__(self, path: Path | str) -> bool:
-        return (tuple(path.split("/")) if isinstance(path, str) else path) in self._by_path
-
 
 def lay_out(schema: Schema, count_tokens: CountTokens, placement: Placement = "schema") -> Layout:
     """Lays a schema out, in time linear in its size.

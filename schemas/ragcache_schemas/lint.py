@@ -57,15 +57,14 @@ def is_prompt(text: str | bytes) -> bool:
 
 
 def lint_schema(
-    text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None,
-    count_tokens: CountTokens | None = None, render: Render | None = None,
+    text: str | bytes, *, source: str = "<string>", count_tokens: CountTokens | None = None,
+    render: Render | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Lists the findings in a schema; goes on after errors, unless it is not well-formed.
 
     Args:
         text: PML.
         source: The name of the file, for places.
-        limits: What the text may cost; by default `ScanLimits()`.
         count_tokens: With it, texts that do not fit and unions that waste positions are found.
         render: With it, turns that the model's chat template cannot write are found.
 
@@ -75,7 +74,7 @@ def lint_schema(
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
-        schema = read_schema(text, source, limits or ScanLimits(), report, warn)
+        schema = read_schema(text, source, ScanLimits(), report, warn)
         if any(f.severity == "error" for f in findings):
             return  # the tree lacks the refused nodes, which would be reported again
         findings.extend(_advice(schema, count_tokens))
@@ -92,14 +91,13 @@ def lint_schema(
 
 
 def lint_prompt(
-    text: str | bytes, index: SchemaIndex | None = None,
-    *, source: str = "<string>", limits: ScanLimits | None = None,
-) -> list[Finding]:  # fmt: skip
+    text: str | bytes, index: SchemaIndex | None = None, *, source: str = "<string>"
+) -> list[Finding]:
     """Lists the findings in a prompt; with `index`, also those against its schema."""
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
-        prompt: Prompt = read_prompt(text, source, limits or ScanLimits(), report, warn)
+        prompt: Prompt = read_prompt(text, source, ScanLimits(), report, warn)
         if index is None or any(f.severity == "error" for f in findings):
             return
         for piece in resolve_prompt(index, prompt).crowded:

@@ -270,7 +270,8 @@ def test_resolved_positions_lie_within_the_layout(pair: tuple[Schema, Prompt]) -
 # Slots
 
 
-DOCUMENTS = {f"d{n}": document_module(f"d{n}", ["a b c", "d e"], heading="t") for n in range(9)}
+CHUNKS = document_module("d", ["a b c", "d e"]).children
+DOCUMENTS = {f"d{n}": Module(f"d{n}", (Text("t"), *CHUNKS)) for n in range(9)}
 HANDBOOK = collection_schema("h", "You are.", 3, "c", epilogue="Answer:")
 BY_SLOT = "<slot-1><d3><c2/></d3></slot-1><slot-2><d1><c1/></d1></slot-2>"
 
