@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.embeddings import Embeddings
 from sqlalchemy import event
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
@@ -358,20 +358,15 @@ def test_a_change_is_seen_and_read_in_one_transaction(database: Database) -> Non
     assert len(begun) == 1
 
 
-def test_collections_do_not_see_each_other(database: Database) -> None:
+def test_a_search_is_of_one_collection_that_there_is(database: Database) -> None:
     catalog, retriever = opened(database)
+    with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
+        found(retriever, "boat")
     fill(catalog)
     catalog.replace_documents("other", [document("boats.md", "Another boat.")])
     hits = retriever.retrieve("boat", "other", SearchParams(k=5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
-
-
-def test_unknown_collection_error_lists_the_known_ones(database: Database) -> None:
-    catalog, retriever = opened(database)
-    with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
-        retriever.retrieve("boat", "notes", SearchParams(k=3))
-    fill(catalog)
-    with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes'\."):
+    with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes', 'other'\."):
         retriever.retrieve("boat", "recipes", SearchParams(k=3))
 
 
@@ -620,61 +615,28 @@ def test_a_deleted_collection_is_not_answered_from_the_next_of_its_name(
     assert found(retriever, "boat") == ["new"]
 
 
-class Other(DeterministicFakeEmbedding):
+class Other(Topics):
     """Another name."""
 
 
-@pytest.fixture
-def with_module(database: Database) -> Database:
-    """A database with the module `boat` in the collection `notes`."""
-    module = NewModule("a#1", "boat", [1], KVKey("0" * 64))
-    Catalog(database, "tokenizer", None).replace_documents(
-        "notes", [NewDocument("a", "", "", [module])]
-    )
-    return database
-
-
-def test_each_embedder_has_one_retriever(with_module: Database) -> None:
-    catalog = Catalog(with_module, "tokenizer", None)
-    first, other = DeterministicFakeEmbedding(size=4), Other(size=4)
-    retrievers = Retrievers(catalog, with_module, first)
-    assert retrievers.retriever_for() is retrievers.retriever_for(first)
-    assert (
-        retrievers.retriever_for(other)
-        is retrievers.retriever_for(other)
-        is not retrievers.retriever_for()
-    )
-    assert retrievers.retriever_for(other).embedder is other
-    assert Retrievers(catalog, with_module, None).retriever_for().embedder is None
-
-
-def test_embedders_of_one_name_share_the_index(
-    with_module: Database, monkeypatch: pytest.MonkeyPatch
+def test_embedders_of_one_name_share_vectors_and_index(
+    database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs make a LangChain object with an embedder of its own for each request."""
-    retrievers = Retrievers(Catalog(with_module, "tokenizer", None), with_module, None)
-    built = counted_builds(monkeypatch)
-    for _ in range(3):
-        embedder = Other(size=4)
-        retriever = retrievers.retriever_for(embedder)
-        assert retriever.embedder is embedder
-        [hit] = retriever.retrieve("boat", "notes", SearchParams(k=1, search="dense")).hits
-        assert hit.score == pytest.approx(1.0)
-    assert len(built) == 1
-
-
-def test_vectors_of_a_namespace_are_found_again(with_module: Database) -> None:
-    class Counted(Other):
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            embedded.extend(texts)
-            return super().embed_documents(texts)
-
-    embedded: list[str] = []
-    catalog = Catalog(with_module, "tokenizer", None, "tenant")
-    module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
-    catalog.replace_documents("notes", [NewDocument("b", "", "", [module])])
-    for _ in range(2):
-        retriever = Retrievers(catalog, with_module, None).retriever_for(Counted(size=4))
-        [hit] = retriever.retrieve("ship", "notes", SearchParams(k=5, search="dense")).hits
-        assert hit.module.document == "b"
-    assert embedded == ["ship"]
+    """Programs make a LangChain object with an embedder of its own for each request. What one
+    process has embedded for a namespace, the next one reads."""
+    catalog, first = Catalog(database, "tokenizer", None, "tenant"), Topics()
+    fill(catalog)
+    retrievers, built = Retrievers(catalog, database, first), counted_builds(monkeypatch)
+    assert retrievers.retriever_for() is retrievers.retriever_for(first)
+    others = [Other() for _ in range(3)]
+    for other in others:
+        retriever = retrievers.retriever_for(other)
+        assert retriever.embedder is other
+        assert found(retriever, "Which vessel?", 1, "dense") == ["boats.md"]
+    assert retrievers.retriever_for(others[0]) is retrievers.retriever_for(others[0])
+    assert retrievers.retriever_for(others[0]) is not retrievers.retriever_for()
+    assert (len(built), sum(len(each.embedded) for each in others)) == (1, len(TEXTS))
+    later, again = Retrievers(catalog, database, None), Other()
+    assert later.retriever_for().embedder is None
+    assert found(later.retriever_for(again), "Which vessel?", 1, "dense") == ["boats.md"]
+    assert again.embedded == []
