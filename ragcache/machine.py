@@ -1,10 +1,10 @@
-"""What the machine is fast in, timed once per process, how much memory it has left, and how much of
-it that a step has freed stays with the process.
+"""Properties of the machine: fast dtypes, timed once per process, free memory, and freed memory
+that stays with the process.
 
 Flags do not tell: torch offers bfloat16 on every processor, but without AVX-512 or AMX a linear
 layer takes 4 to 6 times as long in it as in float32, and a product of two plain matrices up to 500
 times. So the operations themselves are timed. The shortest of several runs in one thread counts,
-which hardly depends on what else the machine does.
+which hardly depends on other processes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def host_memory() -> dict[str, int]:
 
 
 def process_memory() -> dict[str, int]:
-    """`rss_bytes` of this process, and `mapped_bytes`, those of it that are pages of files."""
+    """`rss_bytes` of this process, and `mapped_bytes`, the part of it that maps files."""
     import psutil
 
     memory = psutil.Process().memory_info()
@@ -148,7 +148,7 @@ def device_memory(device: torch.device) -> dict[str, Any]:
 
 
 def new_stream(device: torch.device | str | None = None) -> torch.cuda.Stream:
-    """A stream of its own. device: None is the current one."""
+    """Create a CUDA stream, by default on the current device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # PyTorch does not type it
 
 
@@ -158,11 +158,11 @@ def new_event(*, timing: bool = False) -> torch.cuda.Event:
 
 
 def prefer_cublaslt() -> None:
-    """Makes PyTorch multiply with cuBLASLt, in the whole process. What the environment variable
-    TORCH_BLAS_PREFER_CUBLASLT says stands.
+    """Make PyTorch multiply with cuBLASLt, in the whole process.
 
-    On an H200 products of 16 to 64 rows, of which questions and decoding consist, take up to 15 %
-    less time than with cuBLAS, PyTorch's own choice; larger ones take the same.
+    The environment variable TORCH_BLAS_PREFER_CUBLASLT takes precedence. On an H200 products of 16
+    to 64 rows, of which questions and decoding consist, take up to 15 % less time than with cuBLAS,
+    PyTorch's own choice; larger ones take the same.
     """
     if "TORCH_BLAS_PREFER_CUBLASLT" not in os.environ:
         torch.backends.cuda.preferred_blas_library("cublaslt")

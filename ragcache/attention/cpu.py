@@ -36,11 +36,12 @@ CONVERTED = 2**18  # elements of keys, or values, that are converted at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnTokens:
-    """Attention of rows over their own tokens. out: [Hkv, N, G, D] float32 or the query's dtype,
-    lse: [Hkv, N, G]; heads first, unlike `Partial`."""
+    """Attention of rows over their own tokens; heads first, unlike `Partial`."""
 
     out: Tensor
+    """[Hkv, N, G, D], float32 or the query's dtype."""
     lse: Tensor
+    """[Hkv, N, G]."""
 
 
 class CpuAttentionBackend:

@@ -1,9 +1,9 @@
-"""What one forward pass attends to, as flat tensors.
+"""The attention metadata of one forward pass, as flat tensors.
 
-A step flattens the new tokens of all requests to rows 0..T-1. The metadata says which rows read
-which shared states, and how their queries turn for them, so that states are read once however many
-requests share them (RelayAttention, Hydragen), in whatever order the prompts hold them. A backend
-needs nothing else.
+A step flattens the new tokens of all requests to rows 0..T-1. The metadata lists the shared states,
+the rows that read them, and how their queries turn for them. States are thus read once, however
+many requests share them (RelayAttention, Hydragen) and in whatever order the prompts hold them. A
+backend needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from ragcache.attention.ops import Rotation, rotate
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedQueries:
     """The query rows that read shared states, in the order of `AttentionMetadata.shared_kv`. A row
-    appears once for each of the states that it reads; M entries in all.
-
-    rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2], one for each layer
-    where layers differ; None where no states were moved. distance: [M] float32, from the row's
-    position to the first key that it reads, where the position scheme is a bias (ALiBi) or a layer
-    has a window.
-    """
+    appears once for each state that it reads; M entries in all."""
 
     rows: Tensor
+    """[M] int64."""
     rotation: Rotation | tuple[Rotation, ...] | None = None
+    """How each query turns, cos and sin [M, 1, R/2], one for each layer if layers differ. Not set
+    if no states were moved."""
     distance: Tensor | None = None
+    """[M] float32, from the row's position to the first key that it reads. Set for ALiBi and
+    windows."""
 
     def turn_rows(self, rows: Tensor, layer: int) -> Tensor:
-        """The queries of one layer, turned for the states that they read: [Hkv, M, G, D]. rows:
-        [Hkv, T, G, D]."""
+        """Queries of one layer, turned for the states that they read: [Hkv, T, G, D] to [Hkv, M, G,
+        D]."""
         picked = rows.index_select(1, self.rows)
         if self.rotation is None:
             return picked
@@ -55,10 +54,8 @@ class SharedQueries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedKV:
-    """Contiguous states that entries begin:end of the `SharedQueries` attend to, all of them.
-
-    keys, values: [L, Hkv, S, D].
-    """
+    """Contiguous states [L, Hkv, S, D] that the entries begin:end of the `SharedQueries` attend
+    to."""
 
     keys: Tensor
     values: Tensor
@@ -76,21 +73,22 @@ class CausalBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedQueries:
-    """Rows that each attend to blocks of their own, all in one product (paged attention).
-
-    keys, values: [L, Hkv, num_blocks * block_size, D], the block pool; rows: [B] int64; blocks:
-    [B, P] int64, where a row has fewer one of its own is repeated; mask: [B, P * block_size], 0 or
-    minus infinity, in the dtype of the states; distance: [B, P * block_size] float32, from the
-    row's position to the key, for ALiBi and windows.
-    """
+    """Rows that each attend to blocks of their own, all in one product (paged attention)."""
 
     keys: Tensor
+    """[L, Hkv, num_blocks * block_size, D], the block pool."""
     values: Tensor
+    """The same shape."""
     block_size: int
     rows: Tensor
+    """[B] int64."""
     blocks: Tensor
+    """[B, P] int64. A row with fewer blocks repeats one of its own."""
     mask: Tensor
+    """[B, P * block_size], 0 or minus infinity, in the dtype of the states."""
     distance: Tensor | None = None
+    """[B, P * block_size] float32, from the row's position to the key. Set for ALiBi and
+    windows."""
 
     def part(self, here: slice) -> PagedQueries:
         """Some of the rows."""
@@ -107,25 +105,27 @@ class PagedQueries:
 
 
 def read_values(keys: Tensor, values: Tensor) -> Tensor:
-    """The values that attention reads: kept ones, or the keys where values have no width, because
-    one latent serves as both."""
+    """The values that attention reads: the kept ones, or the keys if one latent serves as both."""
     return values if values.shape[-1] else keys
 
 
 class LayersComputed(Exception):
-    """Ends a pass of which only the states of the first layers are wanted: they are written."""
+    """Ends a pass of which only the states of the first layers are wanted, once they are
+    written."""
 
 
 class KVWrite(Protocol):
-    """Where new keys and values go."""
+    """The destination of new keys and values."""
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key, value: [Hkv, T, D], of all rows of the step; the value as wide as it is kept."""
+        """Write the states of all rows: key, value [Hkv, T, D]; the value is as wide as it is
+        kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedWrite:
-    """Into blocks: row rows[i] goes to token slots[i] of the pool. `rows` is None for all rows."""
+    """A write to blocks: row rows[i], or row i without `rows`, goes to slot slots[i] of the
+    pool."""
 
     keys: Tensor
     values: Tensor
@@ -141,7 +141,7 @@ class PagedWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContiguousWrite:
-    """Into contiguous memory: rows begin:end go to the tokens from `past` on."""
+    """A write to contiguous memory: rows begin:end go to the tokens from `past` on."""
 
     keys: Tensor
     values: Tensor
@@ -157,16 +157,10 @@ class ContiguousWrite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """All that attention needs for one step over T rows.
+    """All inputs of attention in one step over T rows, besides queries, keys and values.
 
     Every row has one partial result over its request's own tokens, from a causal block or a paged
-    query. own_index: [T] int64, its place among the results of the causal blocks and then of the
-    paged queries; None where that is the order of the rows. shared_index: [slots, T] int64, the
-    row's entries in the `SharedQueries`, M where it has no more. slopes: [Hq] float32 where the
-    position scheme is a bias (ALiBi). windows: of each layer, how many positions up to its own a
-    row sees, or None for all; empty where no layer has one. positions: [T] float32, with slopes or
-    windows. softcap: scores are cap * tanh(score / cap). layers: how many layers' states alone are
-    wanted; None for a whole pass.
+    query.
     """
 
     shared_queries: SharedQueries | None
@@ -175,28 +169,40 @@ class AttentionMetadata:
     paged_queries: PagedQueries | None
     writes: tuple[KVWrite, ...]
     shared_index: Tensor
+    """[slots, T] int64: each row's entries in the `SharedQueries`; M in unused slots."""
     own_index: Tensor | None = None
+    """[T] int64: each row's place among the results of the causal blocks and then of the paged
+    queries. Not set if that is the order of the rows."""
     slopes: Tensor | None = None
+    """[Hq] float32, for ALiBi."""
     positions: Tensor | None = None
+    """[T] float32, with slopes or windows."""
     windows: tuple[int | None, ...] = ()
+    """Number of positions up to its own that a row sees, for each layer with a window. Empty if no
+    layer has one."""
     softcap: float | None = None
+    """Bound of the scores: softcap * tanh(score / softcap)."""
     layers: int | None = None
+    """Number of first layers whose states alone are wanted. Defaults to a whole pass."""
 
     def window_of(self, layer: int) -> int | None:
-        """How many positions up to its own a row of this layer sees; None for all."""
+        """Number of positions up to its own that a row of this layer sees, if limited."""
         return self.windows[layer] if self.windows else None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the step's own states of a layer. key, value: as in `KVWrite`. Raises
-        `LayersComputed` behind the last layer that is wanted."""
+        """Write the step's own states of a layer (`KVWrite`). Raises `LayersComputed` after the
+        last wanted layer."""
         for write in self.writes:
             write.write_states(layer, key, value)
         if self.layers == layer + 1:
             raise LayersComputed
 
     def shared_parts(self, most: int) -> Iterator[AttentionMetadata]:
-        """This metadata with some of the shared states at a time: as many as have at most `most`
-        shared queries, or one. Itself where that is all of them; nothing where there are none."""
+        """Yield the metadata with some shared states at a time.
+
+        Each part has up to `most` shared queries, or a single state. Yields itself if all fit, and
+        nothing without shared states.
+        """
         queries = self.shared_queries
         if queries is None:
             return
@@ -218,7 +224,7 @@ class AttentionMetadata:
 
 
 def _grouped_kv(states: Sequence[SharedKV], most: int) -> Iterator[list[SharedKV]]:
-    """Consecutive states that have at most `most` queries, or one each."""
+    """Consecutive states with up to `most` queries together, or one each."""
     group: list[SharedKV] = []
     for kv in states:
         if group and kv.end - group[0].begin > most:
@@ -243,9 +249,17 @@ class AttentionBackend(Protocol):
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer over shared states, blocks and the step's own tokens.
+        """Compute the attention of one layer over shared states, blocks and the step's own tokens.
 
-        query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,
-        already written where the metadata wants them; scale: of the scores; sinks: [Hq], the scores
-        of one more key a head, whose value is zero. Returns [T, Hq, D].
+        Args:
+            metadata: The metadata of the step.
+            layer: Index of the layer.
+            query: [Hq, T, D], rotated to the positions of the rows.
+            key: [Hkv, T, D], of the step's own tokens, already written.
+            value: [Hkv, T, D], likewise.
+            scale: Factor of the scores.
+            sinks: [Hq], the score of one more key per head, whose value is zero.
+
+        Returns:
+            [T, Hq, D].
         """

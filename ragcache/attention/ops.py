@@ -28,14 +28,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """Attention of some query rows over some of their keys.
-
-    out: [N, Hkv, G, D] in the query's dtype, rows first; lse: [N, Hkv, G], natural log, float32, or
-    float64 where the inputs are. Any strides.
-    """
+    """Attention of some query rows over some of their keys. Any strides."""
 
     out: Tensor
+    """[N, Hkv, G, D] in the query's dtype, rows first."""
     lse: Tensor
+    """[N, Hkv, G], natural logarithm, float32 (float64 if the inputs are)."""
 
 
 def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -123,15 +121,13 @@ def merge_states(own: Partial, shared: Sequence[Partial], shared_index: Tensor) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """cos and sin of the angles by which rows turn: [T or 1, R/2], R the rotated width, or any
-    shape that broadcasts over the rows.
-
-    interleaved: dimensions 2i and 2i+1 turn together (GPT-J layout), not i and i + R/2 (GPT-NeoX).
-    """
+    """Cosines and sines of the angles by which rows turn."""
 
     cos: Tensor
+    """[T or 1, R/2], R the rotated width, or any shape that broadcasts over the rows."""
     sin: Tensor
     interleaved: bool = False
+    """Whether dimensions 2i and 2i+1 turn together (GPT-J layout), not i and i + R/2 (GPT-NeoX)."""
 
     @classmethod
     def by(cls, delta: Tensor, inverse_frequency: Tensor, *, interleaved: bool = False) -> Rotation:
@@ -147,7 +143,7 @@ class Rotation:
 def over_heads(
     rotation: Rotation | tuple[Rotation, ...] | None,
 ) -> Rotation | tuple[Rotation, ...] | None:
-    """A rotation, or those of layers, of rows that have several heads: cos and sin [T, 1, R/2]."""
+    """Broadcast a rotation, or one rotation per layer, over the heads of each row: [T, 1, R/2]."""
     if isinstance(rotation, tuple):
         once = {id(each): _over_heads(each) for each in rotation}
         return tuple(once[id(each)] for each in rotation)

@@ -2,8 +2,8 @@
 
     merge( partial(q, segment 1), ..., partial(q, segment n), partial(q, own tokens) )
 
-Other backends compute the same, faster. Scores are computed for some rows at a time, so that what a
-layer takes beyond its result does not grow with the length of the prompt.
+Other backends compute the same, faster. Scores are computed for some rows at a time, so that the
+memory beyond the result does not grow with the length of the prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReferenceAttentionBackend:
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        """Compute attention (`AttentionBackend.attend`)."""
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
         joined = _own(metadata, layer, rows, key, value, scale)
         for part in metadata.shared_parts(MOST_RESULTS // (query.shape[0] * query.shape[2])):
@@ -108,8 +108,8 @@ def _segment(
 
 
 def _first_seen(distance: Tensor, length: int, window: int) -> int:
-    """The first key of a segment that is in the window of any row, at most the last: the products
-    leave out those before it. distance: [N], from each row to the segment's first key."""
+    """The first key of a segment that is in any row's window, at most the last key. Products skip
+    the keys before it. distance: [N], from each row to the segment's first key."""
     nearest = int(distance.max())
     return max(0, min(1 - window - nearest, length - 1))
 
@@ -160,7 +160,7 @@ def _paged(
 def _with_positions(
     metadata: AttentionMetadata, layer: int, bias: Tensor, distance: Tensor, kv_heads: int
 ) -> Tensor:
-    """The bias with that of ALiBi and of the layer's window. distance: [N, S], key less query."""
+    """The bias, with ALiBi's and the layer's window added. distance: [N, S], key less query."""
     if metadata.slopes is not None:
         bias = bias + alibi_bias(metadata.slopes, distance, kv_heads)
     if (window := metadata.window_of(layer)) is not None:

@@ -60,13 +60,21 @@ def load_checkpoint(
     device: torch.device | None = None,
     **files: str,
 ) -> Any:
-    """The Hugging Face model of a folder or hub name that continues a text.
+    """Load the Hugging Face language model of a folder or hub name.
 
-    Of a composite checkpoint the rest is read and dropped. dtype: None is that of the file.
-    long_context: see `use_long_factors`. quantization, device: of weights that are quantized as
-    they are read (`ragcache.models.quantized`). files: `gguf_file`, where the weights are in one.
-    Raises `UnsupportedModel` for a text model that no family serves, `ConfigurationError`, and what
-    transformers raises.
+    Of a composite checkpoint, only the text model is kept.
+
+    Args:
+        source: Folder or hub name.
+        dtype: Dtype of the weights. Defaults to the file's.
+        long_context: See `use_long_factors`.
+        quantization: Quantizes the weights as they are read (`ragcache.models.quantized`).
+        device: Device of quantized weights.
+        files: `gguf_file`, if the weights are in one.
+
+    Raises:
+        UnsupportedModel: No family serves the text model.
+        ConfigurationError: An option does not fit the checkpoint.
     """
     config = AutoConfig.from_pretrained(source, **files)
     text = config.get_text_config(decoder=True)
@@ -145,10 +153,11 @@ def text_class(config: Any) -> type[Any]:
 
 
 def use_long_factors(config: Any) -> None:
-    """Makes a LongRoPE model compute every text with the factors of texts beyond its original
-    length, in place. transformers changes factors at that length, so that states before and after
-    disagree; with one set for all the window is the whole context. Raises `ConfigurationError` for
-    another model.
+    """Make a LongRoPE model use its long-context factors for every text, in place.
+
+    transformers changes factors at the original length, so that states before and after it
+    disagree. With one set of factors the window is the whole context. Raises `ConfigurationError`
+    for another model.
     """
     if rotary_scaling(config) != "longrope":
         raise ConfigurationError(

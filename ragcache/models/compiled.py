@@ -6,10 +6,10 @@ fused kernels. A trial step makes the graph at once, because none can be made wh
 captured. Only steps whose attention goes through the operator `ragcache::attend` are compiled; any
 other call of the model takes the eager modules.
 
-A decoder layer multiplies one input by the weights of queries, keys and values, and another by
-those of gate and up. With few rows a product costs what reading its weights costs, and a small
-matrix does not occupy a GPU; one product of all does. So `merge_projections` replaces each of these
-linear layers by one that hands out its columns of the product; the model's own code stays.
+A decoder layer multiplies one input by the weights of queries, keys and values, and another by the
+weights of gate and up. With few rows, reading the weights dominates a product, and a small matrix
+does not occupy a GPU; one merged product does. `merge_projections` therefore replaces each of these
+linear layers by one that returns its columns of the product. The model's own code stays.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that a module calls with the same input."""
 
 Backend = str | Callable[..., Any]
-"""What compiles a traced graph: a name that `torch.compile` knows, or a function."""
+"""Compiler of a traced graph: a name that `torch.compile` knows, or a function."""
 
 
 def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
@@ -102,8 +102,8 @@ def decoder_layers(causal: CausalLM) -> nn.ModuleList:
 def _around(
     causal: CausalLM, layers: nn.ModuleList
 ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """What is computed before and behind the layers by more than one kernel, each with what to
-    compile: the rotary embedding, and the last norm where it is no `LayerNorm`."""
+    """Modules before and behind the layers that need more than one kernel, with the function to
+    compile: the rotary embedding, and the last norm unless it is a `LayerNorm`."""
     stack = next(each for each in causal.model.modules() if layers in each.children())
     if isinstance(rotary := getattr(stack, "rotary_emb", None), nn.Module):
         # transformers looks at the positions, which waits for the device, whether LongRoPE changes

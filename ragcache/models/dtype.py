@@ -27,29 +27,28 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 INT4 = "int4"
 QUANTIZATIONS = ("int8", INT4)
-"""What the weights of a model can be quantized to."""
+"""Quantizations of the weights of a model."""
 MARGIN = 1.5
-"""How much faster float32 must be: a machine that is about as fast in both keeps the checkpoint's
-dtype in every process, and so its states."""
+"""Factor by which float32 must be faster. A machine that is about as fast in both keeps the
+checkpoint's dtype in every process, and so its states."""
 MEMORY_SHARE = 2 / 3
-"""Of the free memory: what weights in float32 may take. States need the rest."""
+"""Share of the free memory that weights in float32 may take. States need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeChoice:
-    """The dtypes of an opened model.
-
-    compute: of weights and activations; states: of kept keys and values; reason: why `compute` was
-    chosen, for people.
-    """
+    """The dtypes of a loaded model."""
 
     compute: torch.dtype
+    """Dtype of weights and activations."""
     states: torch.dtype
+    """Dtype of kept keys and values."""
     reason: str
+    """Why `compute` was chosen, for people."""
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of a name; None for `auto`. Raises `ConfigurationError` for any other text."""
+    """The dtype of a name; no dtype for `auto`. Raises `ConfigurationError` for any other text."""
     if isinstance(name, torch.dtype):
         return name
     if name == AUTO:
@@ -89,8 +88,8 @@ def choose_dtypes(
     states_dtype: str | torch.dtype = AUTO,
     checkpoint: torch.dtype | None = None,
 ) -> DTypeChoice:
-    """The dtypes of a loaded model on a device. checkpoint: that of its file, where it was loaded
-    in another. Raises `ConfigurationError`."""
+    """Choose the dtypes of a loaded model on a device. `checkpoint` is the file's dtype, if the
+    model was loaded in another. Raises `ConfigurationError`."""
     wanted, kept = parse_dtype(dtype), parse_dtype(states_dtype)
     if wanted is None:
         compute, reason = choose_compute(model, device)
@@ -151,9 +150,11 @@ def faster_dtype(
 def choose_states(
     wanted: torch.dtype | None, checkpoint: torch.dtype, compute: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of kept states. wanted: None for the checkpoint's own, unless that is wider than
-    what the model computes in. Raises `ConfigurationError` on a GPU, whose kernels read states in
-    the model's dtype."""
+    """Choose the dtype of kept states: `wanted`, or the narrower of checkpoint and compute.
+
+    Raises `ConfigurationError` on a GPU if `wanted` differs from `compute`, in which its kernels
+    read states.
+    """
     if device.type != "cpu":
         if wanted not in (None, compute):
             raise ConfigurationError(

@@ -59,7 +59,7 @@ MPT_BIAS_MAX = 8.0
 
 
 def wrap_causal(model: Any) -> CausalLM:
-    """Patches a Hugging Face model in place so that it reads segments, untried. Raises
+    """Patch a Hugging Face model in place so that it reads segments, without a trial. Raises
     `UnsupportedModel` before anything is changed."""
     config = model.config
     family = family_of(config)
@@ -111,7 +111,7 @@ def check_properties(config: Any, served: Collection[str] = ()) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window in tokens, None where every layer sees the whole context."""
+    """The sliding window in tokens, if a layer has one."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and SLIDING not in layer_types:
         return None
@@ -143,40 +143,37 @@ def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]
 class Family:
     """Models that are served alike.
 
-    Args:
-        model_types: The `model_type`s of the configurations.
-        interleaved: Whether rotary dimensions 2i and 2i+1 turn as a pair, not i and i + R/2.
-        backward: Whether keys turn by minus the angle of their position.
-        silent_layers: Says of each layer of a configuration whether it has no positions.
-        scheme: Makes the position scheme of a model that is not plainly rotary. Such a family has
-            no windows, caps or frequencies by layer.
-        dimensions: Reads the sizes of a model from its configuration.
-        patch: Makes a model attend to a step's metadata where it is given one, in place. Raises
-            `UnsupportedModel` before it changes anything.
-        check: Raises `UnsupportedModel` and names the property of a configuration that is served in
-            no way.
-        kernels: Whether the kernels of a GPU compute its attention. They know neither scores
-            without a key (attention sinks) nor heads as wide as a latent.
-        positions: How docs/guides/models.md names the positions.
-        tiny: Configuration values of the tiny model on which the family is tried, where the values
-            that follow from the model's own do not fit.
-
     Example:
         >>> from ragcache.models import Family, register
         >>> register(Family(("cohere",), interleaved=True))
     """
 
     model_types: tuple[str, ...]
+    """The `model_type`s of the configurations."""
     interleaved: bool = False
+    """Whether rotary dimensions 2i and 2i+1 turn as a pair, not i and i + R/2."""
     backward: bool = False
+    """Whether keys turn by minus the angle of their position."""
     silent_layers: Callable[[Any], tuple[bool, ...]] | None = None
+    """Returns, for each layer of a configuration, whether it has no positions."""
     scheme: Callable[[Any], PositionScheme] | None = None
+    """Creates the position scheme of a model that is not plainly rotary. Such a family has no
+    windows, caps or frequencies by layer."""
     dimensions: Callable[[Any], Dimensions] = Dimensions.of
+    """Reads the sizes of a model from its configuration."""
     patch: Callable[[Any], None] = patch_attention
+    """Makes a model attend to a step's metadata if one is given, in place. Raises
+    `UnsupportedModel` before it changes anything."""
     check: Callable[[Any], None] = check_properties
+    """Raises `UnsupportedModel` and names the property of a configuration that is not served."""
     kernels: bool = True
+    """Whether the kernels of a GPU compute its attention. They support neither attention sinks nor
+    heads as wide as a latent."""
     positions: str = "rotary"
+    """Name of the positions in docs/models.md."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration values of the tiny model of the trial, if the values derived from the model do
+    not fit."""
 
     def position_scheme(self, model: Any) -> PositionScheme:
         """How the model knows the positions of its tokens."""
@@ -212,9 +209,11 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Serves models of the family's types from now on, in place of what served them before. Before
-    the first model of an architecture serves, the family is tried on a tiny one
-    (`ragcache.models.trial`)."""
+    """Serve models of the family's types, in place of their present family.
+
+    Before the first model of an architecture serves, the family is tried on a tiny one
+    (`ragcache.models.trial`).
+    """
     for model_type in family.model_types:
         FAMILIES[model_type] = family
 

@@ -42,7 +42,7 @@ _STEP: ContextVar[Step | None] = ContextVar("ragcache_step", default=None)
 def step_in_context(
     metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend
 ) -> Iterator[None]:
-    """What a model that drops keyword arguments attends to, within this thread."""
+    """Provide the metadata of a step to models that drop keyword arguments, within this thread."""
     token = _STEP.set((metadata, backend))
     try:
         yield
@@ -70,9 +70,18 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor | None, *, scale: float
     ) -> Tensor:
-        """Writes a layer's new states, then attends to all that the metadata lists. query:
-        [Hq, T, D]; key, value: [Hkv, T, D]; value: None where keys serve as values, and are kept
-        once. Returns [1, T, Hq * D]."""
+        """Write a layer's new states, then attend to everything in the metadata.
+
+        Args:
+            module: The attention module.
+            query: [Hq, T, D].
+            key: [Hkv, T, D].
+            value: [Hkv, T, D]. Without it, keys serve as values and are kept once.
+            scale: Factor of the scores.
+
+        Returns:
+            [1, T, Hq * D].
+        """
         query, key = query[None], key[None]
         kept = key[..., :0] if value is None else value[None]
         self.update(key, kept, module.layer_idx)
@@ -243,7 +252,7 @@ def latent_attention(
     """The forward of DeepSeek's attentions over latents (DeepSeek-V2 §2.1.2, absorbed projections).
 
     A state is the rotary key, R, and the latent, C, behind it: one key head of width R + C for all
-    query heads. A query is carried into the latent's space, q W_k, and what is read is a sum of
+    query heads. A query is carried into the latent's space, q W_k. Attention returns a sum of
     latents, from which W_v makes the values; so values are the keys. The rotary part comes first,
     where moving a segment turns it.
     """

@@ -42,15 +42,16 @@ _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A patched model with its tokenizer. dtypes: what it computes in and keeps states in, and why;
-    None where it was not opened by `load_model`. extractive: whether its answers to questions are
-    quotations unless a request says otherwise, as those of the embedded reader."""
+    """A patched model with its tokenizer."""
 
     name: str
     causal: CausalLM
     tokenizer: Any
     dtypes: DTypeChoice | None = field(default=None, kw_only=True)
+    """Dtypes of computation and states, and why. Set by `load_model`."""
     extractive: bool = field(default=False, kw_only=True)
+    """Whether answers are quotations unless a request says otherwise, as for the embedded
+    reader."""
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -58,7 +59,7 @@ class LoadedModel:
 
     @cached_property
     def prompt_tokenizer(self) -> PromptTokenizer:
-        """Tokenizes texts from outside, and what a template writes around them."""
+        """Tokenizes untrusted texts, and the text of a template around them."""
         return PromptTokenizer(self.tokenizer)
 
     @property
@@ -76,13 +77,13 @@ class LoadedModel:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a template's text; control tokens in it are recognized."""
+        """Token ids of a template's text. Control tokens in it are recognized."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def encode_untrusted(self, text: str, *, first: bool = False) -> list[int]:
-        """Token ids of a text from outside, in which `<|end|>` is five ordinary characters. first:
-        it begins the prompt."""
+        """Token ids of an untrusted text, in which `<|end|>` is five ordinary characters. `first`:
+        the text begins the prompt."""
         return self.prompt_tokenizer.encode(text, first=first)
 
     def decode(self, ids: list[int]) -> str:
@@ -99,24 +100,24 @@ def load_model(
     long_context: bool = False,
     quantization: str | None = None,
 ) -> LoadedModel:
-    """Loads and patches a model.
+    """Load and patch a model.
 
     Args:
-        name: A folder, a hub name, or a GGUF file (`model.gguf`, or `ORG/REPO/model.gguf` of the
-            hub; extra `gguf`); None is the embedded reader.
-        device: Where it runs.
-        dtype: What it computes in: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's,
-            or float32 on a CPU that is slow in it, if that fits the memory.
-        states_dtype: What its states are kept in; `auto` is the checkpoint's, unless `dtype` is
-            narrower. On a GPU it is what the model computes in.
-        long_context: Whether a model with LongRoPE computes every text as those beyond its
-            original length, which its window then includes.
-        quantization: `int8` or `int4` makes the weights of its linear layers that small as they are
-            read (extra `quantized`); None leaves them as they are stored. A model in 4 bits
-            computes in bfloat16 unless `dtype` says otherwise.
+        name: A folder, a hub name, or a GGUF file (`model.gguf`, or `ORG/REPO/model.gguf` of
+            the hub; extra `gguf`). Defaults to the embedded reader.
+        device: Device of the model.
+        dtype: Dtype of the computation: `float32`, `bfloat16`, `float16`, or `auto`: the
+            checkpoint's, or float32 on a CPU that is slow in it, if that fits the memory.
+        states_dtype: Dtype of kept states. `auto` is the checkpoint's, unless `dtype` is
+            narrower; on a GPU it is the dtype of the computation.
+        long_context: Use the long-context factors of LongRoPE (Phi-3.5, Phi-4-mini) for every
+            text. The window becomes the whole context.
+        quantization: `int8` or `int4` quantizes the weights of linear layers as they are read
+            (extra `quantized`). A model in 4 bits computes in bfloat16 unless `dtype` says
+            otherwise.
 
     Raises:
-        ModelNotFound: It cannot be read.
+        ModelNotFound: The model cannot be read.
         UnsupportedModel: Its architecture is not served.
         ConfigurationError: A dtype or quantization is unknown or does not fit the file, or this
             machine has no such device.
@@ -203,7 +204,7 @@ def _read_checkpoint(
 
 
 def _gguf_file(source: str) -> tuple[str, dict[str, str]]:
-    """Where a model is, and the option that reads a GGUF file there. Raises `MissingExtra` or
+    """The place of a model, and the option that reads a GGUF file there. Raises `MissingExtra` or
     `ModelNotFound`."""
     if not source.endswith(".gguf"):
         return source, {}
@@ -237,17 +238,19 @@ def _device(name: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class PromptFrame:
-    """Texts of the model's chat template around the modules of a prompt. preamble: all up to the
-    first module (template, then instruction); question: goes before the question's text; epilogue:
-    the rest of the template, up to where the answer starts. dated: whether the template prints
-    today's date, which a question then has to say: in the frame the day is always `FIXED_DAY`.
-    instruction: the end of the preamble, which the user chooses."""
+    """Texts of the model's chat template around the modules of a prompt."""
 
     preamble: str
+    """Text up to the first module: template, then instruction."""
     question: str
+    """Text before the question."""
     epilogue: str
+    """Rest of the template, up to the start of the answer."""
     dated: bool = False
+    """Whether the template prints today's date. The frame uses `FIXED_DAY`; a question then has to
+    say the date."""
     instruction: str = field(default=INSTRUCTION, compare=False, kw_only=True)
+    """End of the preamble, chosen by the user."""
 
 
 def prompt_frame(

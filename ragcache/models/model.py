@@ -33,22 +33,23 @@ VOLATILE = (
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The sizes of a model, under one name each. window: the positions that prompt and answer may
-    take together. latent: whether keys are values, too, which are then not kept."""
+    """The sizes of a model, under one name each."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int
+    """Positions that prompt and answer may take together."""
     latent: bool = False
+    """Whether keys serve as values, which are then not kept."""
 
     @classmethod
     def of(
         cls, config: Any, *, num_kv_heads: int | None = None, window: int | None = None
     ) -> Dimensions:
-        """From a configuration's usual names, which most of them offer, whatever their own;
-        num_kv_heads and window are given where it has them under a name of its own."""
+        """Read the sizes under their usual names from a configuration. `num_kv_heads` and `window`
+        are given if it has them under other names."""
         heads = int(config.num_attention_heads)
         kv_heads = num_kv_heads or getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -59,34 +60,36 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """One ragged forward pass: the new tokens of all requests, flattened. token_ids, position_ids:
-    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted. metadata: `OperatorMetadata`
-    of a registered step on a device whose model `prepare_for_device` has prepared."""
+    """One ragged forward pass: the new tokens of all requests, flattened."""
 
     token_ids: Tensor
+    """[T] int64."""
     position_ids: Tensor
+    """[T] int64."""
     logit_rows: Tensor
+    """[R] int64, the rows whose logits are wanted."""
     metadata: AttentionMetadata | OperatorMetadata
+    """`OperatorMetadata` of a registered step on a device whose model `prepare_for_device` has
+    prepared."""
 
 
 class CausalLM:
     """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`).
 
-    Key i of a segment is taken to be at position start + i, which `KVStates` promises: tokens that
-    were encoded with gaps are read as one segment for each run without gaps (`KVStates.part`), as
-    by prompts of PML. A request's own tokens, and those of an encoding under way, may have gaps
-    anywhere.
+    Key i of a segment is at position start + i, which `KVStates` promises: tokens that were encoded
+    with gaps are read as one segment for each run without gaps (`KVStates.part`), as by prompts of
+    PML. A request's own tokens, and an encoding in progress, may have gaps anywhere.
 
     Attributes:
-        states_dtype: Of kept states; the dtype that the model computes in, unless that is wider
-            than its checkpoint's. Set before anything is encoded.
-        value_dim: The width of kept values: `head_dim`, or 0 where the keys serve as values.
-        windows: Of each layer, how many positions up to its own a row sees, or None for all; empty
-            where no layer has a window within the model's.
-        softcap: The bound of scores, cap * tanh(score / cap), or None. Windows and caps are exact
-            over segments, because scores are capped and masked one by one, before anything is
-            summed.
-        kernels: Whether the kernels of a GPU compute its attention.
+        states_dtype: Dtype of kept states: the dtype of the computation, unless that is wider
+            than the checkpoint's. Set before anything is encoded.
+        value_dim: Width of kept values: `head_dim`, or 0 if the keys serve as values.
+        windows: Number of positions up to its own that a row sees, for each layer with a
+            window. Empty if no layer has a window within the model's.
+        softcap: Bound of the scores: softcap * tanh(score / softcap). Windows and caps are
+            exact over segments, because scores are capped and masked one by one, before
+            anything is summed.
+        kernels: Whether the kernels of a GPU compute the attention.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -148,9 +151,12 @@ class CausalLM:
     def new_states(
         self, capacity: int, device: torch.device | None = None, layers: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Room for `capacity` tokens, in the dtype that the model computes in: keys and values,
-        [L, Hkv, capacity, D], D of the values `value_dim`. device: None is the model's. layers: the
-        first ones alone; None is all."""
+        """Allocate keys and values for `capacity` tokens, in the dtype of the computation.
+
+        Returns:
+            [L, Hkv, capacity, D] each, D of the values `value_dim`; L is all layers, or the
+                first `layers`. On the model's device unless `device` is given.
+        """
         shape = (layers or self.num_layers, self.num_kv_heads, capacity)
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
@@ -241,8 +247,8 @@ def _width(layer: nn.Module, experts: int | None) -> int:
 
 
 def _positions(config: Any) -> int:
-    """Those of the configuration; with LongRoPE those up to which its frequencies are fixed, unless
-    they are the same for all lengths (`checkpoint.use_long_factors`)."""
+    """Positions of the configuration. With LongRoPE, positions up to which its frequencies are
+    fixed, unless they are the same for all lengths (`checkpoint.use_long_factors`)."""
     positions = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "longrope" and changes_at_length(parameters):

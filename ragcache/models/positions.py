@@ -26,23 +26,22 @@ class PositionScheme(Protocol):
     @property
     def name(self) -> str:
         """Names everything that moved states depend on; part of every state key."""
-        ...
 
     @property
     def movable(self) -> bool:
         """Whether states can be moved from where they were encoded."""
-        ...
 
     @property
     def slopes(self) -> Tensor | None:
-        """[Hq] float32: the bias a position of distance adds (ALiBi), None for other schemes."""
-        ...
+        """[Hq] float32: the bias that a position of distance adds (ALiBi). Not set for other
+        schemes."""
 
     def relocation(self, delta: Tensor) -> Rotation | tuple[Rotation, ...] | None:
-        """How queries turn towards a segment that was moved by `delta` ([T or 1] positions), for
-        each layer where layers differ; None where they need not turn. A scheme that is not movable
-        takes deltas of zero only."""
-        ...
+        """How queries turn toward a segment that was moved by `delta` ([T or 1] positions).
+
+        One rotation, or one for each layer if layers differ; none if queries do not turn. A scheme
+        that is not movable accepts deltas of zero only.
+        """
 
 
 class Rotary:
@@ -77,9 +76,11 @@ class Rotary:
         backward: bool = False,
         layer_type: str | None = None,
     ) -> Rotary:
-        """The scheme of a loaded model, from its configuration and rotary module. layer_type: whose
-        frequencies, where those of the layers differ. Raises `UnsupportedModel` where the
-        frequencies are not fixed."""
+        """Read the scheme of a loaded model from its configuration and rotary module.
+
+        `layer_type` selects the frequencies if layers differ. Raises `UnsupportedModel` if
+        frequencies are not fixed.
+        """
         scaling = rotary_scaling(config, layer_type)
         check_scaling(scaling)
         prefix = f"{layer_type}_" if hasattr(rotary_embedding, f"{layer_type}_inv_freq") else ""

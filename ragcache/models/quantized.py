@@ -1,10 +1,9 @@
 """Weights in 8 and 4 bits, by torchao (extra `quantized`).
 
 The linear layers of the decoder are quantized one by one as their weights are read: `int8` with a
-scale a row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head and norms stay
-as they are, and so do activations and states: what is kept of a document is that of the quantized
-model, and is read as exactly as that of any other. Checkpoints that torchao has quantized load as
-they were stored.
+scale per row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head, norms,
+activations and states stay as they are. Kept states belong to the quantized model and are read as
+exactly as with any other model. Checkpoints that torchao has quantized load as they were stored.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ def quantizing_options(
     """The options with which `from_pretrained` quantizes a model as it reads it.
 
     Args:
-        config: Of a model in its own dtype.
+        config: Configuration of a model in its own dtype.
         quantization: `int8` or `int4`.
-        device: Where the weights will be.
-        dtype: What the model is to compute in; None for the fastest.
+        device: Device of the weights.
+        dtype: Dtype of the computation. Defaults to the fastest.
 
     Raises:
         UnsupportedModel: Its weights are not in linear layers, or its family reads them otherwise.
-        ConfigurationError: A GPU computes with weights in 4 bits in bfloat16 alone.
+        ConfigurationError: A GPU computes with weights in 4 bits in bfloat16 only.
         MissingExtra: torchao is not installed.
     """
     from transformers import TorchAoConfig
@@ -160,7 +159,7 @@ def torchao_scheme(quantization: str, device: torch.device) -> Any:
 
 
 def _unquantized(model: Any, quantization: str) -> list[str]:
-    """Names of linear layers that stay as they are: the head, and those of sizes that 4 bits do not
+    """Names of linear layers that stay as they are: the head, and layers whose size 4 bits do not
     divide."""
     head = model.get_output_embeddings()
     return [

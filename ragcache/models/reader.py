@@ -1,9 +1,9 @@
 """The embedded reader on a CPU, in plain torch.
 
 transformers takes longer to import than a cached question takes to answer, so the one checkpoint
-that ships in the package is read without it (ADR 35): a Llama with plain rotary positions,
-tied embeddings and no biases. `tests/ragcache/models/test_reader.py` holds its tokens, texts and
-log-probabilities equal to those of transformers over the same files.
+that ships in the package is read without it (docs/adr/0035): a Llama with plain rotary positions,
+tied embeddings and no biases. `tests/ragcache/models/test_reader.py` compares its tokens, texts and
+log-probabilities with transformers over the same files.
 """
 
 from __future__ import annotations
@@ -65,17 +65,6 @@ class ReaderConfig:
         return asdict(self)
 
 
-class Projection(nn.Module):
-    """A matrix, as `torch.nn.Linear` without a bias and without random weights first."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight)
-
-
 class RMSNorm(nn.Module):
     """Root mean square normalization (Zhang and Sennrich, 2019), in float32."""
 
@@ -91,18 +80,17 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and rotation of queries, keys and values; the step's metadata says where keys and
-    values go, and what is attended to."""
+    """Projections and rotation of queries, keys and values. The step's metadata holds the rest."""
 
     def __init__(self, config: ReaderConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         own = config.num_attention_heads * config.head_dim
         shared = config.num_key_value_heads * config.head_dim
-        self.q_proj = Projection(config.hidden_size, own)
-        self.k_proj = Projection(config.hidden_size, shared)
-        self.v_proj = Projection(config.hidden_size, shared)
-        self.o_proj = Projection(own, config.hidden_size)
+        self.q_proj = nn.Linear(config.hidden_size, own, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.o_proj = nn.Linear(own, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -129,9 +117,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ReaderConfig) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -222,8 +210,11 @@ class ReaderLM(CausalLM):
 
 
 class ReaderTokenizer:
-    """The reader's tokenizer under the names of transformers, read only. What is not here is done
-    by that of transformers over the same files, imported at first use; a copy is one of those."""
+    """The reader's tokenizer under the names of transformers, read only.
+
+    Other methods are delegated to the tokenizer of transformers over the same files, which is
+    imported at first use. A copy is a tokenizer of transformers.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

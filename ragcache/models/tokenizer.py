@@ -1,14 +1,14 @@
-"""Tokenizes prompts in which text from outside stands among a template's control tokens.
+"""Tokenizes prompts in which untrusted text stands among a template's control tokens.
 
 A Hugging Face tokenizer takes every added token, such as `<|im_end|>` or `<think>`, for a control
-token wherever a text spells it, and is able to leave out only those that are marked as special. So
-texts go to a copy in which each control token has another name: random, so that no text can spell
-it. `spell` writes these names for the control tokens of a template. The whole of a template's text
-with what people wrote in it is then tokenized at once, as Hugging Face tokenizes rendered chats.
+token wherever a text spells it, and can leave out only the ones marked as special. Texts therefore
+go to a copy in which each control token has a random name that no text can spell. `spell` writes
+these names for the control tokens of a template. A template's text with the users' texts in it is
+then tokenized at once, as Hugging Face tokenizes rendered chats.
 
-Tokenizers of the sentencepiece kind put a space before every text that they are given. Inside of a
-prompt there is none: a text that does not begin one is tokenized behind an anchor, whose tokens are
-dropped. So the tokens of a prompt's parts, one after the other, are those of the whole.
+Tokenizers of the sentencepiece kind put a space before every text. Within a prompt there is none: a
+text that does not begin one is tokenized behind an anchor, whose tokens are dropped. The tokens of
+a prompt's parts, one after the other, are thus the tokens of the whole.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ class PromptTokenizer:
         return self._written.sub(lambda found: self._names[found[0]], text)
 
     def encode(self, text: str, *, first: bool = False) -> list[int]:
-        """Token ids. Control tokens are those that `spell` has written; whatever else looks like
-        one is ordinary text. first: the text begins the prompt."""
+        """Token ids of a text. Only the names written by `spell` become control tokens.
+
+        `first`: the text begins the prompt.
+        """
         if first or not self.prefixes:
             return self._encode(text)
         ids = self._anchored(text)
         return self._encode(text) if ids is None else ids
 
     def _anchored(self, text: str) -> list[int] | None:
-        """None where the anchor's tokens do not come apart from the text's."""
+        """Token ids of a text within a prompt, unless the anchor's tokens merge with the text's."""
         whole, size = _ANCHOR + text, len(self._lead)
         if self._backend is None:
             ids, end = self._encode(whole), 1

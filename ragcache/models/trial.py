@@ -1,9 +1,9 @@
 """The trial of a family: a tiny random model against Hugging Face, before a model of it is served.
 
-A wrong recipe answers wrong without an error: keys turned by other pairs, a layer without positions
-that is turned, a window of which nobody knew. So the first model of an architecture is shrunk to a
-few layers, heads, experts and words, with every flag as it is; a module is encoded away from its
-place, moved and read; and the log-probabilities must be those of Hugging Face over the whole text.
+A wrong recipe gives wrong answers without an error: keys turned by other pairs, a layer without
+positions that is turned, an unknown window. The first model of an architecture is therefore shrunk
+to a few layers, heads, experts and words, with every flag as it is. A module is encoded away from
+its place, moved and read, and the log-probabilities must equal Hugging Face's over the whole text.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 
 @torch.inference_mode()
 def trial_difference(model: Any) -> float:
-    """The largest difference of the log-probabilities after a text that begins with a moved module
-    from those of Hugging Face over the whole text, as a share of their spread."""
+    """Largest difference from Hugging Face's log-probabilities, as a share of their spread.
+
+    Compares the token after a text that begins with a moved module.
+    """
     with torch.device("cpu"):
         return _difference(model)
 

@@ -28,7 +28,7 @@ from ragcache.attention.triton.plan import HeadLayout
 from ragcache.attention.triton.tables import TableViews
 
 StepKind = Literal["mixed", "decode"]
-"""`decode`: every row is a request's only one, and its own recent keys are in `pages`."""
+"""`decode`: every row is the only one of its request, whose recent keys are in `pages`."""
 
 BLOCK_SIZE = 64
 """Tokens of a block of the pool, as the tail reads it."""
@@ -38,19 +38,16 @@ _INTERPRETED_PROGRAMS = 3  # enough that one walks several items, and another no
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotationTables:
-    """cos and sin of every position's angles, float32 [P, R/2], on the device.
-
-    R is the rotated width, at most D. interleaved: dimensions 2i and 2i+1 turn together (GPT-J
-    layout), not i and i + R/2 (GPT-NeoX).
-    """
+    """Cosines and sines of the angles of all positions, float32 [P, R/2], on the device."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    """Whether dimensions 2i and 2i+1 turn together (GPT-J layout), not i and i + R/2 (GPT-NeoX)."""
 
     @property
     def rotated(self) -> int:
-        """R, in dimensions."""
+        """R, the rotated width, at most D."""
         return 2 * self.cos.shape[1]
 
 
@@ -129,31 +126,42 @@ def _padded(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
+def _strided(states: Tensor) -> tuple[Tensor, int, int]:
+    """A tensor [H, T, D] with its strides of a head and of a row."""
+    return states, states.stride(0), states.stride(1)
+
+
 class TritonKernels:
     """The kernels of one model on one device.
 
     Args:
         heads: The model's heads.
-        dtype: Of queries and states: bfloat16, float16 or float32.
+        dtype: Dtype of queries and states: bfloat16, float16 or float32.
         device: A CUDA device, or the CPU under Triton's interpreter.
-        rotation: Tables of the rotary embedding, of all layers or of each; None where queries do
-            not turn.
+        rotation: Tables of the rotary embedding, of all layers or of each. Without them,
+            queries do not turn.
         slopes: ALiBi's slopes [Hq], float32.
-        max_entries: Capacity of the partial results, that of the tables.
-        windows: Of each layer: None, or how many positions up to its own a row sees. An empty
-            sequence is no window at all.
-        softcap: Bound of the scores: cap * tanh(score / cap).
+        max_entries: Capacity of the partial results; equals the capacity of the tables.
+        windows: Number of positions up to its own that a row sees, for each layer with a window.
+        softcap: Bound of the scores: softcap * tanh(score / softcap).
         quantized: Whether any base may be int8.
-        config: Constants of the partial kernel; by default those for heads and dtype.
+        config: Constants of the partial kernel. Defaults to `choose_config`.
     """
 
     def __init__(
-        self, heads: HeadLayout, dtype: torch.dtype, device: torch.device | str,
+        self,
+        heads: HeadLayout,
+        dtype: torch.dtype,
+        device: torch.device | str,
         rotation: RotationTables | Sequence[RotationTables] | None = None,
-        slopes: Tensor | None = None, *,
-        max_entries: int, windows: Sequence[int | None] = (), softcap: float | None = None,
-        quantized: bool = False, config: LaunchConfig | None = None,
-    ) -> None:  # fmt: skip
+        slopes: Tensor | None = None,
+        *,
+        max_entries: int,
+        windows: Sequence[int | None] = (),
+        softcap: float | None = None,
+        quantized: bool = False,
+        config: LaunchConfig | None = None,
+    ) -> None:
         self.heads, self.dtype, self.device = heads, dtype, torch.device(device)
         self.rotation, self.slopes = rotation, slopes
         self.windows, self.softcap, self.quantized = tuple(windows), softcap, quantized
@@ -175,9 +183,17 @@ class TritonKernels:
         return self.config.block_rows
 
     def attend(
-        self, tables: TableViews, kind: StepKind, rows: int, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        tables: TableViews,
+        kind: StepKind,
+        rows: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
         """Writes the new keys and values of the first `rows` rows, and their attention to `out`.
 
         Args:
@@ -200,77 +216,88 @@ class TritonKernels:
             self._tail(tables, rows, layer, query, key, value, scale, out)
 
     def constants(self, layer: int) -> dict[str, Any]:
-        """What the kernels of a layer are compiled for."""
-        heads = self.heads
-        return {
-            "HKV": heads.num_kv_heads, "G": heads.group, "D": heads.head_dim,
-            "DP": _padded(heads.head_dim), "ALIGN": gcd(16, heads.head_dim * self.dtype.itemsize),
-            "ALIBI": self.slopes is not None, "WINDOW": self._window(layer) is not None,
-            "SOFTCAP": self.softcap or 0.0, "DEPENDENT": self.overlapped,
-        }  # fmt: skip
+        """Compile-time constants of all kernels of a layer."""
+        heads, dim = self.heads, self.heads.head_dim
+        sizes = {"HKV": heads.num_kv_heads, "G": heads.group, "D": dim, "DP": _padded(dim)}
+        bias = {"ALIBI": self.slopes is not None, "WINDOW": self._window(layer) is not None}
+        aligned = gcd(16, dim * self.dtype.itemsize)
+        others = {"SOFTCAP": self.softcap or 0.0, "DEPENDENT": self.overlapped}
+        return sizes | {"ALIGN": aligned} | bias | others
 
     def partial_constants(self, layer: int) -> dict[str, Any]:
-        """Those of the partial kernel."""
+        """Compile-time constants of the partial kernel."""
         config, rotation = self.config, self._rotation(layer)
-        return {
-            **self.constants(layer),
+        return self.constants(layer) | {
             "ROTATED": rotation.rotated if rotation else 0,
             "INTERLEAVED": rotation.interleaved if rotation else False,
-            "QUANTIZED": self.quantized, "ALIGN8": gcd(16, self.heads.head_dim),
-            "BM": config.block_rows, "BN": config.block_keys, "STAGES": config.stages,
-        }  # fmt: skip
+            "QUANTIZED": self.quantized,
+            "ALIGN8": gcd(16, self.heads.head_dim),
+            "BM": config.block_rows,
+            "BN": config.block_keys,
+            "STAGES": config.stages,
+        }
 
     def tail_constants(self, layer: int, config: TailConfig) -> dict[str, Any]:
-        """Those of the tail kernel."""
+        """Compile-time constants of the tail kernel."""
         group = triton.next_power_of_2(self.heads.group)
-        return {
-            **self.constants(layer), "BLOCK": BLOCK_SIZE, "BN": config.keys,
-            "ENTRIES": config.entries, "GP": group, "LINES": max(16, group),
-        }  # fmt: skip
+        sizes = {"BLOCK": BLOCK_SIZE, "BN": config.keys, "ENTRIES": config.entries}
+        return self.constants(layer) | sizes | {"GP": group, "LINES": max(16, group)}
 
     def _write(self, tables: TableViews, rows: int, layer: int, key: Tensor, value: Tensor) -> None:
         constants, heads = self.constants(layer), self.heads.num_kv_heads
         together = min(8, triton.next_power_of_2(heads))
+        places = tables.bases, tables.write_base, tables.write_slot
         write_kernel[rows, triton.cdiv(heads, together)](
-            key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1),
-            tables.bases, tables.write_base, tables.write_slot, layer,
+            *(*_strided(key), *_strided(value), *places, layer),
             **{name: constants[name] for name in ("HKV", "D", "DP", "ALIGN", "DEPENDENT")},
-            HEADS=together, **self._options(4),
-        )  # fmt: skip
+            HEADS=together,
+            **self._options(4),
+        )
 
     def _partial(self, tables: TableViews, layer: int, query: Tensor, scale: float) -> None:
         cos = sin = self.lse  # any tensor, where none is read
         if (rotation := self._rotation(layer)) is not None:
             cos, sin = rotation.cos, rotation.sin
+        items = tables.counts, tables.bases, tables.scales, tables.items
+        entries = tables.entry_row, tables.entry_delta, tables.entry_limit, tables.entry_origin
         partial_kernel[self.programs,](
-            query, query.stride(0), query.stride(1), self.out, self.lse,
-            tables.counts, tables.bases, tables.scales, tables.items, tables.entry_row,
-            tables.entry_delta, tables.entry_limit, tables.entry_origin, tables.position_ids,
-            cos, sin, self._slopes(), layer, self._window(layer) or 0, scale,
-            **self.partial_constants(layer), **self._options(self.config.warps, self.config.stages),
-        )  # fmt: skip
+            *(*_strided(query), self.out, self.lse, *items, *entries, tables.position_ids),
+            *(cos, sin, self._slopes(), layer, self._window(layer) or 0, scale),
+            **self.partial_constants(layer),
+            **self._options(self.config.warps, self.config.stages),
+        )
 
     def _merge(self, tables: TableViews, rows: int, layer: int, out: Tensor) -> None:
         constants, config = self.constants(layer), choose_merge(rows)
         heads = self.heads.num_kv_heads * self.heads.group
+        sizes = {"HQ": heads, "ENTRIES": config.entries, "HEADS": config.heads}
         merge_kernel[rows, triton.cdiv(heads, config.heads)](
-            self.out, self.lse, tables.row_ptr, tables.row_entries, out, HQ=heads,
+            *(self.out, self.lse, tables.row_ptr, tables.row_entries, out),
             **{name: constants[name] for name in ("D", "DP", "DEPENDENT")},
-            ENTRIES=config.entries, HEADS=config.heads, **self._options(config.warps),
-        )  # fmt: skip
+            **sizes,
+            **self._options(config.warps),
+        )
 
     def _tail(
-        self, tables: TableViews, rows: int, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        tables: TableViews,
+        rows: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
         config = choose_tail(self.heads, self.dtype, rows)
+        entries = tables.bases, tables.row_ptr, tables.row_entries
+        tail = tables.tail_length, tables.pages, tables.pages.stride(0)
         tail_kernel[rows, self.heads.num_kv_heads](
-            query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
-            value, value.stride(0), value.stride(1), self.out, self.lse, out,
-            tables.bases, tables.row_ptr, tables.row_entries, tables.tail_length, tables.pages,
-            tables.pages.stride(0), self._slopes(), layer, self._window(layer) or 0, scale,
-            **self.tail_constants(layer, config), **self._options(config.warps),
-        )  # fmt: skip
+            *(*_strided(query), *_strided(key), *_strided(value), self.out, self.lse, out),
+            *(*entries, *tail, self._slopes(), layer, self._window(layer) or 0, scale),
+            **self.tail_constants(layer, config),
+            **self._options(config.warps),
+        )
 
     def _window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

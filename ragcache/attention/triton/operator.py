@@ -1,10 +1,10 @@
 """The custom operator `ragcache::attend`: attention as compiled code and CUDA graphs see it.
 
-A compiled layer must not depend on what a step attends to. So it calls one opaque operator, which
-finds the live step by a handle, writes the layer's new states and attends. The layer is a tensor
-and the handle a dynamic integer: one graph then serves all layers of a model, and all steps.
+A compiled layer must not depend on the contents of a step. It therefore calls one opaque operator,
+which finds the live step by a handle, writes the layer's new states and attends. The layer is a
+tensor and the handle a dynamic integer: one graph serves all layers of a model, and all steps.
 
-Nothing here imports Triton.
+This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ class DeviceStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OperatorMetadata:
-    """Stands in place of `AttentionMetadata` where a layer attends through the operator.
-
-    handle: of the step, by `register_step`. softcap: the bound that its attention puts on scores.
-    """
+    """Replaces `AttentionMetadata` if a layer attends through the operator."""
 
     handle: int
+    """Handle of the step, from `register_step`."""
     softcap: float | None = None
+    """Bound of the scores in its attention."""
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Nothing: the operator writes them."""
+        """Does nothing: the operator writes the states."""
 
 
 _steps: WeakValueDictionary[int, DeviceStep] = WeakValueDictionary()

@@ -43,21 +43,23 @@ class TableOverflow(RagCacheError):
 
 @dataclass(frozen=True, slots=True)
 class TableCapacity:
-    """The most that one step may have. pages_per_row: blocks that the tail of a row may cover."""
+    """Maximum sizes of one step."""
 
     rows: int
     entries: int
     items: int
     bases: int
     pages_per_row: int
+    """Blocks that the tail of a row may cover."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """group: query heads that share one head of keys and values."""
+    """The heads of a model."""
 
     num_kv_heads: int
     group: int
+    """Query heads that share one head of keys and values."""
     head_dim: int
 
 
@@ -98,18 +100,17 @@ class KVRun(NamedTuple):
 
 
 class KVConsumer(NamedTuple):
-    """Rows first_row:end_row that read a run.
-
-    delta: by how many positions its states were moved; queries turn by -delta. origin: the position
-    of the base's token 0, as these rows see it: token i is at origin + i. limit: the first row sees
-    the base's tokens below it, and each further row one more; `ALL_TOKENS` for all of them.
-    """
+    """Rows first_row:end_row that read a run."""
 
     first_row: int
     end_row: int
     delta: int = 0
+    """Positions by which the states were moved. Queries turn by -delta."""
     origin: int = 0
+    """Position of the base's token 0 for these rows: token i is at origin + i."""
     limit: int = ALL_TOKENS
+    """The first row sees the base's tokens below it, and each further row one more. `ALL_TOKENS`
+    hides none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -242,8 +243,8 @@ class _Bases:
 
 
 def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
-    """One entry for every row that reads a run, read after read, before any run is cut; and where
-    those of each read end. [4, N]: row, delta, limit, origin."""
+    """One entry [row, delta, limit, origin] for every row that reads a run, read after read, before
+    any run is cut: [4, N]. Also returns where the entries of each read end."""
     readers = [reader for read in reads for reader in read.readers]
     asked, ends = (_few_entries if len(readers) <= FEW_READERS else _many_entries)(readers)
     totals = [0, *ends]
@@ -251,8 +252,8 @@ def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
 
 
 def _few_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
-    """The entries of readers one after another, and where those of each end. Of few readers it is
-    faster than `_many_entries`, above all where a processor has last run other code."""
+    """The entries of readers one after another, and where each reader ends. Faster than
+    `_many_entries` for few readers, above all if the processor has last run other code."""
     ends = [*accumulate([end - first for first, end, *_ in readers])]
     asked = np.empty((4, ends[-1] if ends else 0), dtype=np.int32)
     row, deltas, limits, origins = asked

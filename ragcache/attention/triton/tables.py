@@ -29,7 +29,7 @@ from ragcache.attention.triton.plan import (
 from ragcache.machine import new_event
 
 HOST_BUFFERS: Final = 3
-"""Uploads that can be under way at once."""
+"""Uploads that can be in flight at once."""
 
 LINE_WORDS: Final = 32
 """Sections are aligned to lines of so many int32, and copied in whole lines."""
@@ -43,7 +43,7 @@ COUNTS: Final = 16
 """Numbers of the first section."""
 
 STEP_SECTIONS: Final = 7
-"""The last sections: those of `StepArrays`."""
+"""Number of sections of `StepArrays`, which come last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class TableViews:
     tail_length [rows]: keys of a row that decodes which its tail reads before the new one; -1 for
         padding.
     pages [rows, pages_per_row]: blocks of the pool. Token j of a tail is in pages[row, j // size],
-        where size is that of a block, and the new token is token tail_length.
+        where size is the block size, and the new token is token tail_length.
     """
 
     counts: Tensor
@@ -91,7 +91,7 @@ class TableViews:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArrays:
-    """What changes in every step, on the host; see `TableViews`."""
+    """The arrays that change in every step, on the host (`TableViews`)."""
 
     position_ids: Int64s
     token_ids: Int64s
@@ -130,7 +130,7 @@ class AttentionTables:
         self._rows = self._uploaded_rows = capacity.rows
 
     def set_plan(self, plan: AttentionPlan) -> None:
-        """Lays out a plan for the next upload. Rows beyond its own get no entries."""
+        """Lay out a plan for the next upload. Rows beyond its own get no entries."""
         host, lines = self._memory.open_host(), self._memory.lines
         host["counts"][:2] = plan.plain_items, plan.quantized_items
         bases, items, entries = len(plan.bases), len(plan.items), plan.entries
@@ -157,7 +157,7 @@ class AttentionTables:
         lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
 
     def begin_step(self, rows: int) -> None:
-        """Makes all rows padding, and the first `rows` those that uploads take."""
+        """Turn all rows into padding. Later uploads take the first `rows`."""
         step, filled = self.step, max(rows, self._rows)
         step.write_slot[:filled] = step.tail_length[:filled] = -1
         step.logit_rows[:filled] = 0
@@ -207,7 +207,7 @@ class _Section:
 
 
 def _sections(capacity: TableCapacity) -> list[_Section]:
-    """Those of the plan, then those of the step."""
+    """Sections of the plan, then of the step."""
     entries, rows = (capacity.entries,), (capacity.rows,)
     shapes: list[tuple[str, tuple[int, ...], bool]] = [
         ("counts", (COUNTS,), False),
