@@ -241,7 +241,7 @@ class _TierUpload:
         from ragcache.store import DeviceTier
 
         self.tier = DeviceTier(4 * nbytes, session.device)  # the engine lets go of the last late
-        self.tier.bind_stream(session.engine.stream)
+        self.tier.bind(session.engine.stream, keep_free=0)
         self.keys = [made_up_key(number) for number in range(session.load.placed[0])]
 
     def forget(self) -> None:

@@ -273,9 +273,10 @@ class _FilledTiers:
         for above in self.tiers[: self.tiers.index(tier)]:
             self.store.evict(keys, above)
         shared = self.store.persistent.index(tier)
-        if shared is not None and isinstance(shared.tier, DiskTier | RemoteTier):
+        if shared is not None:
+            files: Any = shared.tier
             for key in keys:
-                drop_pages(Path(shared.tier.path(key)))
+                drop_pages(Path(files.path(key)))
 
 
 def _store(folder: Path, states: dict[KVKey, KVStates]) -> KVStore:

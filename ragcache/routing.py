@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 from ragcache.errors import ConfigurationError
+from ragcache.tiers import TIERS
 
 Holdings = Mapping[str, Mapping[str, str]]
 """For the key of each module, the replicas that have its states in memory, and in which tier:
@@ -70,9 +71,11 @@ class RoutingCosts:
     def seconds_to_bring(self, module: RoutedModule, tier: str | None = None) -> float:
         """Seconds until attention can read a module's states. tier: where they are; None for no
         tier in memory."""
-        if tier == "device":
+        spec = None if tier is None else TIERS.get(tier)
+        if spec is not None and spec.traits.on_gpu:
             return 0.0
-        bandwidth = self.host_bandwidth if tier == "host" else self.remote_bandwidth
+        in_memory = spec is not None and not spec.traits.persistent
+        bandwidth = self.host_bandwidth if in_memory else self.remote_bandwidth
         seconds = module.nbytes / bandwidth
         return min(seconds, module.tokens / self.encode_rate) if module.tokens else seconds
 

@@ -35,6 +35,7 @@ from ragcache.db.tables import (
 )
 from ragcache.errors import StoreError
 from ragcache.states import KVKey
+from ragcache.tiers import TIERS, persistent_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class Ledger:
         with self._clock_lock:
             self._behind = max(self._behind, tick - self._uses)
 
-    def fact(self, name: str) -> str | None:
+    def get_fact(self, name: str) -> str | None:
         """A fact that all processes agree by, None where it is not known."""
         with self.database.reading() as session:
             return session.scalar(select(FactTable.value).where(FactTable.name == name))
@@ -199,13 +200,13 @@ class Ledger:
             facts = session.scalars(select(FactTable).where(named))
             return {fact.name: fact.value for fact in facts}
 
-    def agree(self, name: str, value: str) -> str:
+    def agree_on_fact(self, name: str, value: str) -> str:
         """Writes a fact, unless another process has; returns what holds now."""
         with self.database.transaction() as session:
             insert_new(session, FactTable, {"name": name, "value": value})
             return session.scalars(select(FactTable.value).where(FactTable.name == name)).one()
 
-    def holds(self, tier: str) -> bool:
+    def has_states(self, tier: str) -> bool:
         """Whether any row is one of this tier."""
         with self.database.reading() as session:
             first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
@@ -315,7 +316,7 @@ class Ledger:
             rows = update(ClaimTable).where(ClaimTable.key.in_(chunk))
             session.execute(rows.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
 
-    def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+    def evict_rows(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
         until `locks.release`. Returns the claimed keys that have no row now: none that another
         session has claimed, nor, for pressure and time, one that it has pinned or prolonged."""
@@ -351,7 +352,7 @@ class Ledger:
                 lock_rows(session, StateTable, chosen)
                 session.execute(update(StateTable).where(chosen).values(**values))
 
-    def overdue(self, now: float) -> dict[KVKey, float]:
+    def expired(self, now: float) -> dict[KVKey, float]:
         """The states of shared tiers and of this session that have expired, and when."""
         statement = select(StateTable.key, StateTable.expires_at)
         with self.database.reading() as session:
@@ -415,11 +416,11 @@ class Ledger:
         return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))
 
     def _place_of(self, tier: str) -> str:
-        return self.place if tier == "disk" else ""
+        """The place of a tier's rows; an empty name stands for no reservation."""
+        return "" if not tier or TIERS[tier].traits.shared else self.place
 
     def _shared(self) -> ColumnElement[bool]:
-        disk = and_(StateTable.tier == "disk", StateTable.place == self.place)
-        return or_(disk, and_(StateTable.tier == "remote", StateTable.place == ""))
+        return or_(*(self._at(name) for name in persistent_tiers()))
 
     def _visible(self) -> ColumnElement[bool]:
         return or_(self._shared(), StateTable.place == self.sessions.id)
@@ -466,12 +467,12 @@ class UsageBuffer:
                 hits, *_ = self._pending.touches.get(key, (0,))
                 self._pending.touches[key] = (hits + 1, tick, now)
 
-    def entered(self, row: StateRow) -> None:
+    def add_entry(self, row: StateRow) -> None:
         """Notes that a tier in memory holds states."""
         with self._lock:
             self._pending.memory[row.tier, row.key] = row
 
-    def left(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
+    def remove_entry(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
         """Notes that states left a tier in memory."""
         row = {"key": key, "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
         with self._lock:
@@ -499,7 +500,7 @@ class UsageBuffer:
 def _write(session: Session, pending: PendingUsage, place: str, late: int) -> None:
     """Writes everything. place: of the rows of tiers in memory, which is the session; late: by how
     many ticks the clock has run on meanwhile."""
-    here = or_(StateTable.place == place, StateTable.tier.in_(("disk", "remote")))
+    here = or_(StateTable.place == place, StateTable.tier.in_(persistent_tiers()))
     keys = {*pending.touches, *(key for _, key in pending.memory)}
     for chunk in chunks(sorted(keys)):
         lock_rows(session, StateTable, StateTable.key.in_(chunk), here)

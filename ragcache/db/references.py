@@ -12,7 +12,6 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.sql import chunks, clock, lock_rows
 from ragcache.db.tables import (
-    MEMORY_TIERS,
     EncodingTable,
     EvictionTable,
     JobStateTable,
@@ -22,6 +21,7 @@ from ragcache.db.tables import (
     StateTable,
 )
 from ragcache.states import KVKey
+from ragcache.tiers import memory_tiers
 
 RETIREMENTS_KEPT = 3600.0  # seconds
 ROOT_MODE = "root"
@@ -46,7 +46,7 @@ def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
     for chunk in chunks(sorted(set(keys))):
         owned = _owned(session, chunk)
         ended = [key for key in chunk if key not in owned]
-        lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(MEMORY_TIERS)
+        lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(memory_tiers())
         lock_rows(session, StateTable, lasting)
         now = time.time()
         for row in session.scalars(select(StateTable).where(lasting)):

@@ -21,7 +21,6 @@ from sqlalchemy import select
 from ragcache.db.database import Database
 from ragcache.db.sql import chunks
 from ragcache.db.tables import (
-    MEMORY_TIERS,
     EncodingTable,
     NamespaceTable,
     SchemaStateTable,
@@ -30,6 +29,7 @@ from ragcache.db.tables import (
 )
 from ragcache.errors import LedgerUnavailable
 from ragcache.routing import RoutedModule
+from ragcache.tiers import memory_tiers
 
 _COLUMNS = (StateTable.key, StateTable.tier, StateTable.place, StateTable.nbytes, StateTable.tokens)
 _REMEMBERED = 50_000  # modules and schemas
@@ -125,9 +125,8 @@ def _one_module(rows: Iterable[Any]) -> LocatedStates:
     key = min(row.key for row in rows)
     nbytes, tokens = max(row.nbytes for row in rows), max(row.tokens for row in rows)
     held: dict[str, str] = {}
-    for row in rows:
-        if row.tier in MEMORY_TIERS and held.get(row.place) != "device":
-            held[row.place] = row.tier
+    for tier in reversed(memory_tiers()):  # the fastest of a session's tiers counts
+        held |= {row.place: tier for row in rows if row.tier == tier}
     return LocatedStates((RoutedModule(key, nbytes, tokens),), {key: held})
 
 

@@ -23,8 +23,9 @@ from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
 from ragcache.db.migrations import HEAD, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
-from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
+from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.states import KVKey
+from ragcache.tiers import memory_tiers
 
 HEARTBEAT_SECONDS = 2.0
 DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
@@ -214,7 +215,7 @@ def _end_leftovers(session: Session, *, memory: bool) -> None:
     session.execute(delete(ClaimTable).where(_without_session()))
     if memory:
         living = select(SessionTable.id)
-        left = StateTable.tier.in_(MEMORY_TIERS) & StateTable.place.not_in(living)
+        left = StateTable.tier.in_(memory_tiers()) & StateTable.place.not_in(living)
         lock_rows(session, StateTable, left)
         session.execute(delete(StateTable).where(left))
 

@@ -24,7 +24,6 @@ from ragcache.config import NAMESPACE
 from ragcache.states import KVKey
 
 DEFAULT_NAMESPACE = NAMESPACE
-MEMORY_TIERS = ("device", "host")
 SHARED = ""  # the place of a tier that there is only one of
 
 Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only integers

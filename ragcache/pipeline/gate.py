@@ -214,7 +214,7 @@ class ModeGate:
         if self.ledger is None:
             return
         try:
-            text = self.ledger.fact(self._fact(mode))
+            text = self.ledger.get_fact(self._fact(mode))
         except StoreError as error:
             logger.warning("%s; mode %s is measured again", error, mode)
             return
@@ -234,7 +234,7 @@ class ModeGate:
         if self.ledger is None:
             return
         try:
-            self.ledger.agree(self._fact(result.mode), json.dumps(asdict(result)))
+            self.ledger.agree_on_fact(self._fact(result.mode), json.dumps(asdict(result)))
         except StoreError as error:
             logger.warning("%s; the result of mode %s is not kept", error, result.mode)
 

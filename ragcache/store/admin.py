@@ -90,7 +90,7 @@ def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
         if states is None or key in target.entries:
             return
         tick = store.ledger.advance_clock()
-        if target.tier.persistent:
+        if target.tier.traits.persistent:
             store.persistent.add({key: states}, tick, target)
         else:
             store.memory.place(target, key, states, tick)
@@ -145,6 +145,6 @@ def tier_status(store: KVStore) -> list[TierStatus]:
         tier, hits = index.tier, store.counters.hits[index.name]
         found.append(TierStatus(
             index.name, tier.used_bytes, tier.budget_bytes, pinned_bytes, states, hits,
-            tier.persistent,
+            tier.traits.persistent,
         ))  # fmt: skip
     return found

@@ -30,7 +30,6 @@ from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, readable, wait_for_arrival
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
-from ragcache.store.tiers import DeviceTier
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ class LeaseManager:
         try:
             self.load(lease)
         except BaseException:
-            self._memory.let_go(unique)
+            self._memory.release(unique)
             raise
         return lease
 
@@ -216,8 +215,8 @@ class LeaseManager:
         failures = [write.exception() for write in lease.writes]  # waits for each
         lease.writes.clear()
         self._end_encoding(lease)
-        self._memory.let_go(dict.fromkeys(lease.keys))
-        if isinstance(self._memory.top.tier, DeviceTier):
+        self._memory.release(dict.fromkeys(lease.keys))
+        if self._memory.top.tier.traits.grouped:
             lease.found.clear()  # memory of a device is used again when nothing refers to it
         if not abandoned:
             found = [key for key, tier in lease.source.items() if tier != "encoded"]
@@ -397,7 +396,7 @@ class LeaseManager:
             found = self._in_memory(key) or self._persistent.read(key, self._memory.room)
             if found is not None:
                 reads.append((key, *found))
-            if reads and not isinstance(self._memory.top.tier, DeviceTier):
+            if reads and not self._memory.top.tier.traits.grouped:
                 self._keep_read(lease, flight, reads)
                 reads = []
         self._keep_read(lease, flight, reads)
@@ -414,8 +413,8 @@ class LeaseManager:
         for (key, index, read), here in zip(reads, placed, strict=True):
             states = here or readable(read)
             if here is None:
-                mapped = index.name == "disk" and index.tier.kv_dtype == "model"
-                memory.keep_loose(key, states, beside=not mapped)
+                mapped = index.tier.traits.mapped and index.tier.kv_dtype == "model"
+                memory.keep_unbudgeted(key, states, beside=not mapped)
             lease.found[key], lease.source[key] = states, index.name
             lease.moved[index.name] += states.nbytes
             flight.end([key])
@@ -444,7 +443,7 @@ class LeaseManager:
         warm = lease.request.origin == "warm"
         placed = memory.place(memory.top, key, states, lease.tick, reused=warm)
         if placed is None:
-            memory.keep_loose(key, states, beside=True)
+            memory.keep_unbudgeted(key, states, beside=True)
         lease.found[key], lease.source[key] = placed or states, "encoded"
         self._counters.encoded += 1
         self._encoded.append(key)
@@ -460,7 +459,7 @@ class LeaseManager:
         if copy is None:
             return False
         encoding.in_ledger.discard(key)
-        flight = encoding.flight.split([key])
+        flight = encoding.flight.hand_over(key)
         lease.writes.append(self._writers.submit(self._write, flight, key, copy, lease.tick))
         return True
 

@@ -17,7 +17,8 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, quantize, readable
 from ragcache.states.serialization import Allocate
 from ragcache.store.eviction import EvictionIndex
-from ragcache.store.tiers import DeviceTier, HostTier, Tier
+from ragcache.store.tiers import Tier
+from ragcache.tiers import TIERS, shared_tiers
 
 _READING_SECONDS, _POLL_SECONDS = 1.0, 0.002
 _ATTEMPTS = 4  # at an extent in one piece, each after an eviction
@@ -46,9 +47,10 @@ class Counters:
 
     def measured_costs(self) -> dict[str, float]:
         """The fields of `ragcache.routing.RoutingCosts` that have been measured so far."""
-        measured = {}
-        if seconds := self.read_seconds["remote"]:
-            measured["remote_bandwidth"] = self.read_bytes["remote"] / seconds
+        measured, shared = {}, shared_tiers()
+        if seconds := sum(self.read_seconds[name] for name in shared):
+            read = sum(self.read_bytes[name] for name in shared)
+            measured["remote_bandwidth"] = read / seconds
         if self.encode_seconds:
             measured["encode_rate"] = self.encoded_tokens / self.encode_seconds
         return measured
@@ -67,19 +69,11 @@ class TierIndex:
         return self.tier.name
 
 
-def _is_gpu(tier: Tier) -> bool:
-    return isinstance(tier, DeviceTier) and tier.is_gpu
-
-
 class MemoryTiers:
-    """Tiers in memory, the fastest first. `lock` guards the bookkeeping of all tiers, and is never
-    held while anything is copied, read or computed.
+    """Tiers in memory, fastest first, and what is known of the states in every tier.
 
-    leases: how often each key is in use. reused: keys that were used again in the first tier since
-    this was last emptied. pinned, until: keys that stay, and Unix seconds at which
-    others expire, in every tier. loose: states in use that no tier in memory took: encoded while
-    leases or pins filled the first one (they take room in addition to the budget, as much as it at
-    most), or mapped from a disk (they take none). They go with their last lease.
+    `lock` guards the bookkeeping of all tiers, and is never held while anything is copied, read or
+    computed.
     """
 
     def __init__(
@@ -92,13 +86,21 @@ class MemoryTiers:
         self.every = (*indexes, *persistent)
         self.top = indexes[0]
         self.leases: Counter[KVKey] = Counter()
+        """How often each key is in use."""
         self.metadata: dict[KVKey, StateMetadata] = {}
         self.reused: set[KVKey] = set()
+        """Keys that were used again in the first tier since this was last emptied."""
         self.pinned: set[KVKey] = set()
-        self.until: dict[KVKey, float] = {}  # Unix seconds
-        self.dropped: dict[KVKey, tuple[str, str | None]] = {}  # to go after their last lease
+        """Keys that stay, in every tier."""
+        self.until: dict[KVKey, float] = {}
+        """Unix seconds at which states expire, in every tier."""
+        self.dropped: dict[KVKey, tuple[str, str | None]] = {}
+        """Keys that go after their last lease: the reason, and the tier or None for all."""
         self._usage, self._counters = usage, counters
-        self._loose: dict[KVKey, tuple[StoredStates, int]] = {}  # with bytes beside the budget
+        self._unbudgeted: dict[KVKey, tuple[StoredStates, int]] = {}
+        """States in use that no tier in memory took, until their last lease ends, with the bytes
+        that they take in addition to the budget: encoded ones while leases or pins filled the first
+        tier (as much as its budget at most), or ones mapped from a disk (no bytes)."""
         self._placing = {index.name: threading.RLock() for index in self.indexes}
 
     def hold(self, keys: Iterable[KVKey]) -> None:
@@ -107,7 +109,7 @@ class MemoryTiers:
             for key in keys:
                 self.leases[key] += 1
 
-    def let_go(self, keys: Iterable[KVKey]) -> None:
+    def release(self, keys: Iterable[KVKey]) -> None:
         """Ends a use."""
         with self.lock:
             for key in keys:
@@ -115,7 +117,7 @@ class MemoryTiers:
                 if self.leases[key] > 0:
                     continue
                 del self.leases[key]
-                self._loose.pop(key, None)
+                self._unbudgeted.pop(key, None)
                 if key in self.dropped:
                     self.drop(key, *self.dropped.pop(key))
 
@@ -123,10 +125,10 @@ class MemoryTiers:
         return key in self.leases or key in self.pinned
 
     def find(self, key: KVKey, tick: int | None) -> StoredStates | None:
-        """States that are loose or in the first tier. This counts as a use at a tick, if any."""
+        """States that are unbudgeted or in the first tier. Counts as a use at a tick, if any."""
         with self.lock:
-            if key in self._loose:
-                return self._loose[key][0]
+            if key in self._unbudgeted:
+                return self._unbudgeted[key][0]
             if key not in self.top.entries:
                 return None
             if tick is not None and self.top.entries.touch(key, tick):
@@ -144,14 +146,14 @@ class MemoryTiers:
         until, kind = self.until.get(key, math.inf), index.tier.kv_dtype
         return StateRow(key, index.name, nbytes, 0, tick, key in self.pinned, until, kind, metadata)
 
-    def note_all(self) -> None:
+    def resync_usage(self) -> None:
         """Notes all that the tiers in memory hold once more: the ledger has forgotten it."""
         with self.lock:
             for index in self.indexes:
                 for key in index.entries:
-                    self._usage.entered(self.row(index, key, *index.entries.get(key)))
+                    self._usage.add_entry(self.row(index, key, *index.entries.get(key)))
 
-    def know(self, index: TierIndex, rows: Iterable[StateRow]) -> None:
+    def load_rows(self, index: TierIndex, rows: Iterable[StateRow]) -> None:
         """Notes that a tier that outlives processes holds states, as the ledger says. States that
         the ledger counts uses of were used again."""
         with self.lock:
@@ -168,7 +170,7 @@ class MemoryTiers:
         with self.lock:
             (self.pinned.update if pinned else self.pinned.difference_update)(keys)
 
-    def limit(self, limits: Mapping[KVKey, float]) -> None:
+    def set_expirations(self, limits: Mapping[KVKey, float]) -> None:
         """Sets until when states are kept, in Unix seconds; `math.inf` is without a limit."""
         with self.lock:
             for key, until in limits.items():
@@ -177,14 +179,14 @@ class MemoryTiers:
                 else:
                     self.until[key] = until
 
-    def forget_limits(self, now: float) -> None:
+    def forget_expirations(self, now: float) -> None:
         """Forgets the limits of gone states that have passed: encoded again, they have none."""
         with self.lock:
             for key in [key for key, until in self.until.items() if until <= now]:
                 if not self.is_known(key):
                     del self.until[key]
 
-    def overdue(self, index: TierIndex, now: float) -> list[KVKey]:
+    def expired(self, index: TierIndex, now: float) -> list[KVKey]:
         """The states of a tier that have expired and may go."""
         with self.lock:
             ended = [key for key, until in self.until.items() if until <= now]
@@ -194,7 +196,7 @@ class MemoryTiers:
         """The states to remove from a tier, with the reason, so that `need` bytes become free:
         expired ones, then those that the queues name. None if that is not possible."""
         with self.lock:
-            leaving = dict.fromkeys(self.overdue(index, time.time()), "ttl")
+            leaving = dict.fromkeys(self.expired(index, time.time()), "ttl")
             need -= sum(index.entries.get(key).nbytes for key in leaving)
             stays = lambda key: key in leaving or self._stays(key)  # noqa: E731
             chosen = index.entries.choose_victims(need, stays)
@@ -208,8 +210,7 @@ class MemoryTiers:
         room. evict: whether others may go for them. reused: they were used again elsewhere."""
         tier = index.tier
         with self._placing[index.name]:
-            loaded = isinstance(tier, HostTier) and tier.owns(states)
-            room = 0 if loaded else tier.size_of(states)
+            room = 0 if tier.owns(states) else tier.size_of(states)
             if not self._fit(index, room, evict=evict):
                 return None
             left, deadline = _ATTEMPTS, time.monotonic() + _READING_SECONDS
@@ -220,9 +221,8 @@ class MemoryTiers:
                     if self._reading(tier, room) and time.monotonic() < deadline:
                         time.sleep(_POLL_SECONDS)
                         continue
-                    slabs = isinstance(tier, DeviceTier | HostTier) and tier.has_slabs
                     left -= 1
-                    if slabs and left and evict and self._make_room(index, room):
+                    if tier.traits.slabs and left and evict and self._make_room(index, room):
                         continue  # what was free was not in one piece
                     return None
                 return self._placed(index, key, nbytes, tick, reused=reused)
@@ -231,7 +231,7 @@ class MemoryTiers:
         """Whether a GPU's tier has no room because of states that were let go, and that a step
         still reads: for one or two steps."""
         budget = tier.budget_bytes
-        return _is_gpu(tier) and budget is not None and tier.used_bytes + nbytes > budget
+        return tier.traits.on_gpu and budget is not None and tier.used_bytes + nbytes > budget
 
     def place_together(
         self, entries: Sequence[tuple[KVKey, StoredStates]], tick: int, *, reused: bool
@@ -239,7 +239,7 @@ class MemoryTiers:
         """As `place` in the first tier, for several keys. A device gets them side by side, if it
         has room for all."""
         top = self.top
-        if isinstance(top.tier, DeviceTier) and len(entries) > 1:
+        if top.tier.traits.grouped and len(entries) > 1:
             with self._placing[top.name]:
                 room = sum(top.tier.size_of(states) for _, states in entries)
                 if self._fit(top, room):
@@ -258,13 +258,13 @@ class MemoryTiers:
         with self.lock:
             if index.entries.add(key, nbytes, tick, reused=reused) and index is self.top:
                 self.reused.add(key)
-            self._usage.entered(self.row(index, key, nbytes, tick))
+            self._usage.add_entry(self.row(index, key, nbytes, tick))
         return readable(index.tier.get(key))
 
     def _fit(self, index: TierIndex, nbytes: int, *, evict: bool = True) -> bool:
         """Makes room for so many bytes within the budget; returns whether there is any."""
         tier = index.tier
-        used = index.entries.used_bytes if _is_gpu(tier) else tier.used_bytes
+        used = index.entries.used_bytes if tier.traits.on_gpu else tier.used_bytes
         need = used + nbytes - (tier.budget_bytes or nbytes)
         return need <= 0 or (evict and self._make_room(index, need))
 
@@ -280,25 +280,23 @@ class MemoryTiers:
         """Main memory to load so many bytes into, None where there is none. What is loaded into
         the first tier is then placed without a copy; before a device, memory of the host tier is
         only passed through, and pushes nothing out."""
-        found = self._host()
-        if found is None:
+        index = self._buffers()
+        if index is None:
             return None
-        index, host = found
         if index is not self.top:
-            return host.allocate if host.has_slabs else None
+            return index.tier.allocate if index.tier.traits.slabs else None
         with self._placing[index.name]:
             if not self._fit(index, nbytes, evict=evict):
                 return None
-        return host.allocate
+        return index.tier.allocate
 
     def begin_download(self, states: StoredStates) -> StoredStates | None:
         """A copy in memory of the host tier, which is not an entry yet, of states that the device
         before it has computed; None for others, and where there is no room."""
-        found, device = self._host(), self.top.tier
-        if found is None or not (isinstance(device, DeviceTier) and device.is_computed(states)):
+        index = self._buffers()
+        if index is None or not self.top.tier.is_computed(states):
             return None
-        index, host = found
-        kept = quantize(states, host.kv_dtype)
+        host, kept = index.tier, quantize(states, index.tier.kv_dtype)
         with self._placing[index.name]:
             if self._fit(index, host.size_of(kept)):
                 with suppress(StoreBudgetExceeded):
@@ -307,33 +305,33 @@ class MemoryTiers:
 
     def end_download(self, key: KVKey, states: StoredStates, tick: int) -> None:
         """Keeps a copy that has ended: the device may let go of its own for free."""
-        found = self._host()
-        if found is not None and key not in found[0].entries:
-            self.place(found[0], key, states, tick)
+        index = self._buffers()
+        if index is not None and key not in index.entries:
+            self.place(index, key, states, tick)
 
-    def _host(self) -> tuple[TierIndex, HostTier] | None:
-        tiers = ((index, index.tier) for index in self.indexes)
-        return next(((i, tier) for i, tier in tiers if isinstance(tier, HostTier)), None)
+    def _buffers(self) -> TierIndex | None:
+        return next((index for index in self.indexes if index.tier.traits.buffers), None)
 
-    def keep_loose(self, key: KVKey, states: StoredStates, *, beside: bool) -> None:
+    def keep_unbudgeted(self, key: KVKey, states: StoredStates, *, beside: bool) -> None:
         """Keeps states for as long as they are leased. beside: whether they take room beside the
         budget of the first tier. Raises `StoreBudgetExceeded`, also where the first tier is a
         device that could not read them elsewhere."""
         tier = self.top.tier
-        away = isinstance(tier, DeviceTier) and tier.is_gpu and not tier.is_computed(states)
+        away = tier.traits.on_gpu and not tier.is_computed(states)
         nbytes = tier.size_of(states) if beside or away else 0
         with self.lock:
             entries = self.top.entries
-            used = sum(size for _, size in self._loose.values())
+            used = sum(size for _, size in self._unbudgeted.values())
             used += sum(entries.get(held).nbytes for held in self.leases if held in entries)
             budget = tier.budget_bytes
             if away or (nbytes and budget is not None and used + nbytes > budget):
                 raise StoreBudgetExceeded(
                     f"the {self.top.name} tier holds {budget:,} bytes, of which {used:,} are in "
                     f"use by running requests; {nbytes:,} more do not fit. Raise "
-                    f"{self.top.name}_bytes, or ask with a smaller k or fewer questions at once"
+                    f"{TIERS[self.top.name].budget_option}, or ask with a smaller k or fewer "
+                    "questions at once"
                 )
-            self._loose[key] = (states, nbytes)
+            self._unbudgeted[key] = (states, nbytes)
 
     def describe(self, key: KVKey, metadata: StateMetadata) -> None:
         """Sets the metadata of states that were just encoded, and keeps them from being dropped."""
@@ -354,13 +352,13 @@ class MemoryTiers:
     def expire(self, index: TierIndex, now: float) -> None:
         """Removes the states of a tier in memory that have expired."""
         with self.lock:
-            for key in self.overdue(index, now):
+            for key in self.expired(index, now):
                 self._remove(index, key, "ttl")
 
     def _remove(self, index: TierIndex, key: KVKey, reason: str) -> None:
         nbytes = index.entries.remove(key, remember=reason == "pressure")
         index.tier.delete(key)
-        self._usage.left(index.name, key, nbytes, reason)
+        self._usage.remove_entry(index.name, key, nbytes, reason)
         self._counters.evictions[index.name, reason] += 1
 
     def _make_room(self, index: TierIndex, need: int) -> bool:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.errors import (
@@ -25,7 +26,7 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, restored
 from ragcache.states.serialization import Allocate
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
-from ragcache.store.tiers import DiskTier
+from ragcache.tiers import TIERS
 
 logger = logging.getLogger(__name__)
 
@@ -35,39 +36,47 @@ _ATTEMPTS = 16  # at making room, against other processes that fill it
 _WRITES = 6  # of one blob, where the claim on its key was lost
 
 
+@dataclass(slots=True, eq=False)
+class _End:
+    """The end of a flight on one key."""
+
+    thread: int | None = field(default_factory=threading.get_ident)
+    """Thread that ends the flight, and so must not wait for it. None for a writer's flight."""
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
 class SingleFlight:
     """At most one flight a key in this process: one thread reads, encodes or deletes its states;
     others wait for the end, look again, and take over what it failed to make."""
 
     def __init__(self) -> None:
-        self._ends: dict[KVKey, threading.Event] = {}
+        self._ends: dict[KVKey, _End] = {}
         self._lock = threading.Lock()
 
     def begin(self, keys: Iterable[KVKey]) -> Flight:
         """Begins flights on those of the keys that are in none."""
         with self._lock:
             keys = dict.fromkeys(keys)
-            others = [self._ends[key] for key in keys if key in self._ends]
-            mine = {key: threading.Event() for key in keys if key not in self._ends}
+            others = {key: self._ends[key] for key in keys if key in self._ends}
+            mine = {key: _End() for key in keys if key not in self._ends}
             self._ends |= mine
         return Flight(self, mine, others)
 
-    def end(self, ended: Iterable[tuple[KVKey, threading.Event]]) -> None:
+    def end(self, ended: Iterable[tuple[KVKey, _End]]) -> None:
         """Ends flights, and wakes those that wait for them."""
         with self._lock:
             for key, end in ended:
                 del self._ends[key]
-                end.set()
+                end.reached.set()
 
 
 class Flight:
-    """The keys of one call of `SingleFlight.begin`. mine: those that were in no other flight;
+    """The keys of one call of `SingleFlight.begin`. mine: keys that were in no other flight;
     others: the ends of flights on the rest, to wait for after one's own."""
 
     def __init__(
-        self, flights: SingleFlight, mine: dict[KVKey, threading.Event],
-        others: Sequence[threading.Event],
-    ) -> None:  # fmt: skip
+        self, flights: SingleFlight, mine: dict[KVKey, _End], others: Mapping[KVKey, _End]
+    ) -> None:
         self.mine, self.others = tuple(mine), others
         self._flights, self._open = flights, mine
 
@@ -77,13 +86,31 @@ class Flight:
         self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
 
     def split(self, keys: Iterable[KVKey]) -> Flight:
-        """A flight of its own on some of the keys, which another thread may end."""
-        return Flight(self._flights, {key: self._open.pop(key) for key in keys}, ())
+        """A flight of its own on some of the keys, for this thread or another one to end."""
+        return Flight(self._flights, {key: self._open.pop(key) for key in keys}, {})
+
+    def hand_over(self, key: KVKey) -> Flight:
+        """A flight on one key for a writer's thread to end; every thread may wait for it."""
+        flight = self.split([key])
+        flight._open[key].thread = None
+        return flight
 
     def wait_for_others(self) -> None:
-        """Waits for the ends of the flights on all other keys."""
-        for end in self.others:
-            end.wait()
+        """Wait for the ends of the flights on all other keys.
+
+        Raises:
+            ValueError: This thread has claimed one of them in another lease, and would wait for
+                itself.
+        """
+        me = threading.get_ident()
+        for key, end in self.others.items():
+            if end.thread == me and not end.reached.is_set():
+                raise ValueError(
+                    f"this thread has claimed {key} in another lease; put its states, or release "
+                    "that lease, before this one claims"
+                )
+        for end in self.others.values():
+            end.reached.wait()
 
     def __enter__(self) -> Flight:
         return self
@@ -113,7 +140,7 @@ class PersistentTiers:
         """Takes rows of the ledger into memory, whichever process wrote them."""
         rows = list(rows)
         for index in self.indexes:
-            self._memory.know(index, [row for row in rows if row.tier == index.name])
+            self._memory.load_rows(index, [row for row in rows if row.tier == index.name])
 
     def learn_uses(self) -> None:
         """Takes over the uses of other processes, and those of states that were found in memory:
@@ -141,7 +168,7 @@ class PersistentTiers:
             except (StateCorrupt, StateMissing) as error:
                 logger.warning("%s; the states are encoded again", error)
                 self._counters.corrupt += 1
-                self._expel_corrupt(index, key)
+                self._evict_corrupt(index, key)
             except (StoreUnreadable, RemoteUnavailable) as error:
                 logger.warning("%s; the states are looked for elsewhere", error)
                 self._counters.unreadable += 1
@@ -155,7 +182,7 @@ class PersistentTiers:
         return states
 
     def _get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
-        if room is None or not isinstance(index.tier, DiskTier):
+        if room is None or not index.tier.traits.mapped:
             return index.tier.get(key)
         with self._memory.lock:
             nbytes = index.entries.get(key).nbytes if key in index.entries else 0
@@ -165,10 +192,10 @@ class PersistentTiers:
         except StoreBudgetExceeded:  # another thread took the room
             return index.tier.get(key)
 
-    def _expel_corrupt(self, index: TierIndex, key: KVKey) -> None:
+    def _evict_corrupt(self, index: TierIndex, key: KVKey) -> None:
         """Where the ledger cannot be written, only this process forgets what is corrupt."""
         try:
-            self._expel(index, [key], "corrupt")
+            self._evict(index, [key], "corrupt")
         except StoreError as error:
             logger.warning("%s; the row of corrupt states stays", error)
         with self._memory.lock:
@@ -243,7 +270,7 @@ class PersistentTiers:
         try:
             return index.tier.put(key, states)
         except StoreBudgetExceeded:
-            if not isinstance(index.tier, DiskTier):
+            if index.tier.traits.shared:  # listing it takes too long
                 raise
             index.tier.scan()  # other processes have deleted what this one still counts
             return index.tier.put(key, states)
@@ -258,13 +285,13 @@ class PersistentTiers:
             gone = 0
             for reason in ("ttl", "pressure"):
                 victims = [key for key, why in leaving.items() if why == reason]
-                gone += len(self.expel(index, victims, reason))
+                gone += len(self.evict(index, victims, reason))
             if not gone and not self._refresh(index):
                 break
         self._ledger.reserve(index.name, key, 0, budget)
         raise StoreBudgetExceeded(
             f"the {index.name} tier may hold {budget:,} bytes; {nbytes:,} more do not fit beside "
-            f"what is pinned or in use. Raise {index.name}_bytes"
+            f"what is pinned or in use. Raise {TIERS[index.name].budget_option}"
         )
 
     def _refresh(self, index: TierIndex) -> bool:
@@ -278,16 +305,16 @@ class PersistentTiers:
             self.learn(row for row in rows if row.key not in before)
             self._memory.pin([row.key for row in rows], False)
             self._memory.pin([row.key for row in rows if row.pinned], True)
-            self._memory.limit({row.key: row.expires_at for row in rows})
+            self._memory.set_expirations({row.key: row.expires_at for row in rows})
         return keys != before
 
-    def expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+    def evict(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Evicts states from a tier. Returns the keys that went: not those in flight, claimed by
         others or, for pressure and time, pinned by others."""
         with self._flights.begin(keys) as flight:
             if reason == "pressure":
                 self._demote(index, flight.mine)
-            return self._expel(index, flight.mine, reason)
+            return self._evict(index, flight.mine, reason)
 
     def _demote(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
         """Copies what leaves a tier to the next one, where that does not have it yet."""
@@ -305,10 +332,10 @@ class PersistentTiers:
                 logger.warning("%s; the states leave without a copy", error)
                 self._ledger.locks.release([key])
 
-    def _expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+    def _evict(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         if not keys:
             return []
-        gone = self._ledger.expel(index.name, keys, reason)
+        gone = self._ledger.evict_rows(index.name, keys, reason)
         self._delete_blobs(index, gone)
         with self._memory.lock:
             for key in gone:

@@ -8,12 +8,11 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
-from uuid import uuid4
 
 import torch
 from sqlalchemy import func, select
@@ -32,7 +31,6 @@ from ragcache.errors import (
     RemoteUnavailable,
     StoreError,
     StoreFull,
-    StoreUnwritable,
 )
 from ragcache.params import parse_optional_bytes
 from ragcache.states import KVKey, KVStates
@@ -41,6 +39,7 @@ from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequ
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
+from ragcache.tiers import TIERS
 
 logger = logging.getLogger(__name__)
 
@@ -84,31 +83,35 @@ class KVStore:
     @classmethod
     def open(
         cls, folder: Path, database: Database, host_bytes: int, *, disk_bytes: int | None = None,
-        kv_dtype: KVDtype = "model", device: Tier | None = None, remote: Tier | None = None,
+        kv_dtype: KVDtype = "model", tiers: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
     ) -> KVStore:  # fmt: skip
-        """Opens the store of a state folder, whose ledger is in the database, and makes ledger and
-        disk agree. kv_dtype: how the host and the disk keep states. device: a tier before the host;
-        remote: one after the disk. claim_patience: seconds that a question waits for states which
-        another process encodes, before it encodes them itself."""
-        states = folder / "states"
+        """Open the store of a state folder, and make its ledger and its disk agree.
+
+        Args:
+            folder: The state folder.
+            database: The database with the ledger.
+            host_bytes: Budget of the host tier.
+            disk_bytes: Budget of the disk tier. Defaults to no limit.
+            kv_dtype: How the host and the disk keep states.
+            tiers: Tiers in addition to host and disk, each at its place in `TIERS`.
+            claim_patience: Seconds that a question waits for states which another process encodes,
+                before it encodes them itself.
+        """
         ledger = Ledger.of_folder(database, folder)
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
-        disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
-        memory = [host] if device is None else [device, host]
-        persistent = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, memory, persistent, claim_patience)
+        disk = DiskTier(folder / "states", disk_bytes, kv_dtype=kv_dtype)
+        store = cls(ledger, *_in_order([host, disk, *tiers]), claim_patience)
         store.start()
         return store
 
     @classmethod
-    def inspect(cls, folder: Path, database: Database, remote: Tier | None = None) -> KVStore:
+    def inspect(cls, folder: Path, database: Database, tiers: Sequence[Tier] = ()) -> KVStore:
         """Opens the store of a state folder without recovery and background threads: for `verify`
         and operators' commands, while other processes may have it open."""
         ledger = Ledger.of_folder(database, folder)
         disk = DiskTier.open(folder / "states")
-        persistent = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, [HostTier(1 << 30)], persistent)
+        store = cls(ledger, *_in_order([HostTier(1 << 30), disk, *tiers]))
         store._check_remote_at_opening()
         store.persistent.learn(ledger.begin())
         store._run("heart", HEARTBEAT_SECONDS, KVStore.heartbeat)
@@ -150,20 +153,8 @@ class KVStore:
     def _check_remote(self) -> None:
         """Compares the remote's identity with the ledger's; a new one gets it. Raises
         `StoreError`s, among them `RemoteMismatch` and `RemoteUnavailable`."""
-        remotes = (index.tier for index in self.persistent.indexes)
-        for tier in (each for each in remotes if isinstance(each, RemoteTier)):
-            tier.place = self.ledger.fact("remote") or ""
-            try:
-                found = tier.read_place()
-                if found is None and self.ledger.holds("remote"):
-                    tier.check_place()
-                tier.place = self.ledger.agree("remote", found or uuid4().hex)
-                if found is None:
-                    tier.write_place(tier.place)
-                tier.check_place()
-            except StoreUnwritable as error:
-                tier.place = ""
-                logger.warning("%s; the remote is read without being compared", error)
+        for index in self.persistent.indexes:
+            index.tier.check_identity(self.ledger)
         self.remote_checked = True
 
     def check_remote_again(self) -> None:
@@ -196,9 +187,7 @@ class KVStore:
         that the engine computes on. keep_free: what a tier without a budget of its own leaves free
         of its device. Raises `StoreFull`."""
         for index in self.memory.indexes:
-            if isinstance(index.tier, DeviceTier):
-                index.tier.bind_stream(stream)
-                index.tier.reserve_free(keep_free)
+            index.tier.bind(stream, keep_free)
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
         """Leases keys, some of which may come twice, and reads the states that the tiers have. The
@@ -282,7 +271,7 @@ class KVStore:
     def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
         """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
         self.ledger.expire(keys, at)
-        self.memory.limit(dict.fromkeys(keys, math.inf if at is None else at))
+        self.memory.set_expirations(dict.fromkeys(keys, math.inf if at is None else at))
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
         """Removes states from a tier, or from all; those in use leave memory after their last
@@ -294,7 +283,7 @@ class KVStore:
             if tier in (None, index.name):
                 with self.memory.lock:
                     here = [key for key in keys if key in index.entries]
-                self.persistent.expel(index, here, "manual")
+                self.persistent.evict(index, here, "manual")
 
     def count_unkept(self) -> int:
         """How many of the states encoded last end with this process. What was used again is written
@@ -308,15 +297,16 @@ class KVStore:
         uses to the ledger."""
         now = time.time()
         with suppress(LedgerUnavailable):
-            self.memory.limit(self.ledger.overdue(now))  # which another process may have set
+            self.memory.set_expirations(
+                self.ledger.expired(now)
+            )  # which another process may have set
         for index in self.memory.every:
-            if index.tier.persistent:
-                self.persistent.expel(index, self.memory.overdue(index, now), "ttl")
+            if index.tier.traits.persistent:
+                self.persistent.evict(index, self.memory.expired(index, now), "ttl")
             else:
                 self.memory.expire(index, now)
-            if isinstance(index.tier, DeviceTier):
-                index.tier.settle()
-        self.memory.forget_limits(now)
+            index.tier.settle()
+        self.memory.forget_expirations(now)
         self._keep_reused()
         self.persistent.discard_later()
         with suppress(LedgerUnavailable):
@@ -344,7 +334,7 @@ class KVStore:
         memory are written to the ledger again."""
         if not self.ledger.sessions.heartbeat():
             logger.warning("this process was silent, and others ended its session; it goes on")
-            self.memory.note_all()
+            self.memory.resync_usage()
             with self.memory.lock:
                 held = {key for index in self.memory.every for key in index.entries}
             self._discard_unowned(sorted(held))
@@ -383,6 +373,14 @@ class KVStore:
             thread.join()
         _once(self, KVStore.sweep)
         self.ledger.end()
+
+
+def _in_order(tiers: Iterable[Tier]) -> tuple[list[Tier], list[Tier]]:
+    """Tiers in memory and those that outlive the process, each in the order of `TIERS`."""
+    order = list(TIERS)
+    ordered = sorted(tiers, key=lambda tier: order.index(tier.name))
+    memory = [tier for tier in ordered if not tier.traits.persistent]
+    return memory, [tier for tier in ordered if tier.traits.persistent]
 
 
 def _repeat(
@@ -428,16 +426,16 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
     retired = _retire_leftovers(ledger)
     persistent.discard(retired)
     for index in persistent.indexes:
-        if not isinstance(index.tier, DiskTier):
-            continue  # listing a remote takes its time: `verify` does
+        if index.tier.traits.shared:
+            continue  # listing it takes its time: `verify` does
         sizes = {row.key: row.nbytes for row in rows if row.tier == index.name}
         for key in retired:
             sizes.pop(key, None)
-        blobs = index.tier.scan(sizes)
-        vanished = sorted(sizes.keys() - blobs.keys())
+        blobs = set(index.tier.scan(sizes))
+        vanished = sorted(sizes.keys() - blobs)
         if vanished:
-            persistent.expel(index, vanished, "corrupt")
-        persistent.discard(sorted(blobs.keys() - sizes.keys()))
+            persistent.evict(index, vanished, "corrupt")
+        persistent.discard(sorted(blobs - sizes.keys()))
         if _is_alone(ledger):
             index.tier.remove_parts(0.0)
 
@@ -480,24 +478,39 @@ class TierOptions(TypedDict, total=False):
 
 def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     """Arguments for `KVStore.open`. Raises `ConfigurationError`."""
-    check_options(options, TierOptions, "tiers")
+    budgets = {spec.budget_option for spec in TIERS.values()}
+    named = {name: value for name, value in options.items() if name not in budgets}
+    check_options(named, TierOptions, "tiers")
     kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
     patience = options.get("claim_patience", CLAIM_PATIENCE)
     if not 0 <= patience < math.inf:
         raise ConfigurationError(f"claim_patience is {patience}; it is 0 seconds or more")
-    on_device: Tier | None = None
-    if "device_bytes" in options or device.type == "cuda":
-        budget = parse_optional_bytes(options.get("device_bytes"))
-        device_dtype = check_kv_dtype(options.get("device_kv_dtype", "model"))
-        on_device = DeviceTier(budget, device, kv_dtype=device_dtype)
-    remote: Tier | None = None
-    if "remote" in options:
-        budget = parse_optional_bytes(options.get("remote_bytes"))
-        remote = RemoteTier.open(options["remote"], budget, kv_dtype=kv_dtype)
+    opened = (open_tier(options, device) for open_tier in OPENERS.values())
     return {
         "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
         "kv_dtype": kv_dtype,
         "claim_patience": patience,
-        "device": on_device,
-        "remote": remote,
+        "tiers": [tier for tier in opened if tier is not None],
     }
+
+
+def _open_device(options: Mapping[str, Any], device: torch.device) -> Tier | None:
+    if "device_bytes" not in options and device.type != "cuda":
+        return None
+    budget = parse_optional_bytes(options.get("device_bytes"))
+    kv_dtype = check_kv_dtype(options.get("device_kv_dtype", "model"))
+    return DeviceTier(budget, device, kv_dtype=kv_dtype)
+
+
+def _open_remote(options: Mapping[str, Any], device: torch.device) -> Tier | None:  # noqa: ARG001
+    if "remote" not in options:
+        return None
+    budget = parse_optional_bytes(options.get("remote_bytes"))
+    kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
+    return RemoteTier.open(options["remote"], budget, kv_dtype=kv_dtype)
+
+
+TierOpener = Callable[[Mapping[str, Any], torch.device], Tier | None]
+OPENERS: dict[str, TierOpener] = {"device": _open_device, "remote": _open_remote}
+"""Opens each tier that is optional from the options of `RagCache.open` and the model's device; None
+where the options do not ask for it."""

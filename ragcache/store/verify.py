@@ -29,6 +29,7 @@ from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, Store
 from ragcache.states import KVKey
 from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.store import KVStore
+from ragcache.tiers import persistent_tiers
 
 Progress = Callable[[int, int], None]
 
@@ -102,7 +103,7 @@ def _blobs(
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
             mend = repair and kind != "unreadable"
-            gone = store.persistent.expel(index, [key], "corrupt") if mend else []
+            gone = store.persistent.evict(index, [key], "corrupt") if mend else []
             yield Disagreement(kind, f"{index.name} {key}", detail, bool(gone))
         if progress is not None:
             progress(done + 1, len(rows))
@@ -128,7 +129,7 @@ def _fault(index: TierIndex, key: KVKey, nbytes: int) -> tuple[str, str] | None:
 
 def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
     statement = select(StateTable.key, StateTable.tier).order_by(StateTable.key, StateTable.tier)
-    lasting = StateTable.tier.in_(("disk", "remote"))
+    lasting = StateTable.tier.in_(persistent_tiers())
     with store.ledger.database.reading() as session:
         unowned = list(session.execute(statement.where(lasting, is_unowned())))
     if repair and unowned:

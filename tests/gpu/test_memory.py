@@ -83,7 +83,7 @@ def test_transfers_beside_compute_never_reach_what_is_being_read(own_stream: boo
     size = DeviceTier(0, "cpu").size_of(make_states(0, TOKENS))
     host, tier = HostTier(GIB), DeviceTier(2 * size, "cuda")
     engine = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-    tier.bind_stream(engine)
+    tier.bind(engine, keep_free=0)
     for number in range(8):
         host.put(make_key(number), make_states(number, TOKENS))
 
@@ -129,7 +129,7 @@ def test_nan_in_freed_memory_is_seen_by_nobody() -> None:
 def test_states_computed_on_the_device_are_waited_for(own_stream: bool) -> None:
     tier = DeviceTier(GIB, "cuda")
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-    tier.bind_stream(stream)
+    tier.bind(stream, keep_free=0)
     states = make_states(3, TOKENS)
     with torch.cuda.stream(stream):
         keys = states.keys.cuda() * 0

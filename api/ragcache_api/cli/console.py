@@ -187,7 +187,7 @@ def inspect_store(
     with open_ledger(state, ledger) as database:
         from ragcache.store import KVStore, RemoteTier
 
-        far = RemoteTier.open(remote) if remote else None
+        far = [RemoteTier.open(remote)] if remote else []
         with closing(KVStore.inspect(state, database, far)) as store:
             yield database, store
 

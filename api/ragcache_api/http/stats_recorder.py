@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache import Answer
+from ragcache.tiers import TIERS
 from ragcache_api.http.requests import ActiveRequest
 
 POINT_SECONDS, POINTS = 5.0, 720
 RECENT_REQUESTS = 100
-SOURCES = ("device", "host", "disk", "remote", "encoded", "shared", "computed")
+SOURCES = (*TIERS, "encoded", "shared", "computed")
 _MEASURED = 2000  # first tokens whose times are kept for the percentiles of all time
 
 Clock = Callable[[], float]

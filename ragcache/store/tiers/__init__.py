@@ -1,4 +1,4 @@
-"""Places that hold states: device, host, disk, remote. Each stores and counts."""
+"""Places that hold states: each stores and counts."""
 
 from ragcache.store.tiers.base import Tier
 from ragcache.store.tiers.device import DeviceTier

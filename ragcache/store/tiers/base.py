@@ -1,4 +1,4 @@
-"""The tier protocol, and files that are written whole.
+"""The base of all tiers, and files that are written whole.
 
 A tier stores and counts; admission and eviction are decided above it.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from uuid import uuid4
 
+from torch import Tensor
+
+from ragcache.db.ledger import Ledger
 from ragcache.errors import (
     StateMissing,
     StoreBudgetExceeded,
@@ -22,70 +26,132 @@ from ragcache.errors import (
 )
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
+from ragcache.states.serialization import Allocate
+from ragcache.tiers import TIERS, TierTraits
 
 
-class Tier(Protocol):
+class Tier(ABC):
     """States by key, under a budget of bytes. Safe to use from several threads.
 
     Equal keys mean interchangeable states, so that a reader sees one whole put or none, whichever
-    of several that run at once comes last. Nothing is ever evicted here. persistent: whether what
-    is here outlives the process, and other processes may see it. kv_dtype: how states are kept.
-    budget_bytes: the most that may be allocated, None for no limit; never exceeded.
+    of several that run at once comes last. Nothing is ever evicted here. The store reads `traits`
+    and calls methods; no code outside a tier's file asks for its class.
     """
 
-    name: str  # `device`, `host`, `disk` or `remote`
-    persistent: bool
-    kv_dtype: KVDtype
-    budget_bytes: int | None
+    name: str
+    """Name in `ragcache.tiers.TIERS`."""
+    traits: TierTraits
+    """Facts about this tier: those of its kind, unless an opened tier differs."""
+    kv_dtype: KVDtype = "model"
+    """How states are kept."""
+    budget_bytes: int | None = None
+    """Bytes that may be allocated at most; never exceeded. None for no limit."""
 
     @property
+    @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes really allocated now, with what rounding and headers add."""
+        """Bytes that are allocated now, with what rounding and headers add."""
 
+    @abstractmethod
     def size_of(self, states: StoredStates) -> int:
         """How many bytes `put` would allocate, at most."""
 
+    @abstractmethod
     def put(self, key: KVKey, states: StoredStates) -> int:
-        """Stores states in place of those that the key had; returns the bytes allocated for them.
-        Raises `StoreBudgetExceeded` where they do not fit beside what is there (also the states
-        that the key has already), `StoreFull`, `StoreUnwritable`, or `RemoteUnavailable`. After an
-        error the tier is as it was."""
+        """Store states in place of those that the key had; return the bytes allocated for them.
 
+        After an error the tier is as it was.
+
+        Raises:
+            StoreBudgetExceeded: They do not fit beside what is there, which includes the states
+                that the key has already.
+            StoreFull: The medium has no room.
+            StoreUnwritable: The medium refuses.
+            RemoteUnavailable: The remote does not answer.
+        """
+
+    @abstractmethod
     def get(self, key: KVKey) -> StoredStates:
-        """The states, verified if they were outside of memory, and as they were kept: quantized
-        ones are not restored. They stay as they are when the key is deleted or put again. Raises
-        `StateMissing`, `StateCorrupt`, `StoreUnreadable` or `RemoteUnavailable`."""
+        """Return the states as they were kept, quantized or not, verified if they were outside of
+        memory. They stay as they are when the key is deleted or put again.
 
+        Raises:
+            StateMissing: The key is not here.
+            StateCorrupt: The states fail their checksum.
+            StoreUnreadable: The medium refuses.
+            RemoteUnavailable: The remote does not answer.
+        """
+
+    @abstractmethod
     def delete(self, key: KVKey) -> None:
-        """Forgets a key; one that is not here is no error. Raises `StoreUnwritable` or
-        `RemoteUnavailable`."""
+        """Forget a key, if it is here. Raises `StoreUnwritable` or `RemoteUnavailable`."""
 
+    @abstractmethod
     def __contains__(self, key: KVKey) -> bool:
         """Whether the tier has a key now, be it sound or not. Raises `RemoteUnavailable`."""
 
+    @abstractmethod
     def keys(self) -> Iterator[KVKey]:
         """The keys that were here at some moment during the call. Raises `RemoteUnavailable`."""
 
+    # Behavior that most tiers do not need.
 
-class StatesInMemory:
-    """Entries of a tier in memory, by key."""
+    def load(self, key: KVKey, allocate: Allocate) -> StoredStates:  # noqa: ARG002
+        """As `get`, but read into memory from `allocate`; a tier that is not `mapped` gets."""
+        return self.get(key)
 
-    name: str
-    persistent = False
+    def put_all(self, entries: Sequence[tuple[KVKey, StoredStates]]) -> list[int]:
+        """As `put` for each key, all or none of them; for `grouped` tiers."""
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory to load states into, uint8 [nbytes], which `put` keeps; for `buffers`."""
+        raise NotImplementedError
+
+    def begin_copy(self, states: StoredStates) -> StoredStates:
+        """A copy in the tier's memory that is no entry yet; for `buffers`."""
+        raise NotImplementedError
+
+    def owns(self, states: StoredStates) -> bool:  # noqa: ARG002
+        """Whether states are in this tier's memory already, so that a put copies nothing."""
+        return False
+
+    def is_computed(self, states: StoredStates) -> bool:  # noqa: ARG002
+        """Whether states were computed on the tier's device, and not loaded for it."""
+        return False
+
+    def bind(self, stream: Any, keep_free: int) -> None:  # noqa: B027  # a default
+        """Connect with the engine that reads the tier; see `KVStore.bind_device`."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Take notice of memory that was released and of copies that have ended."""
+
+    def scan(self, known: Mapping[KVKey, int] | None = None) -> Collection[KVKey]:  # noqa: ARG002
+        """Count all entries anew; return their keys. The sizes of `known` keys need no look."""
+        return set(self.keys())
+
+    def remove_parts(self, older_than: float) -> None:  # noqa: B027
+        """Remove what writers left unfinished that died `older_than` seconds ago or more."""
+
+    def check_identity(self, ledger: Ledger) -> None:  # noqa: B027
+        """Compare a `shared` tier with the one that the ledger names, or name a new one. Raises
+        `RemoteMismatch`, `RemoteUnavailable` and other `StoreError`s."""
+
+
+class MemoryTier(Tier):
+    """A tier whose entries are objects of this process, by key."""
 
     def __init__(self) -> None:
         self._states: dict[KVKey, StoredStates] = {}
         self._lock = threading.RLock()
 
     def get(self, key: KVKey) -> StoredStates:
-        """As `Tier.get`."""
         states = self._states.get(key)
         if states is None:
             raise StateMissing(f"the {self.name} tier does not hold {key}")
         return states
 
     def delete(self, key: KVKey) -> None:
-        """As `Tier.delete`."""
         with self._lock:
             self._states.pop(key, None)
 
@@ -93,7 +159,6 @@ class StatesInMemory:
         return key in self._states
 
     def keys(self) -> Iterator[KVKey]:
-        """As `Tier.keys`."""
         with self._lock:
             return iter(tuple(self._states))
 
@@ -103,8 +168,8 @@ def check_budget(name: str, budget: int | None, used: int, nbytes: int) -> None:
     if budget is not None and used + nbytes > budget:
         raise StoreBudgetExceeded(
             f"the {name} tier may hold {budget:,} bytes, of which {used:,} are taken; {nbytes:,} "
-            f"more do not fit. Raise {name}_bytes, or ask with a smaller k or fewer questions at "
-            "once"
+            f"more do not fit. Raise {TIERS[name].budget_option}, or ask with a smaller k or fewer "
+            "questions at once"
         )
 
 

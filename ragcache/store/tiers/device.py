@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,9 +25,10 @@ from ragcache.states.quantization import (
     restored,
     tensors_of,
 )
-from ragcache.store.tiers.base import StatesInMemory, check_budget
+from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import DeviceStreams, indexed
+from ragcache.tiers import TIERS
 
 _PIECE = 1 << 21  # bytes of a copy from which on the bus is nearly as fast as it gets
 _PIECES = 8  # so many at least, where they are that long: a step begins with the first of them
@@ -97,7 +98,7 @@ class _Copy:
         return rebuild(self.target, source.start, model_dtype(source), arrival)
 
 
-class DeviceTier(StatesInMemory):
+class DeviceTier(MemoryTier):
     """States on one device: views of a slab that is reserved when the tier is made.
 
     A `put` from main memory queues its copies layer by layer, on a stream of their own, and
@@ -111,13 +112,13 @@ class DeviceTier(StatesInMemory):
     """
 
     name = "device"
-    has_slabs = True
+    traits = TIERS["device"].traits
 
     def __init__(
         self, budget_bytes: int | None, device: torch.device | str, *,
         kv_dtype: KVDtype = "model", streams: DeviceStreams | None = None,
     ) -> None:  # fmt: skip
-        """budget_bytes: None for what is free when `reserve_free` is called. kv_dtype: `model`, or
+        """budget_bytes: None for what is free when `bind` is called. kv_dtype: `model`, or
         `int8` for a GPU whose attention reads it where it is. Raises `StoreFull` where the device
         has no room for the budget."""
         super().__init__()
@@ -128,6 +129,7 @@ class DeviceTier(StatesInMemory):
         self._pool = SlabPool(0, self._reserve)
         if self.device.type == "cuda":
             self._streams = streams or DeviceStreams(self.device)
+        self.traits = replace(self.traits, on_gpu=self._streams is not None)
         if budget_bytes is not None:
             self._set_budget(budget_bytes)
         self._used = 0
@@ -141,23 +143,15 @@ class DeviceTier(StatesInMemory):
             self._settle()
             return self._used
 
-    @property
-    def is_gpu(self) -> bool:
-        """Whether what computes there can read states of no other tier."""
-        return self._streams is not None
-
     def is_computed(self, states: StoredStates) -> bool:
-        """Whether states were computed on the tier's device, and not loaded for it."""
         return self._streams is not None and self._streams.holds(states.keys)
 
-    def bind_stream(self, stream: Any) -> None:
-        """Names the stream on which states are read from now on: that of the engine."""
+    def bind(self, stream: Any, keep_free: int) -> None:
+        """Read states on the engine's stream from now on. A tier without a budget gets all memory
+        that is free on the GPU, but for `keep_free` bytes."""
         if self._streams is not None and stream is not None:
             self._streams.compute = stream
-
-    def reserve_free(self, keep_free: int) -> None:
-        """Makes what is free on the GPU, but for `keep_free`, the budget of a tier without one."""
-        if self.is_gpu and not self.budget_bytes:
+        if self.traits.on_gpu and not self.budget_bytes:
             with capture_lock:  # returning memory waits for the device, which a capture forbids
                 torch.cuda.empty_cache()
                 free, _ = torch.cuda.mem_get_info(self.device)
@@ -167,9 +161,9 @@ class DeviceTier(StatesInMemory):
         """On a GPU the budget is one slab, reserved now, so that what else is sized by free memory
         sees it."""
         self.budget_bytes = nbytes
-        slab_bytes = max(nbytes, SLAB_BYTES) if self.is_gpu else SLAB_BYTES
+        slab_bytes = max(nbytes, SLAB_BYTES) if self.traits.on_gpu else SLAB_BYTES
         self._pool = SlabPool(nbytes, self._reserve, slab_bytes)
-        if self.is_gpu and nbytes:
+        if self.traits.on_gpu and nbytes:
             self._pool.grow(1)
 
     def size_of(self, states: StoredStates) -> int:
@@ -261,7 +255,6 @@ class DeviceTier(StatesInMemory):
         return taken
 
     def settle(self) -> None:
-        """Takes notice of what was let go and of copies that have ended, whose sources go then."""
         with self._lock:
             self._settle()
 

@@ -15,18 +15,20 @@ from ragcache.states.serialization import Allocate, blob_parts, load_blob, map_b
 from ragcache.store.tiers.base import (
     PART,
     SUFFIX,
+    Tier,
     allocated,
     check_budget,
     key_of,
     named_os_error,
     write_atomically,
 )
+from ragcache.tiers import TIERS
 
 _BLOCK = 4096  # bytes: what file systems allocate
 _HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Blobs under `folder`, in 256 subfolders by the first digits of their keys.
 
     Several processes may share the folder: a blob is always whole, and one that is deleted stays
@@ -35,7 +37,7 @@ class DiskTier:
     """
 
     name = "disk"
-    persistent = True
+    traits = TIERS["disk"].traits
 
     def __init__(
         self, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
@@ -107,7 +109,6 @@ class DiskTier:
         return map_blob(self.path(key), key)
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
-        """As `get`, but read into memory from `allocate`, and verified there."""
         return load_blob(self.path(key), key, allocate)
 
     def delete(self, key: KVKey) -> None:
@@ -131,7 +132,6 @@ class DiskTier:
                         yield key
 
     def remove_parts(self, older_than: float) -> None:
-        """Removes unfinished files of writers that died `older_than` seconds ago or more."""
         for part in self.folder.glob(f"??/*{PART}"):
             with suppress(FileNotFoundError):  # another process was faster
                 if time.time() - part.stat().st_mtime > older_than:

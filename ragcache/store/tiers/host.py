@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,15 @@ from ragcache.states.quantization import (
     tensors_of,
     wait_for_arrival,
 )
-from ragcache.store.tiers.base import StatesInMemory, check_budget
+from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import downloading
+from ragcache.tiers import TIERS
 
 _PAGE, _LINE = 4096, 64  # bytes: what is pinned as a whole, what a processor fetches
 
 
-class HostTier(StatesInMemory):
+class HostTier(MemoryTier):
     """States of every key in one block of memory, which the tier allocates and counts.
 
     A block is counted, with what alignment adds, until nothing refers to it any more: states that
@@ -41,6 +43,7 @@ class HostTier(StatesInMemory):
     """
 
     name = "host"
+    traits = TIERS["host"].traits
 
     def __init__(
         self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None,
@@ -52,16 +55,12 @@ class HostTier(StatesInMemory):
         self.kv_dtype = kv_dtype
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
+        self.traits = replace(self.traits, slabs=self.pinned)
         self._blocks: dict[int, int] = {}  # address to bytes
         self._freed: deque[int] = deque()  # addresses; filled by finalizers, at any moment
         self._addresses: dict[Extent, int] = {}
         self._ended: deque[Extent] = deque()  # of slabs; filled in the same way
         self._used = 0
-
-    @property
-    def has_slabs(self) -> bool:
-        """Whether memory is taken from slabs, where what is free may be in several pieces."""
-        return self._pool is not None
 
     @property
     def used_bytes(self) -> int:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 from torch import Tensor
 
+from ragcache.db.ledger import Ledger
 from ragcache.errors import (
     ConfigurationError,
     MissingExtra,
@@ -27,11 +29,15 @@ from ragcache.errors import (
     RemoteUnavailable,
     StateMissing,
     StoreUnreadable,
+    StoreUnwritable,
 )
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import read_blob, to_blob
-from ragcache.store.tiers.base import PART, SUFFIX, check_budget, key_of, named_os_error
+from ragcache.store.tiers.base import PART, SUFFIX, Tier, check_budget, key_of, named_os_error
+from ragcache.tiers import TIERS
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _HEADER = 4096  # bytes: the most that a blob adds to its tensors
@@ -44,7 +50,7 @@ PLACE = "place"
 _CHECKED_SECONDS = 5.0  # for which a remote counts as the same one when blobs are written
 
 
-class RemoteTier:
+class RemoteTier(Tier):
     """Blobs under a URL, in 256 folders by the first digits of their keys.
 
     Elsewhere than in an object store, which shows a whole object or none, a blob is written under a
@@ -58,7 +64,7 @@ class RemoteTier:
     """
 
     name = "remote"
-    persistent = True
+    traits = TIERS["remote"].traits
 
     def __init__(
         self, files: Any, root: str, budget_bytes: int | None = None, *,
@@ -126,7 +132,21 @@ class RemoteTier:
             )
         self._checked = time.monotonic()
 
-    def scan(self) -> dict[KVKey, int]:
+    def check_identity(self, ledger: Ledger) -> None:
+        self.place = ledger.get_fact(self.name) or ""
+        try:
+            found = self.read_place()
+            if found is None and ledger.has_states(self.name):
+                self.check_place()
+            self.place = ledger.agree_on_fact(self.name, found or uuid4().hex)
+            if found is None:
+                self.write_place(self.place)
+            self.check_place()
+        except StoreUnwritable as error:
+            self.place = ""
+            logger.warning("%s; the remote is read without being compared", error)
+
+    def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:  # noqa: ARG002
         """Keys and bytes of all blobs, counted anew. Raises `RemoteUnavailable`."""
         found = self._calls.run("list", self._list)
         with self._lock:

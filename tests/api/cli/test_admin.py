@@ -119,7 +119,7 @@ def test_verify_reads_a_remote(run: Run, tmp_path: Path) -> None:
     url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
     with (
         closing(Database.open(url)) as database,
-        closing(KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))) as store,
+        closing(KVStore.open(tmp_path, database, 1 << 20, tiers=[RemoteTier.open(far)])) as store,
     ):
         store.put_states(make_key(1), make_states(1))
         admin.move(store, [make_key(1)], "remote")

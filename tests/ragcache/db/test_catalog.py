@@ -200,7 +200,7 @@ def test_the_listing_joins_modules_and_tiers(catalog: Catalog, database: Databas
     ledger = Ledger(database)
     row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", StateMetadata(4))
     record_row(ledger, row)
-    ledger.usage.entered(row._replace(tier="host", nbytes=256))
+    ledger.usage.add_entry(row._replace(tier="host", nbytes=256))
     ledger.usage.touch([make_key(1)], 1)
     ledger.flush()
     first, second = list_modules(database, "notes")

@@ -81,7 +81,7 @@ def test_memory_tiers_belong_to_their_session(
 ) -> None:
     other = another()
     for each, number in ((ledger, 1), (other, 2)):
-        each.usage.entered(row(number, "host"))
+        each.usage.add_entry(row(number, "host"))
         each.flush()
     record(ledger, 3)
     assert (ledger.keys("host"), other.keys("host")) == ({make_key(1)}, {make_key(2)})
@@ -94,7 +94,7 @@ def test_touches_are_noted_without_sql_and_written_together(
     ledger: Ledger, database: Database
 ) -> None:
     record(ledger, 1, 2, 3)
-    ledger.usage.entered(row(1, "host"))
+    ledger.usage.add_entry(row(1, "host"))
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
     commits: list[object] = []
@@ -150,8 +150,8 @@ def test_sessions_that_count_the_same_uses_wait_in_no_circle(
             rng.shuffle(mine)
             sessions[number].usage.touch(mine, sessions[number].advance_clock())
             for key in mine[:20]:
-                sessions[number].usage.left("disk", key, 1, "pressure")
-                sessions[number].usage.entered(row(1, "host")._replace(key=key))
+                sessions[number].usage.remove_entry("disk", key, 1, "pressure")
+                sessions[number].usage.add_entry(row(1, "host")._replace(key=key))
             sessions[number].flush()
 
     threads = [threading.Thread(target=count, args=(n,)) for n in range(len(sessions))]
@@ -183,10 +183,10 @@ def test_usage_that_could_not_be_written_is_written_later(
 
 def test_rows_that_left_memory_are_deleted_and_recorded_with_a_reason(ledger: Ledger) -> None:
     for number in (1, 2, 3):
-        ledger.usage.entered(row(number, "host"))
+        ledger.usage.add_entry(row(number, "host"))
     ledger.flush()
     for number, reason in ((1, "pressure"), (2, "pressure"), (3, "ttl")):
-        ledger.usage.left("host", make_key(number), 10, reason)
+        ledger.usage.remove_entry("host", make_key(number), 10, reason)
     ledger.flush()
     assert ledger.keys("host") == set()
     assert ledger.evictions() == {"host": {"pressure": 2, "ttl": 1}}
@@ -197,7 +197,7 @@ def test_the_record_of_evictions_is_bounded(
 ) -> None:
     monkeypatch.setattr("ragcache.db.ledger.EVICTIONS_KEPT", 3)
     for number in range(5):
-        ledger.usage.left("host", make_key(number), 10, "pressure")
+        ledger.usage.remove_entry("host", make_key(number), 10, "pressure")
     ledger.flush()
     with database.reading() as session:
         kept = list(session.scalars(select(EvictionTable.key).order_by(EvictionTable.id)))
@@ -209,7 +209,10 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
     ledger: Ledger, another: Callable[[], Ledger]
 ) -> None:
     record(ledger, 1, 2)
-    assert ledger.expel("disk", [make_key(1), make_key(3)], "manual") == [make_key(1), make_key(3)]
+    assert ledger.evict_rows("disk", [make_key(1), make_key(3)], "manual") == [
+        make_key(1),
+        make_key(3),
+    ]
     assert ledger.keys("disk") == {make_key(2)}
     assert ledger.evictions() == {"disk": {"manual": 1}}
     other = another()
@@ -224,7 +227,7 @@ def test_states_pinned_by_another_process_are_evicted_only_manually(
 ) -> None:
     record(ledger, 1)
     another().pin([make_key(1)], True)
-    gone = ledger.expel("disk", [make_key(1)], reason)
+    gone = ledger.evict_rows("disk", [make_key(1)], reason)
     assert gone == ([make_key(1)] if reason == "manual" else [])
     assert another().claim([make_key(1)], ())[1] == [], "either held, or being removed"
     assert len(ledger.keys("disk")) == 1 - len(gone)
@@ -235,7 +238,7 @@ def test_keys_claimed_elsewhere_are_not_expelled(
 ) -> None:
     record(ledger, 1)
     assert another().locks.acquire([make_key(1)]) == [make_key(1)]
-    assert ledger.expel("disk", [make_key(1)], "manual") == []
+    assert ledger.evict_rows("disk", [make_key(1)], "manual") == []
     assert ledger.keys("disk") == {make_key(1)}
 
 

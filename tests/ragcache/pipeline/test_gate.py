@@ -181,8 +181,8 @@ def test_a_ledger_that_does_not_answer_refuses_nothing(
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [FAR])
     with RagCache.open(tmp_path / "state", tiny_reader, embedding=None, force_modes=False) as rag:
         ledger = rag.internals.shared.store.ledger
-        monkeypatch.setattr(ledger, "fact", away)
-        monkeypatch.setattr(ledger, "agree", away)
+        monkeypatch.setattr(ledger, "get_fact", away)
+        monkeypatch.setattr(ledger, "agree_on_fact", away)
         for _ in range(2):
             with pytest.raises(ModeRefused, match=r"4\.50 nats"):
                 rag.gate.check_mode(ROOTED)

@@ -31,7 +31,7 @@ def store(tmp_path: Path, streams: Streams) -> Iterator[KVStore]:
     """A device for three modules, and ten on the disk."""
     device = DeviceTier(3 * SIZE, "cpu", streams=streams)
     database = Database.open(tmp_path / "ledger.sqlite")
-    store = KVStore.open(tmp_path, database, 10**6, device=device)
+    store = KVStore.open(tmp_path, database, 10**6, tiers=[device])
     for number in range(10):
         store.put_states(make_key(number), make_states(number, TOKENS))
     store.evict(keys(*range(10)), "device")

@@ -383,6 +383,20 @@ class TestClaims:
             with opened.lease(keys(1), INGEST) as again:
                 assert again.claim() == keys(1)
 
+    def test_a_thread_that_would_wait_for_its_own_claim_is_told(self, store: KVStore) -> None:
+        with store.lease(keys(1)) as lease:
+            assert lease.claim() == keys(1)
+            with store.lease(keys(2, 1)) as other:
+                assert other.claim() == keys(2), "what nobody has claimed comes first"
+                other.put(make_key(2), make_states(2))
+                with pytest.raises(ValueError, match=f"has claimed {make_key(1)} in another lease"):
+                    other.claim()
+            with pytest.raises(ValueError, match="in another lease"):
+                store.fetch(keys(1))
+            lease.put(make_key(1), make_states(1))
+            assert sources(store, 1) == ["host"]
+        assert leased(store) == set()
+
     def test_a_lease_that_another_thread_releases_ends_its_claims(self, store: KVStore) -> None:
         lease = store.lease(keys(1))
         assert lease.claim() == keys(1)
@@ -598,10 +612,10 @@ class TestRemote:
     def test_what_is_ingested_is_there_for_a_machine_with_an_empty_disk(
         self, reopen: Open, remote: RemoteTier
     ) -> None:
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         fill(store, 1)
         assert set(remote.keys()) == set(keys(1))
-        other = reopen(10, remote=remote)
+        other = reopen(10, tiers=[remote])
         other.evict(keys(1), "disk")
         with full_lease(other, keys(1), nothing) as lease:
             assert lease.source == {make_key(1): "remote"}
@@ -610,7 +624,7 @@ class TestRemote:
     def test_what_is_used_again_comes_back_to_the_disk(
         self, reopen: Open, remote: RemoteTier
     ) -> None:
-        store = reopen(1, remote=remote)
+        store = reopen(1, tiers=[remote])
         fill(store, 1, 2)
         store.evict(keys(1), "disk")
         assert (sources(store, 1), sources(store, 1)) == (["remote"], ["host"])
@@ -623,25 +637,25 @@ class TestRemote:
     ) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(remote, failing, AWAY)
-            store = reopen(10, remote=remote)
+            store = reopen(10, tiers=[remote])
             store.check_remote_again()
         fill(store, 1)
         store.check_remote_again()
-        assert remote.read_place() == remote.place == store.ledger.fact("remote")
+        assert remote.read_place() == remote.place == store.ledger.get_fact("remote")
         fill(store, 2)
         assert make_key(2) in set(remote.keys())
-        assert reopen(10, remote=remote).ledger.fact("remote") == remote.place
+        assert reopen(10, tiers=[remote]).ledger.get_fact("remote") == remote.place
 
     def test_a_remote_that_turns_out_to_be_another_one_takes_no_states(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        reopen(10, remote=remote)
+        reopen(10, tiers=[remote])
         wrong = RemoteTier.open(f"file://{tmp_path / 'another'}")
         wrong.write_place("its own")
 
         with monkeypatch.context() as patched:
             patched.setattr(wrong, "read_place", AWAY)
-            store = reopen(10, remote=wrong)
+            store = reopen(10, tiers=[wrong])
         store.check_remote_again()
         fill(store, 1)
         assert list(wrong.keys()) == []
@@ -661,7 +675,7 @@ class TestRemote:
 
         with monkeypatch.context() as patched:
             patched.setattr(remote, failing, refuse)
-            store = reopen(10, remote=remote)
+            store = reopen(10, tiers=[remote])
             fill(store, 1)
             store.expire(keys(1), 1.0)
             said.append(refusal)
@@ -672,7 +686,7 @@ class TestRemote:
             assert make_key(1) not in set(store.disk.keys())
         assert caplog.text.count(str(refusal)) == 1
         store.check_remote_again()
-        assert remote.read_place() == remote.place == store.ledger.fact("remote")
+        assert remote.read_place() == remote.place == store.ledger.get_fact("remote")
 
     def test_the_upkeep_does_not_wait_for_a_remote_that_hangs(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
@@ -687,11 +701,11 @@ class TestRemote:
         swept = threading.Event()
         monkeypatch.setattr("ragcache.store.store.SWEEP_SECONDS", 0.001)
         monkeypatch.setattr(remote, "read_place", AWAY)
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         monkeypatch.setattr(remote, "read_place", hang)
         try:
             assert asked.wait(10)
-            monkeypatch.setattr(store.memory, "forget_limits", lambda _: swept.set())
+            monkeypatch.setattr(store.memory, "forget_expirations", lambda _: swept.set())
             assert swept.wait(10)
         finally:
             answers.set()
@@ -699,23 +713,23 @@ class TestRemote:
     def test_another_remote_is_refused_and_nothing_is_changed(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path
     ) -> None:
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         fill(store, 1, 2, 3)
         for name, there in (("unmounted", "none"), ("another", "'its own'")):
             wrong = RemoteTier.open(f"file://{tmp_path / name}")
             if name == "another":
                 wrong.write_place("its own")
             with pytest.raises(RemoteMismatch, match=f"has {there} in its file 'place'"):
-                reopen(10, remote=wrong)
+                reopen(10, tiers=[wrong])
         assert store.ledger.keys("remote") == set(keys(1, 2, 3))
-        assert reopen(10, remote=remote).ledger.fact("remote") == remote.read_place()
+        assert reopen(10, tiers=[remote]).ledger.get_fact("remote") == remote.read_place()
 
     def test_a_remote_that_cannot_be_written_is_read_as_it_is(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         refuse = failing(StoreUnwritable("the remote is mounted for reading"))
         monkeypatch.setattr(remote, "write_place", refuse)
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         fill(store, 1)
         assert sources(store, 1) == ["host"]
         assert remote.place == ""
@@ -723,7 +737,7 @@ class TestRemote:
     def test_a_remote_whose_mount_goes_away_keeps_its_rows(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         fill(store, 1)
         for tier in ("host", "disk"):
             store.evict(keys(1), tier)
@@ -739,7 +753,7 @@ class TestRemote:
     def test_an_unreachable_remote_costs_an_encoding(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store = reopen(10, remote=remote)
+        store = reopen(10, tiers=[remote])
         fill(store, 1)
         store.evict(keys(1), "host")
         store.evict(keys(1), "disk")
@@ -813,7 +827,7 @@ def test_a_full_disk_does_not_stop_a_question(
 ) -> None:
     fill(store, 1)
     with monkeypatch.context() as patched:
-        for name in ("claim", "record", "expel"):
+        for name in ("claim", "record", "evict_rows"):
             patched.setattr(store.ledger, name, failing(StoreFull("full")))
         assert sources(store, 1, 2) == ["host", "encoded"]
         path = store.disk.path(make_key(1))
@@ -1021,7 +1035,7 @@ CPU = torch.device("cpu")
 def test_sizes_and_kinds_are_parsed() -> None:
     chosen = open_tiers({"disk_bytes": "8GiB", "kv_dtype": "int8"}, CPU)
     assert (chosen["disk_bytes"], chosen["kv_dtype"]) == (8 << 30, "int8")
-    assert (chosen["device"], chosen["remote"]) == (None, None)
+    assert chosen["tiers"] == []
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> GatedDisk:
 def open_store(folder: Path, host_bytes: int = 10**6, **options: Any) -> KVStore:
     device = DeviceTier(10**6, "cpu", streams=Streams(holds_all=True))
     database = Database.open(folder / "ledger.sqlite")
-    return KVStore.open(folder, database, host_bytes, device=device, **options)
+    return KVStore.open(folder, database, host_bytes, tiers=[device], **options)
 
 
 @pytest.fixture
