@@ -1,13 +1,18 @@
 """Text in which a chat template's control tokens are kept apart from what people wrote.
 
-A template puts tokens such as `<|im_end|>` into text. While schemas, prompts and chats are spelled,
-each such token is one character from a private plane of Unicode, which text from outside may not
-hold. So a control token can only come from the template, whatever a document or an argument says.
+A template puts tokens such as `<|im_end|>` into text. A control token can only come from the
+template, whatever a document, an argument or a message says. Characters from a private plane of
+Unicode, which text from outside may not hold, stand for tokens and letters meanwhile:
 
-The template of a chat has to see contents as they are: it trims them, splits them, tests how they
-begin. What it makes of them is one string, in which its control tokens must still be separable from
-those that a content spells. So the first letter of each control token in a content is another
-character until the template's own control tokens are marked (`ControlTokenEscaper`).
+    U+100000 + n   control token n, where the template wrote it (a mark)
+    U+10F000 + n   letter n of the control tokens, in a content (a stand-in)
+    U+10FFFD       in front of a whole control token that a content spells
+
+Schemas and prompts need marks alone: their contents are put between the template's texts. The
+template of a chat has to see contents as they are: it trims them, splits them, tests how they
+begin. Its text is one string, in which the control tokens of contents must still be told from its
+own. So `ControlTokenEscaper` hides them with stand-ins before the template runs, and reveals them
+when `ChatTemplate.mark` has marked the others.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from ragcache.models.tokenizer import control_tokens
 
 _FIRST = 0x100000  # plane 16, for private use
 _FIRST_STAND_IN = 0x10F000  # for letters of control tokens, above the marks
-_WRITTEN = "\U0010fffd"  # before a whole control token that a content spells
+_WRITTEN = "\U0010fffd"  # in front of a whole control token that a content spells
 MARK = re.compile("([\U00100000-\U0010fffd])")
 
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
@@ -227,6 +232,8 @@ class ControlTokenEscaper:
         (12, False)
         >>> escaper.reveal(hidden)
         'Say <|end|>.'
+        >>> escaper.hide("It begins: <|e") == "It begins: <|e"  # the template could go on "nd|>"
+        False
     """
 
     def __init__(self, control: Sequence[str], visible: Collection[str] = ()) -> None:

@@ -30,10 +30,7 @@ def tiers(rag: RagCache) -> dict[str, tuple[str, ...]]:
 def test_states_are_evicted_and_warmed(rag: RagCache) -> None:
     modules = rag.modules
     gone = modules.evict("notes", ["kiln"])
-    assert [(change.action, change.tier) for change in gone] == [
-        ("evict", "host"),
-        ("evict", "disk"),
-    ]
+    assert [(each.action, each.tier) for each in gone] == [("evict", "host"), ("evict", "disk")]
     assert tiers(rag) == {"kiln": (), "lamp": ("disk", "host")}
     made = modules.warm("notes")
     assert [(change.action, change.tier) for change in made] == [("encode", "host")]
@@ -52,16 +49,6 @@ def test_states_move_down_and_up(rag: RagCache) -> None:
         rag.modules.move("notes", "tape")
 
 
-def test_pins_are_listed_and_taken_back(rag: RagCache) -> None:
-    assert len(rag.modules.pin("notes", ["kiln"])) == 2
-    assert {row.document: row.pinned for row in rag.modules.all()} == {
-        "kiln": True,
-        "lamp": False,
-    }
-    rag.modules.unpin("notes")
-    assert not any(row.pinned for row in rag.modules.all())
-
-
 def limits(rag: RagCache) -> dict[str, float | None]:
     return {row.document: row.expires_at for row in rag.modules.all("notes")}
 
@@ -72,7 +59,7 @@ def ids(rag: RagCache, *documents: str) -> list[int]:
 
 def test_states_expire_and_are_encoded_again_without_a_limit(rag: RagCache) -> None:
     limited = rag.modules.expire(ids(rag, "kiln"), 0)
-    assert [(change.action, change.tier) for change in limited] == [
+    assert [(each.action, each.tier) for each in limited] == [
         ("expire", "host"),
         ("expire", "disk"),
     ]
@@ -84,7 +71,12 @@ def test_states_expire_and_are_encoded_again_without_a_limit(rag: RagCache) -> N
     assert limits(rag) == {"kiln": None, "lamp": None}
 
 
-def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
+def test_pins_and_limits_are_listed_and_taken_back(rag: RagCache) -> None:
+    assert len(rag.modules.pin("notes", ["kiln"])) == 2
+    pinned = {row.document: row.pinned for row in rag.modules.all()}
+    assert pinned == {"kiln": True, "lamp": False}
+    rag.modules.unpin("notes")
+    assert not any(row.pinned for row in rag.modules.all())
     before = time.time()
     rag.modules.expire(ids(rag, "kiln"), 60.0)
     at = limits(rag)["kiln"]
@@ -93,6 +85,13 @@ def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
     assert limits(rag)["lamp"] is None
     lifted = rag.modules.expire(ids(rag, "kiln", "lamp"), None)
     assert [change.action for change in lifted] == ["keep"] * 4
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="expire after 0 seconds or more, not"):
+            rag.modules.expire(ids(rag, "kiln"), seconds)
+    with pytest.raises(UnknownModule, match="no module 999"):
+        rag.modules.expire([*ids(rag, "kiln"), 999], 1)
+    with pytest.raises(UnknownModule):
+        rag.within("other").modules.expire(ids(rag, "kiln"), 1)
     assert limits(rag) == {"kiln": None, "lamp": None}
 
 
@@ -117,20 +116,6 @@ def test_a_dry_run_changes_nothing(
     before = rag.modules.all("notes")
     assert len(call(rag.modules, ids(rag, "kiln", "lamp"))) == changes
     assert rag.modules.all("notes") == before
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_limits_that_are_none_are_refused(rag: RagCache, seconds: float) -> None:
-    with pytest.raises(ConfigurationError, match="expire after 0 seconds or more, not"):
-        rag.modules.expire(ids(rag, "kiln"), seconds)
-
-
-def test_expiring_an_unknown_module_limits_none(rag: RagCache) -> None:
-    with pytest.raises(UnknownModule, match="no module 999"):
-        rag.modules.expire([*ids(rag, "kiln"), 999], 1)
-    with pytest.raises(UnknownModule):
-        rag.within("other").modules.expire(ids(rag, "kiln"), 1)
-    assert limits(rag) == {"kiln": None, "lamp": None}
 
 
 def test_modules_tell_their_tokens_and_where_their_states_stand(rag: RagCache) -> None:

@@ -85,22 +85,9 @@ def test_documents_that_were_deleted_meanwhile_are_compared_again(
     assert verify(rag.internals.shared.store).clean
 
 
-def test_a_sync_that_others_hinder_every_time_is_one_failed_job(
+def test_a_rename_that_others_hinder_is_an_error_in_words(
     rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rag.ingest("c", folder)
-    (folder / "a.md").rename(folder / "z.md")
-
-    def hindered(*_: Any, **__: Any) -> Any:
-        raise DocumentsChanged("a document was stored meanwhile; try again")
-
-    monkeypatch.setattr(rag._internals.catalog, "replace_documents", hindered)
-    with pytest.raises(DocumentsChanged):
-        rag.sync("c", folder)
-    assert [row.status for row in rag.jobs.list().items] == ["failed", "done"]
-
-
-def test_a_rename_that_others_hinder_is_an_error_in_words(rag: RagCache, folder: Path) -> None:
     rag.ingest("c", folder)
     catalog = rag._internals.catalog
     catalog.rename_document("c", "a.md", "other")
@@ -109,6 +96,14 @@ def test_a_rename_that_others_hinder_is_an_error_in_words(rag: RagCache, folder:
         with pytest.raises(DocumentsChanged, match=f"{text} meanwhile; try again"):
             catalog.replace_documents("c", [], moved=[each])
     assert ids(rag) == ["b.md", "deep/c.md", "other"]
+
+    def hindered(*_: Any, **__: Any) -> Any:
+        raise DocumentsChanged("a document was stored meanwhile; try again")
+
+    monkeypatch.setattr(catalog, "replace_documents", hindered)
+    with pytest.raises(DocumentsChanged):
+        rag.sync("c", folder)
+    assert [row.status for row in rag.jobs.list().items] == ["failed", "done"], "one job"
 
 
 def test_ingest_applies_its_changes_to_the_index(
@@ -174,17 +169,12 @@ def test_a_file_of_equal_content_or_that_was_moved_collides_with_none(
         rag.ingest("c", folder)
     (other / "a.md").unlink()
     assert rag.ingest("c", folder).updated == 1
-
-
-def test_a_folder_that_was_moved(rag: RagCache, folder: Path, tmp_path: Path) -> None:
-    rag.ingest("c", folder)
     folder.rename(tmp_path / "moved")
-    (tmp_path / "moved" / "a.md").write_text("The a is at sea.")
     done = rag.ingest("c", tmp_path / "moved")
     assert (done.added, done.updated) == (0, 3)
 
 
-def test_a_file_that_cannot_be_read_now_keeps_its_last_version(rag: RagCache, folder: Path) -> None:
+def test_files_that_cannot_be_read_or_are_excluded_now_stay(rag: RagCache, folder: Path) -> None:
     rag.ingest("c", folder)
     (folder / "b.md").write_bytes(b"\0\1")
     done = rag.sync("c", folder)
@@ -193,11 +183,7 @@ def test_a_file_that_cannot_be_read_now_keeps_its_last_version(rag: RagCache, fo
     assert "b.md" in ids(rag)
     with pytest.raises(UnreadableDocument, match=r"b\.md: a binary"):
         rag.sync("c", folder, strict=True)
-
-
-def test_what_is_excluded_now_stays(rag: RagCache, folder: Path) -> None:
-    rag.ingest("c", folder)
-    assert rag.sync("c", folder, exclude=["deep/"]).removed == ()
+    assert rag.sync("c", folder, exclude=["deep/"]).removed == (), "nor what is excluded now"
     assert rag.ingest("d", folder, include=["deep/"]).added == 1
 
 
@@ -221,20 +207,6 @@ def test_without_folders_the_collection_becomes_what_is_given(rag: RagCache) -> 
     assert ids(rag) == ["kiln 2"]
 
 
-def test_a_job_reports_what_it_did(rag: RagCache) -> None:
-    rag.ingest("c", [SourceDocument("kiln", "The kiln."), SourceDocument("oar", "The oar.")])
-    loaded = LoadedSources(
-        (SourceDocument("lamp", "The lamp."),),
-        (SkippedFile("oar", "a binary file", failed=True),),
-        present=frozenset({"oar"}),
-    )
-    job = rag.jobs.wait(rag.jobs.submit("c", loaded, sync=True).id, 20)
-    assert job.status == "done"
-    assert job.report["removed"] == ["kiln"]
-    assert job.report["skipped"] == [{"name": "oar", "reason": "a binary file", "failed": True}]
-    assert ids(rag) == ["lamp", "oar"], "a file that failed keeps its last version"
-
-
 def test_another_process_goes_on_with_a_sync(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: LoadedModel
 ) -> None:
@@ -252,7 +224,8 @@ def test_another_process_goes_on_with_a_sync(
     with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as other:
         ended = other.jobs.wait(job, 20)
         assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])
-        assert ended.report["skipped"][0]["name"] == "oar"
+        skipped = [{"name": "oar", "reason": "a binary file", "failed": True}]
+        assert ended.report["skipped"] == skipped
         assert ids(other) == ["boat.pdf", "lamp", "oar"]
         [last] = other.modules.named("c", ["boat.pdf#2"])
         assert last.details == {"headings": ["Boat"], "page": 2}
