@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, Unpack
 
 from ragcache.documents.source import DocumentSource
 from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
 from ragcache.pipeline import Answer, AsyncAnswerStream, Conversation, Ingestion
-from ragcache.pipeline.answer import aresults, start_aside
+from ragcache.pipeline.answer import PendingAnswer, aresults
 from ragcache.rag import RagCache, search_arguments
 from ragcache.retrieval import Selection
+
+T = TypeVar("T")
+Options = TypeVar("Options")
+
+_LAUNCH_SECONDS = 0.002
 
 
 class AsyncRagCache:
@@ -84,13 +89,11 @@ class AsyncRagCache:
         self, questions: Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Answer]:
         """Answer questions as one batch; see `RagCache.ask_batch`."""
-        start = self.rag._start_questions
-        return await aresults(await asyncio.to_thread(start, questions, options))
+        return await aresults(await _start(self.rag._start_questions, questions, options))
 
     async def stream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """Queue a question: `async for piece in await rag.stream(...)`; see `RagCache.stream`."""
-        pending = await start_aside(self.rag._start_question, question, options)
-        return AsyncAnswerStream(pending)
+        return AsyncAnswerStream(*await _start(self.rag._start_questions, [question], options))
 
     async def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation; see `RagCache.chat`."""
@@ -100,21 +103,19 @@ class AsyncRagCache:
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[Answer]:
         """Answer conversations as one batch; see `RagCache.chat_batch`."""
-        start = self.rag._start_chats
-        return await aresults(await asyncio.to_thread(start, conversations, options))
+        return await aresults(await _start(self.rag._start_chats, conversations, options))
 
     async def stream_chat(
         self, messages: Conversation, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
         """Queue a conversation; see `RagCache.stream_chat`."""
-        pending = await start_aside(self.rag._start_chat, messages, options)
-        return AsyncAnswerStream(pending)
+        return AsyncAnswerStream(*await _start(self.rag._start_chats, [messages], options))
 
     async def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AsyncAnswerStream]:
         """Queue conversations; see `RagCache.stream_chat_batch`."""
-        pending = await asyncio.to_thread(self.rag._start_chats, conversations, options)
+        pending = await _start(self.rag._start_chats, conversations, options)
         return [AsyncAnswerStream(each) for each in pending]
 
     async def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
@@ -123,5 +124,22 @@ class AsyncRagCache:
 
     async def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AsyncAnswerStream:
         """Queue a PML prompt; see `RagCache.stream_prompt`."""
-        pending = await start_aside(self.rag._start_prompt, text, options)
-        return AsyncAnswerStream(pending)
+        return AsyncAnswerStream(*await _start(self.rag._start_prompts, [text], options))
+
+
+async def _start(
+    start: Callable[[T, Options], list[PendingAnswer]], requests: T, options: Options
+) -> list[PendingAnswer]:
+    """Queue requests in a thread.
+
+    The thread waits a moment for the engine to launch a request: the event loop, which goes on when
+    the thread returns, would take the interpreter from the engine's thread meanwhile.
+    """
+
+    def started() -> list[PendingAnswer]:
+        pending = start(requests, options)
+        if len(pending) == 1:
+            pending[0].handle.wait_launched(_LAUNCH_SECONDS)
+        return pending
+
+    return await asyncio.to_thread(started)

@@ -200,24 +200,24 @@ class RagCache:
         self.close()
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the engine and closes the ledger; an object that `within` returned does nothing.
+        """Stop the engine and close the ledger. Objects that `within` returned do nothing.
 
         Args:
-            drain: Waits for running requests; otherwise they fail with `EngineClosed`.
+            drain: Wait for running requests. By default they fail with `EngineClosed`.
         """
         if self._closes:
             self._internals.shared.close(drain=drain)
 
     @property
     def namespace(self) -> str:
-        """The name of the namespace that collections, schemas and modules belong to."""
+        """Name of the namespace of collections, schemas and modules."""
         return self._internals.name
 
     def within(self, namespace: str) -> RagCache:
-        """The same folder, model and engine for another tenant.
+        """Return the same folder, model and engine for another tenant.
 
-        Its collections, schemas, modules and states are its own; nothing of other namespaces is
-        visible or reused. It is made with its first document.
+        A namespace has its own collections, schemas, modules and states, and sees and reuses
+        nothing of others. Its first document creates it.
 
         Args:
             namespace: 1 to 64 letters, digits and `._-`; `default` is the namespace of `open`.
@@ -235,22 +235,22 @@ class RagCache:
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
     ) -> Ingestion:  # fmt: skip
-        """Stores documents and encodes their modules. A document whose id is known and whose
-        content is unchanged costs nothing. Files that cannot be read are skipped and listed in the
+        """Store documents and encode their modules.
+
+        Unchanged documents cost nothing. Files that cannot be read are skipped and listed in the
         summary.
 
         Args:
-            collection: The collection to store them in; made if need be.
+            collection: The collection, which is created if there is none.
             sources: Files, folders, `SourceDocument`s or LangChain documents.
-            **options: `include`, `exclude`, `strict`, `progress` and `preparing`; see
-                `IngestOptions`.
+            **options: See `IngestOptions`.
 
         Returns:
             A summary of what was stored.
 
         Raises:
             DocumentError: A path does not exist, no document can be read or, if `strict`, one
-                cannot; nothing is stored.
+                cannot be read. Nothing is stored.
             ConfigurationError: The name is blank, or a module does not fit the model's window.
 
         Example:
@@ -265,21 +265,14 @@ class RagCache:
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
     ) -> Ingestion:  # fmt: skip
-        """As `ingest`, and removes what has vanished: of folders, the documents whose files no
-        longer exist; if there are no folders among the sources, all other documents of the
-        collection. A document that has moved is renamed; nothing of it is encoded.
+        """Store documents as `ingest` does, and remove documents that have vanished.
 
-        Args:
-            collection: The collection; made if need be.
-            sources: Folders, files, `SourceDocument`s or LangChain documents.
-            **options: As for `ingest`.
+        Removes the documents of folders whose files no longer exist. Without a folder among the
+        sources, removes all other documents of the collection. Renames documents that have moved,
+        without encoding them. Arguments and errors are those of `ingest`.
 
         Returns:
             A summary, with what was `removed` and `renamed`.
-
-        Raises:
-            DocumentError: As `ingest`; nothing is stored or removed.
-            ConfigurationError: As `ingest`.
 
         Example:
             >>> rag.sync("handbook", [leave]).unchanged
@@ -307,12 +300,15 @@ class RagCache:
 
     @property
     def jobs(self) -> IngestionJobs:
-        """Background ingestion, and the outcome of every ingestion."""
+        """Ingests in the background, and lists the outcome of every ingestion."""
         return self.internals.jobs
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
-        """Deletes documents with their modules, vectors and states; returns how many there were.
-        Raises `UnknownCollection`."""
+        """Delete documents with their modules, vectors and states, and return how many there were.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+        """
         check_texts("document_ids", document_ids)
         catalog = self.internals.catalog
         known = catalog.documents(collection, document_ids)
@@ -320,13 +316,11 @@ class RagCache:
         return len(known)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """Answers a question from the best modules of a collection.
+        """Answer a question from the best modules of a collection.
 
         Args:
             question: The question.
-            **options: `collection`, which is required, `k`, `mode`, `generation`, `filters`,
-                `threshold`, `relative_threshold`, `rerank` and
-                `chat_template_kwargs`; see `AskOptions`.
+            **options: `collection`, which is required, and others; see `AskOptions`.
 
         Raises:
             RequestError: The question is empty or too long, or a value cannot be used.
@@ -341,22 +335,20 @@ class RagCache:
         return self.stream(question, **options).result()
 
     def ask_batch(self, questions: Sequence[str], **options: Unpack[AskOptions]) -> list[Answer]:
-        """Answers questions as one batch: a module that several share is read once a step. Options
-        and errors are those of `ask`."""
+        """Answer questions as one batch, with the options and errors of `ask`.
+
+        A module that several questions share is read once a step.
+        """
         return results(self._start_questions(questions, options))
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
-        """As `ask`, but returns when the question is queued; iterate for pieces of the text.
+        """Queue a question as `ask` does, and return a stream of pieces of its answer.
 
         Example:
             >>> stream = rag.stream("How many days of leave are there?", collection="handbook")
             >>> pieces = list(stream)
         """
-        return AnswerStream(self._start_question(question, options))
-
-    def _start_question(self, question: str, options: AskOptions) -> PendingAnswer:
-        [pending] = self._start_questions([question], options)
-        return pending
+        return AnswerStream(*self._start_questions([question], options))
 
     def _start_questions(
         self, questions: Sequence[str], options: AskOptions
@@ -378,18 +370,17 @@ class RagCache:
         return self.internals.submitter.run(prompts, options.get("generation"))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
-        """Answers a conversation, formatted by the model's own chat template.
+        """Answer a conversation, formatted by the model's own chat template.
 
-        Texts of ingested modules in the prompt are read from their kept states; `answer.sources`
-        lists them in the order of the prompt. `answer.mode` is `recognized:MODE` if states were
-        reused, else `exact`. Control tokens come from the template only: in contents and plain
-        texts they are ordinary characters.
+        Texts of ingested modules in the prompt are read from their stored states. `answer.sources`
+        lists them in the order of the prompt, and `answer.mode` is then `recognized:MODE`, else
+        `exact`. Control tokens come from the template only: in contents and plain texts they are
+        ordinary characters.
 
         Args:
             messages: `{"role": "system|user|assistant|tool", "content": text}`, or a plain text to
                 continue.
-            **options: `mode`, `recognize`, `tools`, `chat_template_kwargs` and `generation`; see
-                `ChatOptions`.
+            **options: See `ChatOptions`.
 
         Raises:
             RequestError: The conversation is malformed or too long.
@@ -406,22 +397,18 @@ class RagCache:
     def chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[Answer]:
-        """Answers conversations as one batch: a module that several share is read once a step."""
+        """Answer conversations as one batch: a module that several share is read once a step."""
         return results(self._start_chats(conversations, options))
 
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
-        """As `chat`, but returns when the conversation is queued; iterate for its text."""
-        return AnswerStream(self._start_chat(messages, options))
+        """Queue a conversation as `chat` does, and return a stream of pieces of its answer."""
+        return AnswerStream(*self._start_chats([messages], options))
 
     def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AnswerStream]:
-        """As `chat_batch`, but returns when all conversations are queued."""
+        """Queue conversations as `chat_batch` does, and return a stream for each."""
         return [AnswerStream(pending) for pending in self._start_chats(conversations, options)]
-
-    def _start_chat(self, messages: Conversation, options: ChatOptions) -> PendingAnswer:
-        [pending] = self._start_chats([messages], options)
-        return pending
 
     def _start_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions
@@ -446,11 +433,13 @@ class RagCache:
         return self.internals.submitter.run(prompts, generation)
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
-        """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
+        """Answer a PML prompt (Prompt Cache §3.4).
+
+        States of imported modules are read; arguments and new text are computed.
 
         Args:
             text: The prompt.
-            **options: `mode`, `source` and `generation`; see `PromptOptions`.
+            **options: See `PromptOptions`.
 
         Raises:
             PMLError: The prompt is not valid.
@@ -467,24 +456,22 @@ class RagCache:
         return self.stream_prompt(text, **options).result()
 
     def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AnswerStream:
-        """As `prompt`, but returns when the prompt is queued; iterate for pieces of the text."""
-        return AnswerStream(self._start_prompt(text, options))
+        """Queue a prompt as `prompt` does, and return a stream of pieces of its answer."""
+        return AnswerStream(*self._start_prompts([text], options))
 
-    def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
+    def _start_prompts(self, texts: Sequence[str], options: PromptOptions) -> list[PendingAnswer]:
         check_options(options, PromptOptions, "prompt")
         mode = ReuseMode.parse(options.get("mode", ISOLATED))
         source = options.get("source", "<string>")
-        prompt = self.internals.pml.build(text, mode, source)
-        [pending] = self.internals.submitter.run([prompt], options.get("generation"))
-        return pending
+        prompts = [self.internals.pml.build(text, mode, source) for text in texts]
+        return self.internals.submitter.run(prompts, options.get("generation"))
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
-        """Finds the best modules for a query, with their scores; only the embedder runs.
+        """Find the best modules for a query, with their scores, without running the model.
 
         Args:
             query: The query.
-            **options: `collection`, which is required, `k`, `search`, `filters`, `threshold`,
-                `relative_threshold`, `rerank`, `mmr` and `candidates`; see `SearchOptions`.
+            **options: `collection`, which is required, and others; see `SearchOptions`.
 
         Raises:
             UnknownCollection: There is no such collection.
@@ -500,8 +487,10 @@ class RagCache:
         return self.retriever().retrieve(query, *search_arguments(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
-        """The retriever of this folder, or one for another embedder, whose vectors are computed
-        from the first search on and stored beside the others."""
+        """Return the retriever of this folder, or a retriever for another embedder.
+
+        The other embedder's vectors are computed from the first search on, and stored too.
+        """
         return self.internals.retrievers.retriever_for(embedding)
 
     @property
@@ -526,28 +515,34 @@ class RagCache:
 
     @property
     def gate(self) -> ModeGate:
-        """How far each mode is from `exact` on this model: `gate.measure()` measures, as the first
-        question of a mode does, and `gate.results()` tells what is known."""
+        """Measures how far each mode is from `exact` on this model; knows earlier results."""
         return self._shared.gate
 
     @property
     def keys(self) -> ApiKeys:
-        """The API keys of the service, of all namespaces."""
+        """Creates, lists and revokes the API keys of the service, for all namespaces."""
         return self._shared.keys
 
     def stats(self) -> Stats:
-        """What is stored, and what happened since this process opened the folder. Collections are
-        those of the namespace, everything else is of the folder."""
+        """Sum up what is stored, and what happened since this process opened the folder.
+
+        Collections are those of the namespace; all other figures are those of the folder.
+        """
         self._shared.deferred.release()
         return Stats.of(self.internals)
 
     def tiers(self) -> list[TierStatus]:
-        """How full each tier of the folder is, the fastest first."""
+        """Return how full each tier of the folder is, the fastest first."""
         return tier_status(self._shared.store)
 
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
-        """A page of the states that left a tier, the newest first; those of the last second may be
-        missing. Raises `InvalidRequest`."""
+        """List a page of the states that left a tier, the newest first.
+
+        States that left within the last second may be missing.
+
+        Raises:
+            InvalidRequest: The cursor or the limit cannot be used.
+        """
         return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 

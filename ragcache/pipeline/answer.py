@@ -7,7 +7,6 @@ import weakref
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Callable,
     Generator,
     Iterator,
     Mapping,
@@ -24,8 +23,6 @@ from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.store import Lease
-
-_LAUNCH_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,21 +309,6 @@ def give_up(pending: Sequence[PendingAnswer]) -> None:
     """Cancels what has not ended."""
     for each in pending:
         each.give_up()
-
-
-async def start_aside(start: Callable[..., PendingAnswer], *arguments: Any) -> PendingAnswer:
-    """Calls `start` in a thread, for asyncio.
-
-    The thread waits a moment for the engine to launch the request: the event loop, which goes on
-    when the thread returns, would take the interpreter from the engine's thread meanwhile.
-    """
-
-    def started() -> PendingAnswer:
-        pending = start(*arguments)
-        pending.handle.wait_launched(_LAUNCH_SECONDS)
-        return pending
-
-    return await asyncio.to_thread(started)
 
 
 class _Stream:
