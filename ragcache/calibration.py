@@ -187,9 +187,11 @@ def judge_by(
 def cross_validate(
     examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
 ) -> RefusalReport:
-    """What a calibration does to questions that it was not fitted on: each fifth of them is judged
-    by one of the others. A question is in one fold with and without its document. Raises
-    `ConfigurationError` where there are too few."""
+    """Report the effect of a calibration on questions that it was not fitted on.
+
+    Each fifth of the questions is judged by a calibration of the others. A question is in one fold
+    with and without its document. Raises `ConfigurationError` if there are too few examples.
+    """
     fit_calibration(examples, false_refusals)
     rightly = dict.fromkeys(each.question for each in examples if each.right)
     every = dict.fromkeys([*rightly, *(each.question for each in examples)])
@@ -210,13 +212,13 @@ def _refusals(
 
 
 def judge(examples: Sequence[CalibrationExample], least: float) -> RefusalReport:
-    """What refusing all answers below a confidence does to examples."""
+    """Report the effect of refusing all answers below a confidence."""
     return RefusalReport.of(_refusals(examples, least))
 
 
 @dataclass(frozen=True, slots=True)
 class RefusalReport:
-    """What refusing does, over questions with and without an answer.
+    """The effect of refusals, over questions with and without an answer.
 
     Attributes:
         answerable, unanswerable, right: How many questions have an answer, have none, and were
@@ -255,7 +257,7 @@ class RefusalReport:
 
     @property
     def refused_answerable(self) -> float:
-        """Of all answers to questions that have one, right or wrong."""
+        """Refused share of the answers to questions that have one, right or wrong."""
         wrong = self.answerable - self.right
         refused = self.refused_right * self.right + self.refused_wrong * wrong
         return refused / self.answerable if self.answerable else 0.0

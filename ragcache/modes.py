@@ -57,13 +57,21 @@ class ModeKind:
 
 _ROOTED = ModeKind("rooted", AFTER_PREAMBLE, "States that were encoded after the preamble.")
 _LINKED = ModeKind(
-    "linked", AFTER_PREAMBLE, "Rooted, with the first N tokens of each module computed in context.",
-    "tokens", most=999_999, most_measured=32,
-)  # fmt: skip
+    "linked",
+    AFTER_PREAMBLE,
+    "Rooted, with the first N tokens of each module computed in context.",
+    "tokens",
+    most=999_999,
+    most_measured=32,
+)
 _BLEND = ModeKind(
-    "blend", AFTER_PREAMBLE, "Rooted, with the R percent of tokens that context changes most "
-    "computed again.", "percent", most=99, most_measured=99,
-)  # fmt: skip
+    "blend",
+    AFTER_PREAMBLE,
+    "Rooted, with the R percent of tokens that context changes most computed again.",
+    "percent",
+    most=99,
+    most_measured=99,
+)
 _ISOLATED = ModeKind("isolated", WITHOUT_CONTEXT, "States that were encoded without any context.")
 _EXACT = ModeKind("exact", None, "No states: an ordinary prefill.")
 

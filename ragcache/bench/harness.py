@@ -127,7 +127,7 @@ def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
 
 
 def dtypes_of(causal: CausalLM) -> dict[str, str]:
-    """What a model computes in and keeps states in, for the JSON of every figure."""
+    """Dtypes that a model computes in and keeps states in, for the JSON of every figure."""
     from ragcache.models import dtype_name
 
     return {"compute": dtype_name(causal.dtype), "states": dtype_name(causal.states_dtype)}

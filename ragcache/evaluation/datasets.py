@@ -46,7 +46,7 @@ class Question:
 
     @property
     def filters(self) -> dict[str, Any] | None:
-        """Those of its own documents."""
+        """Filters that select the question's own documents. None to ask over the collection."""
         return {DOCUMENT: {"$in": list(self.own)}} if self.own else None
 
 

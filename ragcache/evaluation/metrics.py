@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
-"""Of a bootstrap."""
+"""Number of resamples in a bootstrap."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # kana and Han, which are written without spaces

@@ -94,7 +94,7 @@ def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[in
 
 
 def _means(deviations: Tensor) -> list[float]:
-    """Those of each run; the last one may be shorter."""
+    """Mean deviation of each run. The last run may be shorter."""
     sums = functional.pad(deviations, (0, -len(deviations) % RUN)).view(-1, RUN).sum(1)
     *full, last = sums.tolist()
     return [*(total / RUN for total in full), last / (len(deviations) - RUN * len(full))]

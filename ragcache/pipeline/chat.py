@@ -39,7 +39,7 @@ _EDGE = 3  # tokens at the front of a text that its surroundings may change
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """What the conversations of a call have in common."""
+    """Options that the conversations of one call share."""
 
     mode: ReuseMode = ROOTED
     recognize: bool = True
@@ -49,13 +49,14 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as one text with marks for control tokens, and the modules found in it.
-    question: what the user said last. lead: tokens before the text."""
+    """A conversation as one text with marks for control tokens, and the modules found in it."""
 
     question: str
+    """The user's last message."""
     text: str
     found: Sequence[RecognizedModule] = ()
     lead: Sequence[int] = ()
+    """Tokens before the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class ChatPipeline:
         )  # fmt: skip
 
     def _without_modules(self, chat: RenderedChat) -> Iterator[int]:
-        """The tokens of a conversation without the modules in it."""
+        """Yield the tokens of a conversation without the modules in it."""
         done = 0
         yield from chat.lead
         for begin, end in (*((each.begin, each.end) for each in chat.found), (None, None)):
@@ -179,12 +180,14 @@ def _place(
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Tokens begin:end of a module are tokens of a text too. before, after: the text's others."""
+    """Tokens begin:end of a module, which are tokens of a text too."""
 
     before: tuple[int, ...]
+    """Tokens of the text before the shared run."""
     begin: int
     end: int
     after: tuple[int, ...]
+    """Tokens of the text after the shared run."""
 
 
 class InContextTokenizer:

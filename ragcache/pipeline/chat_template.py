@@ -119,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def lead(self) -> list[int]:
-        """What the tokenizer puts before a text without a template: its first token, if any."""
+        """The token that the tokenizer puts before every text, if there is one."""
         begin = self.model.tokenizer.bos_token_id
         return [begin] if begin in self.model.tokenizer.encode("")[:1] else []
 
@@ -289,7 +289,7 @@ class ControlTokenEscaper:
         return "".join([*parts, text[done:]])
 
     def _edges(self, text: str) -> set[int]:
-        """Where a piece of a control token begins that the template's text could complete."""
+        """Places of partial control tokens that the template's text could complete."""
         first, end = len(text) - len(text.lstrip()), len(text.rstrip())
         most = min(self._longest, end - first)
         places = {end - n for n in range(1, most + 1) if text[end - n : end] in self._begins}

@@ -114,27 +114,24 @@ stands at three of four places. Order n asks question n // 2 of each of its docu
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """What the built-in prompts say of a mode on a model.
-
-    Attributes:
-        mode: As users write it. A number in it is a power of two.
-        prompts: How many.
-        kl_divergence: The mean Kullback-Leibler divergence of the mode's first-token distribution
-            from that of `exact`, in nats.
-        agreement: The share of prompts with the same likeliest first token, 0 to 1.
-        limit: The divergence up to which the mode serves.
-        other_documents: The divergence of prompts that hold other documents: how much the answers
-            of this model depend on what it reads. The limit follows from it.
-        seconds: What measuring took, with other modes that were measured at once.
-    """
+    """The distance of a mode from `exact` on a model, measured over the built-in prompts."""
 
     mode: str
+    """The mode as users write it. A number in it is a power of two."""
     prompts: int
+    """Number of prompts."""
     kl_divergence: float
+    """Mean Kullback-Leibler divergence of the mode's first-token distributions from the
+    distributions of `exact`, in nats."""
     agreement: float
+    """Share of prompts with the same likeliest first token, 0 to 1."""
     limit: float
+    """Divergence up to which the mode serves, in nats."""
     other_documents: float
+    """Divergence of prompts with other documents: how much the model's answers depend on the
+    documents. The limit follows from it."""
     seconds: float
+    """Seconds that measuring took, with other modes that were measured at the same time."""
 
     @property
     def passes(self) -> bool:
@@ -156,24 +153,24 @@ class GateResult:
 
 @dataclass(eq=False)
 class ModeGate:
-    """Measures modes on a model, and refuses those that are too far from `exact`.
+    """Measures modes on a model, and refuses modes that are too far from `exact`.
 
     A result belongs to the model, its tokenizer and the kind of its device, and is kept in the
-    ledger: a folder's modes are measured once. Thread-safe; one caller measures and others wait.
-
-    ledger: None keeps results in memory only. forced: whether every mode serves, without being
-    measured.
+    ledger, so that a folder's modes are measured once. Thread-safe: one caller measures and others
+    wait.
     """
 
     model: LoadedModel
     engine: LLMEngine
     ledger: Ledger | None
+    """The ledger that keeps the results. Without it they stay in memory."""
     forced: bool = False
+    """Whether every mode serves without being measured."""
     _known: dict[str, GateResult | None] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def check_mode(self, mode: ReuseMode) -> None:
-        """Lets a mode pass, measured if need be. Raises `ModeRefused`."""
+        """Measure a mode if need be. Raises `ModeRefused` if it is too far from `exact`."""
         if self.forced or not mode.reads_states:
             return
         result = self.measure([mode])[0]
@@ -187,8 +184,11 @@ class ModeGate:
             )
 
     def measure(self, modes: Sequence[str | ReuseMode] = GATED) -> list[GateResult | None]:
-        """The results of modes, in order, measured where none is known; None where the model's
-        window or the engine's pool is too small for the prompts. Raises what the engine raises."""
+        """Return the results of modes, in order. Measures modes whose results are unknown.
+
+        A result is None if the model's window or the engine's pool is too small for the prompts.
+        Raises the errors of the engine.
+        """
         names = [str(ReuseMode.parse(mode).measured) for mode in modes]
         with self._lock:
             for name in set(names) - self._known.keys():
@@ -198,7 +198,7 @@ class ModeGate:
             return [self._known[name] for name in names]
 
     def results(self) -> list[GateResult]:
-        """The results that are known for this model, by mode. Measures nothing."""
+        """Return the known results of this model, by mode. Measures nothing."""
         facts = {} if self.ledger is None else self.ledger.facts(self._fact(""))
         known = [GateResult.parse(text) for text in facts.values()]
         own = (result for result in self._known.copy().values() if result is not None)
@@ -210,7 +210,7 @@ class ModeGate:
         return f"gate/{VERSION}/{model}/{mode}"
 
     def _read(self, mode: str) -> None:
-        """Looks into the ledger. One that does not answer is no reason to refuse a question."""
+        """Read a result from the ledger. A ledger that does not answer refuses no question."""
         if self.ledger is None:
             return
         try:
@@ -242,8 +242,10 @@ class ModeGate:
 def measure_modes(
     model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]
 ) -> list[GateResult] | None:
-    """Measures modes over the built-in prompts, of four documents each or as many as fit; None
-    where two do not. Raises what the engine raises."""
+    """Measure modes over the built-in prompts, of four documents each or as many as fit.
+
+    Returns None if not even two fit. Raises the errors of the engine.
+    """
     for documents in (4, 3, 2):
         try:
             return _Measurement(model, engine, documents).run(modes)

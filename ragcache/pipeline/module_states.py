@@ -110,9 +110,11 @@ class ModuleEncoder(StateEncoder):
         return self._state_key(self.preamble_ids, "root", 0)
 
     def key(
-        self, token_ids: Sequence[int], encoding: Encoding = AFTER_PREAMBLE,
+        self,
+        token_ids: Sequence[int],
+        encoding: Encoding = AFTER_PREAMBLE,
         start: int | None = None,
-    ) -> KVKey:  # fmt: skip
+    ) -> KVKey:
         """The key of a module's states. start: position of the first token; defaults to the place
         right after the preamble."""
         root = self.preamble_key if encoding == AFTER_PREAMBLE else None
@@ -144,9 +146,11 @@ class ModuleEncoder(StateEncoder):
         return lease
 
     def prefetch(
-        self, modules: Sequence[Sequence[int]], encoding: Encoding,
+        self,
+        modules: Sequence[Sequence[int]],
+        encoding: Encoding,
         starts: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begins to bring states to memory that a lease will ask for soon; returns at once."""
         placed = zip(modules, self._starts(modules, starts), strict=True)
         keys = (self.key(ids, encoding, at) for ids, at in placed)
@@ -161,14 +165,14 @@ class ModuleEncoder(StateEncoder):
 
     @property
     def _first(self) -> int:
-        """Where the first slot starts."""
+        """Position of the first slot, right after the preamble."""
         return len(self.preamble_ids)
 
     def _starts(
         self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
     ) -> Sequence[int]:
-        """Where each module is encoded: in the first slot, or, with positions that cannot move,
-        where this prompt wants it."""
+        """Positions at which the modules are encoded: the first slot, or, for positions that cannot
+        move, the places in this prompt."""
         if self.model.causal.scheme.movable:
             return [self._first] * len(modules)
         return wanted or list(accumulate([self._first, *map(len, modules)]))[:-1]
@@ -192,7 +196,7 @@ class ModuleTokens:
 
 @dataclass(frozen=True, slots=True)
 class ScopeTokens:
-    """What is encoded together: tokens with ascending positions, and where each text's run is."""
+    """Tokens that are encoded together, with ascending positions and the run of each text."""
 
     token_ids: tuple[int, ...]
     position_ids: tuple[int, ...]

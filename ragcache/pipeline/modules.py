@@ -1,4 +1,4 @@
-"""What an operator does with modules: list them, warm, pin, expire, move and evict their states."""
+"""An operator's view of modules: list them, and warm, pin, expire, move and evict their states."""
 
 from __future__ import annotations
 

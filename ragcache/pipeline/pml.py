@@ -217,7 +217,7 @@ def place(
     pieces: Sequence[Piece], groups: Sequence[ScopeGroup], group_of: Mapping[Path, int],
     template: ChatTemplate,
 ) -> tuple[list[CachedSpan], list[tuple[int, int]]]:  # fmt: skip
-    """What is read, and what is computed as (position, token) in the order of positions.
+    """Return the spans that are read, and the tokens to compute as (position, token), in order.
 
     A piece that is cached becomes a span: a run of its module's states. All others are computed
     together; each token sees the tokens at positions before its own. Of a prompt of imports alone

@@ -19,30 +19,29 @@ from ragcache.store import Lease
 
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
-    """Modules that are encoded together and kept under one key: one, or those of a scaffold.
-
-    modules: their ids; none for the preamble. token_ids: of all of them. start: the position in
-    the prompt of the first of these tokens.
-    """
+    """Modules that are encoded together and kept under one key: a single one, or a scaffold."""
 
     modules: tuple[int, ...]
+    """Ids of the modules. Empty for the preamble."""
     token_ids: tuple[int, ...]
+    """Tokens of all modules, one after the other."""
     start: int
+    """Position of the first token in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSpan:
-    """Tokens begin:end of leased states, read from position `start` on.
-
-    group: the index of the states' key in the lease. offset: how many positions after the states'
-    first token `begin` was encoded; equal to `begin` where positions have no gaps.
-    """
+    """Tokens begin:end of leased states, read from position `start` on."""
 
     group: int
+    """Index of the states' key in the lease."""
     begin: int
     end: int
     start: int
+    """Position in the prompt at which token `begin` is read."""
     offset: int
+    """Distance in positions between the states' first token and token `begin`, as encoded. Equal to
+    `begin` in states without gaps."""
 
     @property
     def length(self) -> int:
@@ -51,8 +50,8 @@ class CachedSpan:
     def segment(
         self, key: KVKey, states: StoredStates, token_ids: tuple[int, ...] | None = None
     ) -> Segment:
-        """The span of these states at its place. A view. token_ids: those of the states, where they
-        are known."""
+        """Return a view of the span's states at its place. token_ids: Tokens of the whole states,
+        if known."""
         own = None if token_ids is None else token_ids[self.begin : self.end]
         if (self.begin, self.end) == (0, states.length):
             return Segment(states, self.start, key, own)
@@ -69,32 +68,31 @@ class PromptStates(Protocol):
 
     @property
     def token_ids(self) -> Sequence[tuple[int, ...]]:
-        """What they are the states of, in the order that `CachedSpan.group` counts."""
+        """Tokens of each group of states, in the order that `CachedSpan.group` counts."""
 
     def prefetch(self) -> None:
-        """Begins to bring them to memory; returns at once."""
+        """Start to bring the states to memory. Returns at once."""
 
     def lease(self) -> Lease:
-        """Leases them, encoded if need be, in the order that `CachedSpan.group` counts."""
+        """Lease the states in the order that `CachedSpan.group` counts. Encodes missing ones."""
 
     def record_owners(self, lease: Lease) -> None:
-        """Records who owns the states that were encoded for this prompt."""
+        """Record the owners of the states that were encoded for this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleStates:
-    """States of a namespace's modules: `PromptStates` of questions and chats.
-
-    groups: the preamble first, which is leased in any case.
-    scaffolds, collection: where groups may have several modules.
-    """
+    """States of a namespace's modules: `PromptStates` of questions and chats."""
 
     encoder: ModuleEncoder
     catalog: Catalog
     groups: tuple[ModuleGroup, ...]
+    """The preamble, which is always leased, then the groups of modules."""
     encoding: Encoding
     scaffolds: Scaffolds | None = None
+    """Scaffolds of the namespace. Needed for groups of several modules."""
     collection: str = ""
+    """Collection of the scaffolds."""
 
     @property
     def token_ids(self) -> Sequence[tuple[int, ...]]:
@@ -126,7 +124,7 @@ PromptKind = Literal["question", "chat", "prompt"]
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """What was asked, and how."""
+    """A question with the options that its prompt depends on."""
 
     text: str = ""
     """The question, the user's last message, or the new text of a PML prompt."""
@@ -212,7 +210,13 @@ class TokenPrompt:
 def build_context(
     prompt: TokenPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
 ) -> Context:
-    """What the engine attends to. keys, states: those of the prompt's lease, in order."""
+    """Return the context that the engine attends to.
+
+    Args:
+        prompt: The prompt.
+        keys: Keys of the prompt's lease, in order.
+        states: States of these keys.
+    """
     known = None if prompt.states is None else prompt.states.token_ids
     segments = [
         span.segment(

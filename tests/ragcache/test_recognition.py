@@ -71,7 +71,7 @@ def test_modules_of_every_collection_are_found(database: Database) -> None:
     assert catalog.read == ["a", "b"], "each was read once, when it had changed"
 
 
-def test_what_was_deleted_or_renamed_is_not_found_by_its_old_name(database: Database) -> None:
+def test_deleted_and_renamed_modules_are_not_found(database: Database) -> None:
     catalog = Reading(database)
     recognizer = Recognizer(catalog)
     catalog.replace_documents("a", [document("boats", BOATS), document("keys", KEYS)])
@@ -356,9 +356,7 @@ HASHED = st.text(st.sampled_from("ab\n \u00e9\U0001f600\ud800"), max_size=60)
 
 
 @given(HASHED, st.lists(HASHED, min_size=2, max_size=2))
-def test_windows_have_one_hash_exactly_where_their_texts_are_equal(
-    shared: str, around: list[str]
-) -> None:
+def test_windows_share_a_hash_only_if_their_texts_are_equal(shared: str, around: list[str]) -> None:
     text = shared.join(["", *around, ""])
     hashes = window_hashes(text).tolist()
     windows = [text[at : at + WINDOW] for at in range(len(text) - WINDOW + 1)]

@@ -33,7 +33,7 @@ def test_normalization_drops_case_punctuation_and_articles(text: str, expected: 
     assert normalize(text) == expected
 
 
-def test_an_exact_match_is_equal_to_one_answer_after_normalization() -> None:
+def test_an_exact_match_equals_one_normalized_answer() -> None:
     assert exact_match("the Red cupboard!", ["blue tin", "Red Cupboard"])
     assert not exact_match("red", ["blue tin", "Red Cupboard"])
     assert exact_match("4分钟。", ["4 分钟"])

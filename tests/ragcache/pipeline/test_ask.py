@@ -52,7 +52,7 @@ def test_one_rooted_module_answers_as_exact_does(rag: RagCache) -> None:
         assert rooted.finish_reason == exact.finish_reason
 
 
-def test_a_repetition_penalty_counts_the_tokens_of_cached_modules(rag: RagCache) -> None:
+def test_a_repetition_penalty_counts_tokens_of_cached_modules(rag: RagCache) -> None:
     penalty = GenerationParams(repetition_penalty=0.1)  # prompt tokens come first
     rooted = rag.ask(QUESTION, collection="notes", k=1, generation=penalty)
     exact = rag.ask(QUESTION, collection="notes", k=1, mode="exact", generation=penalty)
@@ -118,7 +118,7 @@ def test_nothing_is_encoded_again_after_midnight(
         assert text.startswith(f"Today's date is 2026-11-{day}.\nQuestion: ")
 
 
-def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(
+def test_rooted_modules_see_the_preamble_and_isolated_do_not(
     tmp_path: Path, model: LoadedModel
 ) -> None:
     database = Database.open(tmp_path / "ledger.sqlite")
@@ -199,7 +199,7 @@ def test_a_batch_with_a_prompt_too_long_encodes_nothing(rag: RagCache) -> None:
     assert rag.stats().encoded == encoded
 
 
-def test_a_lease_ends_with_its_answer_even_where_generation_fails(
+def test_a_lease_ends_even_if_generation_fails(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -434,9 +434,7 @@ def test_a_question_has_the_tokens_of_the_whole_text(
     assert ids == template.encode(template.render_chat(content)), "as a chat of this text"
 
 
-def test_added_tokens_in_documents_and_questions_are_ordinary_text(
-    tmp_path: Path, model: LoadedModel
-) -> None:
+def test_added_tokens_in_documents_are_ordinary_text(tmp_path: Path, model: LoadedModel) -> None:
     """Also those that are not special."""
     tokenizer = deepcopy(model.tokenizer)
     tokenizer.add_tokens(["<think>", "<tool_call>"])

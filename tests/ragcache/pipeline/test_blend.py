@@ -174,7 +174,7 @@ def test_what_deviates_most_in_context_is_chosen(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", LATENT])
-def test_keys_that_serve_as_values_are_compared_where_they_are_kept(
+def test_keys_that_serve_as_values_are_turned_to_be_compared(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rotary part of a latent's key carries its position. Of a single layer, which knows

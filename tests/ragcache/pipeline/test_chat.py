@@ -76,7 +76,7 @@ def test_a_plain_chat_generates_what_hugging_face_does(rag: RagCache, model: Loa
 
 
 @pytest.mark.parametrize("mode", ["rooted", "isolated"])
-def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
+def test_a_recognized_chat_reads_the_expected_context(
     rag: RagCache, model: LoadedModel, mode: str
 ) -> None:
     """The notes' states after the preamble of a question, or alone, at their places in the chat."""
@@ -105,9 +105,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     assert answer.reuse.prompt_tokens == context.prompt_tokens
 
 
-def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
-    rag: RagCache, model: LoadedModel
-) -> None:
+def test_a_module_at_its_encoded_place_loses_nothing(rag: RagCache, model: LoadedModel) -> None:
     """A chat that begins as a question's prompt does reads states that fit exactly."""
     frame = rag.internals.ask.encoder.frame
     asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
@@ -135,7 +133,7 @@ def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
     assert tokens(rag.chat(PASTED, mode="linked:400")) == tokens(exact)
 
 
-def test_states_that_were_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
+def test_states_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
     rag.chat(PASTED, mode="isolated")
     keys = rag.internals.catalog.keys("notes")
     assert len(keys) == 4, "both modules, rooted and isolated"
@@ -189,7 +187,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
         assert rag.chat(PASTED, mode="isolated", generation=FREE).choices == first.choices
 
 
-def test_a_chat_over_the_window_is_refused_before_anything_is_encoded(rag: RagCache) -> None:
+def test_a_chat_over_the_window_is_refused_unencoded(rag: RagCache) -> None:
     encoded = rag.stats().encoded
     for options in ({}, {"mode": "isolated"}, {"recognize": False}):
         with pytest.raises(PromptTooLong, match="window holds 512"):

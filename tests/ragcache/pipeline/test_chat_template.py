@@ -168,7 +168,7 @@ def spelled(template: ChatTemplate) -> tuple[str, str]:
     return decode(template.encode(text(own))), decode(template.encode(text(new)))
 
 
-def test_llama_2_writes_the_system_turn_inside_the_first_user_turn(reader: LoadedModel) -> None:
+def test_llama_2_writes_the_system_turn_into_the_user_turn(reader: LoadedModel) -> None:
     """§3.2.3: chat tags become the model's own template, whatever its form."""
     own, new = spelled(templated(reader, LLAMA_2))
     assert own.startswith("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nPlans.")
@@ -176,7 +176,7 @@ def test_llama_2_writes_the_system_turn_inside_the_first_user_turn(reader: Loade
     assert (own + new).count("<<SYS>>") == 1
 
 
-def test_a_private_character_in_a_schema_is_refused_with_its_line(reader: LoadedModel) -> None:
+def test_a_private_character_is_refused_with_its_line(reader: LoadedModel) -> None:
     with pytest.raises(ConfigurationError, match=r"line 2 holds .* U\+100001"):
         ChatTemplate(reader).check("<schema>\n\U00100001</schema>")
 
@@ -282,7 +282,7 @@ REWRITING = (
 )
 
 
-def test_thoughts_that_a_template_writes_again_have_its_control_tokens(
+def test_thoughts_that_a_template_rewrites_keep_control_tokens(
     thinking: ChatTemplate,
 ) -> None:
     tokenizer = thinking.model.tokenizer

@@ -58,7 +58,7 @@ def engine(tiny_reader: LoadedModel) -> Iterator[LLMEngine]:
         yield opened
 
 
-def test_every_question_is_asked_and_documents_stand_at_many_places() -> None:
+def test_every_question_is_asked_over_documents_at_many_places() -> None:
     asked = Counter((each, n // 2) for n, order in enumerate(ORDERS) for each in order)
     assert asked == Counter((each, n) for each in range(len(DOCUMENTS)) for n in range(3))
     for first, second in zip(ORDERS[::2], ORDERS[1::2], strict=True):
@@ -68,7 +68,7 @@ def test_every_question_is_asked_and_documents_stand_at_many_places() -> None:
 
 
 @pytest.mark.slow
-def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
+def test_the_reader_passes_unless_states_are_moved_wrongly(
     reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLMEngine(reader.causal) as engine:

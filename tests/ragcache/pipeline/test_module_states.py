@@ -64,7 +64,7 @@ def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
     assert scaffolds.runs("c", []) == []
 
 
-def test_scaffolds_of_any_process_are_read_when_the_version_of_the_collection_changes() -> None:
+def test_scaffolds_are_read_when_the_collection_changes() -> None:
     rows, key = FakeRows(), KVKey("a" * 64)
     here, there = (Scaffolds(cast("ScaffoldRows", rows)) for _ in range(2))
     here.follow("c", CollectionVersion(1, 1))

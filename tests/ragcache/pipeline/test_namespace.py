@@ -129,7 +129,7 @@ def test_evicting_and_deleting_leave_the_others_alone(rag: RagCache, other: RagC
     assert {source.tier for source in asked.sources} == {"host"}
 
 
-def test_a_deleted_collection_takes_its_states_and_may_come_again(rag: RagCache) -> None:
+def test_a_deleted_collection_takes_its_states(rag: RagCache) -> None:
     assert rag.ask(QUESTION, collection="notes").sources
     assert rag.collections.delete("notes") == 2
     assert rag.stats().tiers["disk"]["states"] == 1, "the preamble"

@@ -159,7 +159,7 @@ def test_a_prompt_equals_the_reference_built_by_hand(bench: Bench, name: str) ->
     )
 
 
-def test_a_compact_placement_moves_modules_and_equals_the_reference(bench: Bench) -> None:
+def test_a_compact_placement_equals_the_reference(bench: Bench) -> None:
     """Modules that stand together leave no gap for what was not imported: they are moved."""
     bench.runner.add(SCHEMA, placement="compact")
     for name in ("imports and a question", "text between modules"):
@@ -208,7 +208,7 @@ def test_one_scaffold_over_everything_equals_the_plain_prompt(bench: Bench) -> N
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) -> None:
+def test_a_placeholder_fills_its_parameter_and_is_never_read(bench: Bench) -> None:
     """§3.3: the argument's tokens take over positions of the placeholder's."""
     runner = bench.runner
     plan = plan_of(runner, PROMPTS["a shorter argument"])
@@ -222,7 +222,7 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
     assert argument.length < placeholder.reserved
 
 
-def test_a_schema_beyond_the_window_is_refused_before_it_is_encoded(bench: Bench) -> None:
+def test_a_schema_beyond_the_window_is_refused_unencoded(bench: Bench) -> None:
     modules = "".join(f'<module name="m{n}">{"far away " * 60}</module>' for n in range(12))
     text = f'<schema name="long">Read.{modules}</schema>'
     with pytest.raises(PromptTooLong, match=r"schema 'long': module 'm\d+' ends at position \d+"):
@@ -238,7 +238,7 @@ def test_a_prompt_of_imports_alone_computes_its_last_token(bench: Bench) -> None
     assert answer.reuse.cached_tokens == answer.reuse.prompt_tokens - 1
 
 
-def test_documents_whose_names_are_alike_get_modules_of_their_own() -> None:
+def test_documents_with_similar_names_get_their_own_modules() -> None:
     rows: list[Any] = [
         SimpleNamespace(document=document, text=text)
         for document, text in (("a/b.md", "1"), ("a-b.md", "2"), ("a/b.md", "3"))
@@ -357,7 +357,7 @@ def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name:
 
 @needs_reference_schemas
 @pytest.mark.slow
-def test_a_stored_schema_serves_the_next_process_without_encoding(tmp_path: Path) -> None:
+def test_a_stored_schema_is_not_encoded_by_the_next_process(tmp_path: Path) -> None:
     name = "code_generation_bookstore.xml"
     with RagCache.open(tmp_path / "state", max_tokens=4) as rag:
         rag.schemas.add((REFERENCE_FOLDER / name).read_text(encoding="utf-8"))
