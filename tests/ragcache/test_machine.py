@@ -83,6 +83,7 @@ def test_products_avoid_a_slow_bfloat16_and_any_float16(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's malloc's")
+@pytest.mark.slow
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     limits = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     env = {name: value for name, value in os.environ.items() if name not in limits}

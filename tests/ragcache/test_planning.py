@@ -42,34 +42,36 @@ LENGTHS = [10, 20, 40]
 
 
 def test_corpus_is_split_as_ingestion_splits_it(
-    reader: LoadedModel, notes: Path, tmp_path: Path
+    quick_reader: LoadedModel, notes: Path, tmp_path: Path
 ) -> None:
     done: list[tuple[int, int]] = []
-    planned = corpus_of_sources(reader, notes, 32, lambda *now: done.append(now))
+    planned = corpus_of_sources(quick_reader, notes, 32, lambda *now: done.append(now))
     assert done[-1] == (3, 3)
-    with RagCache.open(tmp_path / "state", reader, module_tokens=32) as rag:
+    with RagCache.open(tmp_path / "state", quick_reader, module_tokens=32) as rag:
         ingestion = rag.ingest("notes", notes)
     assert (planned.documents, len(planned.modules), planned.tokens) == (
         3, ingestion.modules, ingestion.tokens
     )  # fmt: skip
     database = Database.open_existing(tmp_path / "state" / "ledger.sqlite")
-    catalog = Catalog(database, reader.tokenizer_fingerprint, None)
+    catalog = Catalog(database, quick_reader.tokenizer_fingerprint, None)
     try:
-        stored = corpus_of_collection(reader, catalog, "notes")
+        stored = corpus_of_collection(quick_reader, catalog, "notes")
         with pytest.raises(UnknownCollection):
-            corpus_of_collection(reader, catalog, "other")
+            corpus_of_collection(quick_reader, catalog, "other")
     finally:
         database.close()
     assert sorted(map(tuple, stored.modules)) == sorted(map(tuple, planned.modules))
     assert stored.documents == 3
 
 
-def test_plan_separates_measured_and_extrapolated(reader: LoadedModel, tmp_path: Path) -> None:
+def test_plan_separates_measured_and_extrapolated(
+    quick_reader: LoadedModel, tmp_path: Path
+) -> None:
     corpus = Corpus(2, tuple([7] * n for n in (8, 16, 24, 40)))
     folder = tmp_path / "not" / "there"
     said: list[str] = []
     plan = make_plan(
-        reader, corpus, Budgets(10**9, disk_bytes=10), folder, sample=2, progress=said.append
+        quick_reader, corpus, Budgets(10**9, disk_bytes=10), folder, sample=2, progress=said.append
     )
     assert (plan.documents, plan.modules, plan.tokens, plan.longest) == (2, 4, 88, 40)
     assert (plan.measured.modules, plan.measured.tokens) == (2, 16 + 40)
@@ -88,12 +90,14 @@ def test_plan_separates_measured_and_extrapolated(reader: LoadedModel, tmp_path:
     assert not plan.sizes("device")
 
 
-def test_empty_corpus_and_long_modules_are_refused(reader: LoadedModel, tmp_path: Path) -> None:
+def test_empty_corpus_and_long_modules_are_refused(
+    quick_reader: LoadedModel, tmp_path: Path
+) -> None:
     with pytest.raises(NoDocuments):
-        make_plan(reader, Corpus(1, ()), Budgets(1), tmp_path)
-    long = Corpus(1, ([7] * reader.causal.window,))
+        make_plan(quick_reader, Corpus(1, ()), Budgets(1), tmp_path)
+    long = Corpus(1, ([7] * quick_reader.causal.window,))
     with pytest.raises(ConfigurationError, match="module_tokens"):
-        make_plan(reader, long, Budgets(1), tmp_path)
+        make_plan(quick_reader, long, Budgets(1), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +105,19 @@ def test_empty_corpus_and_long_modules_are_refused(reader: LoadedModel, tmp_path
     [("Be brief. " * 2000, "but the model's window holds"), ("<|end|>", "holds a control token")],
 )
 def test_the_instruction_is_part_of_the_plan(
-    instruction: str, message: str, reader: LoadedModel, tmp_path: Path
+    instruction: str, message: str, quick_reader: LoadedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make_plan(reader, Corpus(1, ([7] * 8,)), Budgets(1), tmp_path, instruction=instruction)
+        make_plan(
+            quick_reader, Corpus(1, ([7] * 8,)), Budgets(1), tmp_path, instruction=instruction
+        )
 
 
-def test_parts_of_a_document_are_split_separately(reader: LoadedModel) -> None:
+def test_parts_of_a_document_are_split_separately(quick_reader: LoadedModel) -> None:
     whole = SourceDocument("pages", "One page. Another page.")
     pages = replace(whole, parts=("One page.", "Another page."))
-    assert len(corpus_of_sources(reader, whole, 32).modules) == 1
-    assert len(corpus_of_sources(reader, pages, 32).modules) == 2
+    assert len(corpus_of_sources(quick_reader, whole, 32).modules) == 1
+    assert len(corpus_of_sources(quick_reader, pages, 32).modules) == 2
 
 
 def drawn(causal: CausalLM, tokens: int) -> KVStates:

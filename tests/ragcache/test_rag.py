@@ -45,8 +45,8 @@ LOCKS = "The lock of the boathouse takes the spare key. " * 40
 
 
 @pytest.fixture
-def rag(tmp_path: Path, reader: LoadedModel, notes: Path) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path / "state", reader, max_tokens=8) as opened:
+def rag(tmp_path: Path, quick_reader: LoadedModel, notes: Path) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=8) as opened:
         opened.ingest("notes", [notes])
         yield opened
 
@@ -69,7 +69,7 @@ def test_an_answer_accounts_for_every_token(rag: RagCache) -> None:
 
 
 def test_a_corrupted_blob_is_encoded_again_and_never_served(
-    rag: RagCache, tmp_path: Path, reader: LoadedModel
+    rag: RagCache, tmp_path: Path, quick_reader: LoadedModel
 ) -> None:
     expected = rag.ask(QUESTION, collection="notes")
     rag.close()
@@ -77,19 +77,21 @@ def test_a_corrupted_blob_is_encoded_again_and_never_served(
         content = bytearray(path.read_bytes())
         content[-7] ^= 1
         path.write_bytes(content)
-    with RagCache.open(tmp_path / "state", reader, max_tokens=8) as reopened:
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=8) as reopened:
         answer = reopened.ask(QUESTION, collection="notes")
         assert answer.text == expected.text
         assert {source.tier for source in answer.sources} == {"encoded"}
         assert reopened.stats().corrupt == len(answer.sources) + 1
 
 
-def test_langchain_and_source_documents_are_taken(tmp_path: Path, reader: LoadedModel) -> None:
+def test_langchain_and_source_documents_are_taken(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
     documents = [
         SourceDocument("a", "The kettle is green."),
         Document("The kiln is in the yard.", id="b", metadata={"source": "kiln.txt", "page": 3}),
     ]
-    with RagCache.open(tmp_path / "state", reader, max_tokens=4) as rag:
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=4) as rag:
         assert rag.ingest("mixed", documents).added == 2
         answer = rag.ask("Where is the kiln?", collection="mixed", k=1)
         assert (answer.sources[0].document, answer.sources[0].uri) == ("b", "kiln.txt")
@@ -181,10 +183,12 @@ def test_threads_chat_while_documents_change(chats: RagCache) -> None:
 
 
 @pytest.fixture(scope="module")
-def library(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+def library(
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RagCache]:
     """Tests only read what is ingested."""
     folder = tmp_path_factory.mktemp("library")
-    with RagCache.open(folder, reader, max_tokens=2, module_tokens=96) as opened:
+    with RagCache.open(folder, quick_reader, max_tokens=2, module_tokens=96) as opened:
         opened.ingest(
             "notes",
             [
@@ -300,14 +304,16 @@ class TestBadInput:
         assert rag.stats().collections == {"notes": 3}
         assert rag.ask(QUESTION, collection="notes").sources
 
-    def test_a_state_folder_that_cannot_be_made(self, tmp_path: Path, reader: LoadedModel) -> None:
+    def test_a_state_folder_that_cannot_be_made(
+        self, tmp_path: Path, quick_reader: LoadedModel
+    ) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreUnwritable, match="cannot make the state folder"):
-            RagCache.open(tmp_path / "file" / "state", reader)
+            RagCache.open(tmp_path / "file" / "state", quick_reader)
 
-    def test_an_unknown_embedding(self, tmp_path: Path, reader: LoadedModel) -> None:
+    def test_an_unknown_embedding(self, tmp_path: Path, quick_reader: LoadedModel) -> None:
         with pytest.raises(ConfigurationError, match="'minilm'"):
-            RagCache.open(tmp_path / "state", reader, embedding="word2vec")
+            RagCache.open(tmp_path / "state", quick_reader, embedding="word2vec")
 
 
 class TestOptions:
@@ -341,9 +347,9 @@ class TestOptions:
             with pytest.raises(ConfigurationError, match=message):
                 asyncio.run(twin(AsyncRagCache(rag), method, given))
 
-    def test_an_unknown_option_of_open(self, tmp_path: Path, reader: LoadedModel) -> None:
+    def test_an_unknown_option_of_open(self, tmp_path: Path, quick_reader: LoadedModel) -> None:
         with pytest.raises(ConfigurationError, match="'gpu_bytes'; options of tiers: device_bytes"):
-            RagCache.open(tmp_path / "state", reader, gpu_bytes=1)  # type: ignore[call-arg]
+            RagCache.open(tmp_path / "state", quick_reader, gpu_bytes=1)  # type: ignore[call-arg]
 
     def test_the_defaults_are_those_that_are_documented(self, rag: RagCache) -> None:
         explicit = rag.ask(

@@ -23,10 +23,10 @@ from tests.conftest import write_notes
 
 
 @pytest.fixture(scope="module")
-def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
+def rag(tmp_path_factory: pytest.TempPathFactory, tiny_reader: LoadedModel) -> Iterator[RagCache]:
     state = tmp_path_factory.mktemp("evaluated")
     with RagCache.open(
-        state / "state", reader, max_tokens=6, embedding=None, force_modes=True
+        state / "state", tiny_reader, max_tokens=6, embedding=None, force_modes=True
     ) as opened:
         opened.ingest("notes", [write_notes(state / "notes")])
         yield opened

@@ -195,6 +195,7 @@ def test_hundreds_of_operations() -> None:
     run(StoreMachine, scaled(10, quick=0.1))
 
 
+@pytest.mark.slow
 def test_hundreds_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
     run(on_postgres(request), scaled(4))
 
