@@ -14,7 +14,7 @@ import pytest
 import typer.main
 import typer.testing
 
-from ragcache import RagCache
+from ragcache import RagCache, rag
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import main
 from tests.conftest import write_notes
@@ -65,12 +65,23 @@ def error_of(result: tuple[int, str, str], name: str) -> str:
     return err
 
 
+@pytest.fixture(autouse=True)
+def _default_is_quick(quick_reader: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands without `--model` open the session's `quick_reader`."""
+    load = rag.load_model
+
+    def load_default(name: str | Path | None = None, **options: Any) -> LoadedModel:
+        return quick_reader if name is None else load(name, **options)
+
+    monkeypatch.setattr(rag, "load_model", load_default)
+
+
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Path:
+def library(tmp_path_factory: pytest.TempPathFactory, quick_reader: LoadedModel) -> Path:
     """A state folder into which the notes were ingested."""
     folder = tmp_path_factory.mktemp("library")
-    with RagCache.open(folder / "state", reader) as rag:
-        rag.ingest("notes", [write_notes(folder / "notes")])
+    with RagCache.open(folder / "state", quick_reader) as opened:
+        opened.ingest("notes", [write_notes(folder / "notes")])
     return folder / "state"
 
 

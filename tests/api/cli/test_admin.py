@@ -67,9 +67,9 @@ def test_modules_expire_sets_and_lifts_a_limit(run: Run, ingested: Path) -> None
     assert "there is no module 999" in run("modules", "expire", "999", "--never")[2]
 
 
-def test_pins_and_evictions_are_shown(run: Run, ingested: Path, reader: LoadedModel) -> None:
+def test_pins_and_evictions_are_shown(run: Run, ingested: Path, quick_reader: LoadedModel) -> None:
     """The folder holds three documents: one is pinned, another was evicted."""
-    with RagCache.open(ingested, reader) as rag:
+    with RagCache.open(ingested, quick_reader) as rag:
         rag.modules.pin("notes", ["boats.md"])
         rag.modules.evict("notes", ["keys.md"])
     shown = [line.split() for line in run("stats")[1].splitlines()]

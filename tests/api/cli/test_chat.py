@@ -62,9 +62,9 @@ def test_an_error_leaves_the_conversation(
 
 
 def test_the_oldest_question_leaves_a_full_window(
-    ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
+    ingested: Path, quick_reader: LoadedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with RagCache.open(ingested, reader) as rag:
+    with RagCache.open(ingested, quick_reader) as rag:
         talk = Talk(rag, None, {}, "rooted", GenerationParams(max_tokens=2))
         long = {"role": "user", "content": "word " * 9000}
         talk.said = [long, {"role": "assistant", "content": "a"}]

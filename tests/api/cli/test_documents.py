@@ -23,9 +23,9 @@ def test_collections_and_documents_are_listed(run: Run, ingested: Path) -> None:
 
 
 def test_a_filter_chooses_documents_by_metadata(
-    run: Run, reader: LoadedModel, tmp_path: Path
+    run: Run, quick_reader: LoadedModel, tmp_path: Path
 ) -> None:
-    with RagCache.open(tmp_path / "state", reader) as rag:
+    with RagCache.open(tmp_path / "state", quick_reader) as rag:
         sources = [
             SourceDocument(f"rule-{year}", f"The jetty rule of {year}.", "", {"year": year})
             for year in (2019, 2024)
@@ -116,8 +116,10 @@ def test_ingest_encodes_what_a_repair_removed(run: Run, notes: Path) -> None:
 
 
 @pytest.mark.slow
-def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: LoadedModel) -> None:
-    with RagCache.open(ingested, reader) as rag:
+def test_warm_encodes_states_that_were_lost(
+    run: Run, ingested: Path, quick_reader: LoadedModel
+) -> None:
+    with RagCache.open(ingested, quick_reader) as rag:
         rag.modules.evict("notes", ["keys.md"])
     dry = json_of(run("warm", "notes", "--dry-run", "--json"))
     assert dry == {"dry_run": True, "documents": 3, "encoded": 1}
