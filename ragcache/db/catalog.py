@@ -36,6 +36,7 @@ from ragcache.db.sql import (
     CHUNK,
     collection_id,
     from_modules,
+    in_collection,
     insert_for_module,
     insert_new,
     insert_returning,
@@ -421,8 +422,7 @@ class Catalog:
             move_rows(session, owner, [MovedDocument(source_id, to, row.uri)])
 
     def _within(self, statement: Any, collection: str) -> Any:
-        named = (NamespaceTable.name == self.namespace) & (CollectionTable.name == collection)
-        return statement.join(NamespaceTable).where(named)
+        return in_collection(statement, self.namespace, collection)
 
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
@@ -464,11 +464,9 @@ class Vectors:
     ) -> dict[int, np.ndarray]:
         """Vectors [D] float32 of a collection's modules under this embedder, or of those of the
         ids, by the modules' ids. D is one number unless the embedder has changed under its name."""
-        columns = from_modules(VectorTable.module_id, VectorTable.vector)
-        statement = columns.join(NamespaceTable).join(VectorTable).where(
-            NamespaceTable.name == self._namespace, CollectionTable.name == collection,
-            VectorTable.embedder == self._embedder,
-        ).order_by(VectorTable.module_id)  # fmt: skip
+        columns = from_modules(VectorTable.module_id, VectorTable.vector).join(VectorTable)
+        own = columns.where(VectorTable.embedder == self._embedder)
+        statement = in_collection(own, self._namespace, collection).order_by(VectorTable.module_id)
         with self._database.reading() as session:
             rows = rows_of(session, statement, VectorTable.module_id, ids)
             return {row.module_id: np.frombuffer(row.vector, dtype="<f4") for row in rows}

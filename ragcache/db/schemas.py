@@ -16,7 +16,7 @@ from ragcache.db import jobs
 from ragcache.db.database import Database
 from ragcache.db.jobs import RunningJob
 from ragcache.db.references import retire
-from ragcache.db.sql import insert_new, namespace_id
+from ragcache.db.sql import in_collection, insert_new, namespace_id
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -130,14 +130,14 @@ class ScaffoldRows:
         exist."""
         columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
         with self._database.reading() as session:
-            rows = session.execute(self._named(columns, collection))
+            rows = session.execute(in_collection(columns, self._namespace, collection))
             return {(tuple(members), key) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""
-        chosen = self._named(select(CollectionTable.id), collection).with_for_update()
+        chosen = in_collection(select(CollectionTable.id), self._namespace, collection)
         with self._database.transaction() as session:
-            owner = session.scalar(chosen)
+            owner = session.scalar(chosen.with_for_update())
             count = select(func.count()).where(ModuleTable.id.in_(members))
             if owner is None or session.scalar(count) != len(members):
                 return
@@ -146,10 +146,6 @@ class ScaffoldRows:
             if list(members) not in kept.all():  # other modules may have the same texts
                 new = {"collection_id": owner, "key": key, "members": list(members)}
                 session.add(ScaffoldTable(**new))
-
-    def _named(self, statement: Select[Any], collection: str) -> Select[Any]:
-        chosen = CollectionTable.name == collection
-        return statement.join(NamespaceTable).where(NamespaceTable.name == self._namespace, chosen)
 
 
 def scaffolds_of(session: Session, owner: int, modules: Set[int]) -> list[ScaffoldTable]:

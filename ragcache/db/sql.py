@@ -135,6 +135,12 @@ def from_modules(*columns: Any) -> Select[Any]:
     return select(*columns).select_from(ModuleTable).join(DocumentTable).join(CollectionTable)
 
 
+def in_collection(statement: Select[*Ts], namespace: str, collection: str) -> Select[*Ts]:
+    """Rows of one collection, of a statement that has joined the collections."""
+    named = (NamespaceTable.name == namespace) & (CollectionTable.name == collection)
+    return statement.join(NamespaceTable).where(named)
+
+
 def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
     """The id of a collection. Raises `UnknownCollection`, which names those that exist."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)

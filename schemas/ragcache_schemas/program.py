@@ -269,8 +269,13 @@ class Translator:
         shown = ast.unparse(part.value)
         used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
         location = self.source.at(place)
+        joined = ast.copy_location(ast.JoinedStr([part]), place)
         if not used:
-            return self._text(str(self.constant(part.value, place, part)), place)
+            found = self.constant(part.value, place)
+            if not isinstance(found, str | int | float):
+                problem = f"{shown!r} is a {type(found).__name__}"
+                raise self.error(problem, place, "yield text, or a call of a prompt program")
+            return self._text(self.constant(joined, place), place)
         limited = sorted(used & self.limits.keys())
         if not limited:
             name = min(used)
@@ -281,26 +286,19 @@ class Translator:
             expected = "give each its own braces"
             raise self.error(f"{shown!r} is made of several parameters", place, expected)
         limit = self.limits[limited[0]]
-        code = self.source.code(ast.copy_location(ast.JoinedStr([part]), place))
+        code = self.source.code(joined)
         name = names.parameter(limited[0])
         return ParameterStep(name, limit, lambda n: str(eval(code, n)), location)
 
-    def constant(
-        self, value: ast.expr, place: ast.AST, part: ast.FormattedValue | None = None
-    ) -> Any:
-        """Evaluates `value`, which uses no parameter; formatted as in `part`."""
-        shown = ast.unparse(value)
+    def constant(self, value: ast.expr, place: ast.AST) -> Any:
+        """Evaluate an expression that uses no parameter."""
         try:
-            found = eval(self.source.code(value), dict(self.names))
-            formatted = part and eval(self.source.code(_joined(part)), dict(self.names))
+            return eval(self.source.code(value), dict(self.names))
         except Exception as error:  # whatever the expression raises
-            problem = f"{shown!r} cannot be evaluated ({type(error).__name__}: {error})"
+            shown, reason = ast.unparse(value), f"{type(error).__name__}: {error}"
             expected = "use a parameter, or a value that is known when the schema is made"
+            problem = f"{shown!r} cannot be evaluated ({reason})"
             raise self.error(problem, place, expected) from error
-        if part is not None and not isinstance(found, str | int | float):
-            problem = f"{shown!r} is a {type(found).__name__}"
-            raise self.error(problem, place, "yield text, or a call of a prompt program")
-        return found if part is None else formatted
 
     def _program(self, call: ast.Call) -> PromptProgram[Any] | None:
         """The prompt program that `call` calls, or None."""
@@ -446,10 +444,6 @@ class Translator:
                 shown = type(statement).__name__
                 problem, expected = _ADVICE.get(type(statement), (shown, f"use {_FORMS}"))
         return self.error(f"{problem} cannot become PML", statement, expected)
-
-
-def _joined(part: ast.FormattedValue) -> ast.JoinedStr:
-    return ast.copy_location(ast.JoinedStr([part]), part)
 
 
 class ScopeNames:
