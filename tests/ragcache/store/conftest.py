@@ -10,21 +10,10 @@ import pytest
 
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
-from ragcache.errors import (
-    RemoteUnavailable,
-)
+from ragcache.errors import RemoteUnavailable
 from ragcache.states import KVKey, KVStates
-from ragcache.store import (
-    HostTier,
-    KVStore,
-    LeaseRequest,
-)
-from tests.ragcache.conftest import (
-    full_lease,
-    make_key,
-    make_states,
-    same,
-)
+from ragcache.store import HostTier, KVStore, LeaseRequest
+from tests.ragcache.conftest import full_lease, make_key, make_states, same
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved

@@ -7,20 +7,9 @@ import time
 import pytest
 
 from ragcache.db import Database
-from ragcache.errors import (
-    StoreBudgetExceeded,
-)
-from ragcache.states import KVKey
-from ragcache.store import (
-    KVStore,
-    LeaseRequest,
-    admin,
-)
-from tests.ragcache.conftest import (
-    full_lease,
-    make_key,
-    make_states,
-)
+from ragcache.errors import StoreBudgetExceeded
+from ragcache.store import KVStore, LeaseRequest, admin
+from tests.ragcache.conftest import full_lease, make_key
 from tests.ragcache.store.conftest import (
     BLOCK,
     INGEST,
@@ -74,14 +63,22 @@ def test_states_used_once_push_out_nothing_that_was_used_again(reopen: Open, sou
     assert set(store.disk.keys()) == on_disk
 
 
-def test_states_used_again_are_written_to_the_disk(reopen: Open) -> None:
-    store = reopen(3)
-    assert sources(store, 9) == ["encoded"]
+@pytest.mark.parametrize(
+    ("number", "mode", "kept"),
+    [(9, "", True), (200, "root", True), (255, "", False)],
+    ids=["of a module", "of the store", "without an owner"],
+)
+def test_states_used_again_are_written_if_something_owns_them(
+    reopen: Open, number: int, mode: str, kept: bool
+) -> None:
+    """Preambles belong to the store: no module owns them, and no row says so before."""
+    store, request = reopen(), LeaseRequest(mode=mode)
+    assert sources(store, number, request=request) == ["encoded"]
     store.sweep()
-    assert make_key(9) not in set(store.disk.keys())
-    assert sources(store, 9) == ["host"]
-    store.sweep()
-    assert make_key(9) in set(store.disk.keys())
+    assert (store.count_unkept(), list(store.disk.keys())) == (1, [])
+    assert sources(store, number, request=request) == ["host"]
+    assert store.count_unkept() == (0 if kept else 1)
+    assert list(store.disk.keys()) == (keys(number) if kept else [])
 
 
 def test_states_used_again_soon_after_they_went_stay(reopen: Open) -> None:
@@ -124,14 +121,6 @@ def test_uses_of_an_earlier_process_order_the_disk(reopen: Open) -> None:
     assert list(later.persistent.indexes[0].entries)[-2:] == keys(3, 1)
 
 
-def test_reused_states_without_an_owner_are_not_written_to_disk(store: KVStore) -> None:
-    unowned = KVKey("ff" * 32)
-    for _ in range(3):
-        full_lease(store, [unowned], lambda _: [make_states(1)]).release()
-    store.sweep()
-    assert list(store.disk.keys()) == []
-
-
 def test_questions_in_flight_are_bounded_too(reopen: Open) -> None:
     store = reopen(3)
     fill(store, 1, 2, 3)
@@ -139,18 +128,6 @@ def test_questions_in_flight_are_bounded_too(reopen: Open) -> None:
         with pytest.raises(StoreBudgetExceeded):
             full_lease(store, keys(7), Producer())
         assert in_host(store) == set(keys(4, 5, 6))
-
-
-def test_the_disk_keeps_to_its_budget_and_evicts_by_use(reopen: Open) -> None:
-    store = reopen(10, disk_bytes=4 * BLOCK)
-    fill(store, 1, 2, 3)
-    sources(store, 1)
-    fill(store, 4, 5)
-    assert store.disk.used_bytes <= 4 * BLOCK
-    left = set(store.disk.keys())
-    assert set(keys(4, 5)) <= left
-    assert store.ledger.keys("disk") == left
-    assert store.ledger.evictions()["disk"]["pressure"] == 5 - len(left)
 
 
 def test_the_disk_evicts_by_the_uses_of_all_processes(reopen: Open) -> None:
@@ -173,7 +150,10 @@ def test_two_processes_share_one_budget(reopen: Open) -> None:
         fill(first, number)
         fill(second, number + 1)
         assert len(list(first.disk.keys())) <= 4
-    assert first.ledger.keys("disk") == set(first.disk.keys())
+    left = set(first.disk.keys())
+    assert make_key(19) in left
+    assert first.ledger.keys("disk") == left
+    assert first.ledger.evictions()["disk"]["pressure"] == 20 - len(left)
 
 
 def test_a_pin_holds_in_every_tier_and_process(reopen: Open) -> None:
@@ -234,14 +214,3 @@ def test_a_limit_outlives_the_process(reopen: Open) -> None:
     again = reopen(10)
     again.sweep()
     assert set(again.disk.keys()) == set(keys(2))
-
-
-def test_a_preamble_that_is_used_again_is_kept_by_the_store(reopen: Open) -> None:
-    """No module owns it, and before it is written it has no row that says so."""
-    store = reopen(10)
-    request = LeaseRequest(mode="root")
-    assert sources(store, 200, request=request) == ["encoded"]
-    assert store.count_unkept() == 1
-    assert sources(store, 200, request=request) == ["host"]
-    assert store.count_unkept() == 0
-    assert set(store.disk.keys()) == set(keys(200))

@@ -14,18 +14,9 @@ from sqlalchemy import update
 from ragcache.db.sessions import DEAD_SECONDS
 from ragcache.db.tables import SessionTable
 from ragcache.states import KVKey, KVStates
-from ragcache.store import (
-    KVStore,
-    LeaseRequest,
-    Origin,
-)
+from ragcache.store import KVStore, LeaseRequest, Origin
 from ragcache.store.verify import verify
-from tests.ragcache.conftest import (
-    encode_missing,
-    full_lease,
-    make_key,
-    make_states,
-)
+from tests.ragcache.conftest import encode_missing, full_lease, make_key, make_states
 from tests.ragcache.store.conftest import (
     INGEST,
     Open,
@@ -75,23 +66,18 @@ def test_states_that_are_put_are_there_for_others_at_once(store: KVStore) -> Non
         assert lease.missing == keys(2)
 
 
-def test_a_claim_before_the_last_one_was_put_is_an_error(store: KVStore) -> None:
-    with store.lease(keys(1, 2)) as lease:
-        lease.claim()
-        lease.put(make_key(1), make_states(1))
+def test_claimed_states_alone_are_put_and_all_before_the_next_claim(store: KVStore) -> None:
+    fill(store, 1)
+    with store.lease(keys(1, 2, 3)) as lease:
+        assert lease.claim() == keys(2, 3)
+        for number in (1, 4):
+            with pytest.raises(ValueError, match="is not claimed by this lease"):
+                lease.put(make_key(number), make_states(number))
+        lease.put(make_key(2), make_states(2))
         with pytest.raises(ValueError, match="1 claimed states are not put yet"):
             lease.claim()
     assert leased(store) == set()
-    assert store.ledger.locks.acquire(keys(1, 2)) == keys(1, 2)
-
-
-def test_only_what_is_claimed_can_be_put(store: KVStore) -> None:
-    fill(store, 1)
-    with store.lease(keys(1, 2)) as lease:
-        assert lease.claim() == keys(2)
-        for number in (1, 3):
-            with pytest.raises(ValueError, match="is not claimed by this lease"):
-                lease.put(make_key(number), make_states(number))
+    assert store.ledger.locks.acquire(keys(2, 3)) == keys(2, 3)
 
 
 def test_claims_end_with_their_lease_for_threads_and_processes(
@@ -234,19 +220,6 @@ def test_threads_that_lease_the_same_keys_in_other_orders_do_not_wait_for_ever(
     assert failures == []
     store.close()  # the sweep of every second borrows states, too
     assert leased(store) == set()
-
-
-def test_no_lock_is_held_while_states_are_made(store: KVStore) -> None:
-    fill(store, 1)
-
-    def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
-        done = threading.Event()
-        threading.Thread(target=lambda: (sources(store, 1), done.set())).start()
-        assert done.wait(10), "another thread can lease meanwhile"
-        yield make_states(2)
-
-    with full_lease(store, keys(2), produce) as lease:
-        assert lease.source[make_key(2)] == "encoded"
 
 
 def test_a_claim_of_a_process_that_died_does_not_count(

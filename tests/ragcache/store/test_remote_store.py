@@ -15,24 +15,10 @@ from ragcache.errors import (
     StoreUnreadable,
     StoreUnwritable,
 )
-from ragcache.store import (
-    RemoteTier,
-)
+from ragcache.store import RemoteTier
 from ragcache.store.verify import verify
-from tests.ragcache.conftest import (
-    full_lease,
-    make_key,
-    make_states,
-)
-from tests.ragcache.store.conftest import (
-    AWAY,
-    Open,
-    failing,
-    fill,
-    keys,
-    nothing,
-    sources,
-)
+from tests.ragcache.conftest import full_lease, make_key, make_states
+from tests.ragcache.store.conftest import AWAY, Open, failing, fill, keys, nothing, sources
 
 
 @pytest.fixture

@@ -16,18 +16,10 @@ from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.references import retire
 from ragcache.db.tables import JobStateTable
-from ragcache.errors import (
-    ConfigurationError,
-    StoreFull,
-)
+from ragcache.errors import ConfigurationError, StoreFull
 from ragcache.models import LoadedModel
 from ragcache.states import KVKey, KVStates
-from ragcache.store import (
-    KVStore,
-    LeaseRequest,
-    open_tiers,
-    tier_status,
-)
+from ragcache.store import KVStore, LeaseRequest, open_tiers, tier_status
 from tests.ragcache.conftest import (
     TOKEN_BYTES,
     encode_missing,

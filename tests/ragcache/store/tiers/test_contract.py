@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded
 from ragcache.states import KVStates
-from ragcache.states.quantization import (
-    KVDtype,
-    QuantizedStates,
-    kv_dtype_of,
-    quantize,
-    restored,
-)
+from ragcache.states.quantization import KVDtype, QuantizedStates, kv_dtype_of, quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
 from tests.conftest import scaled
 from tests.ragcache.conftest import make_key, make_states, same
