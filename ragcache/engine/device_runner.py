@@ -392,14 +392,9 @@ class DeviceModelRunner:
         capacity = TableCapacity(
             2 * old.rows, 2 * old.entries, 2 * old.items, 2 * old.bases, old.pages_per_row
         )
-        tables, kernels = (
-            AttentionTables(capacity, self.device),
-            self._new_kernels(capacity.entries),
-        )
-        self._eager_tables, self._eager_kernels = (
-            tables,
-            kernels,
-        )  # both, or for want of memory none
+        tables = AttentionTables(capacity, self.device)
+        kernels = self._new_kernels(capacity.entries)  # may raise: then neither is replaced
+        self._eager_tables, self._eager_kernels = tables, kernels
 
     def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
         return TritonKernels(

@@ -142,18 +142,8 @@ class AttentionTables:
         row_ptr = host["row_ptr"]
         row_ptr[: plan.rows + 1] = plan.row_ptr
         row_ptr[plan.rows + 1 :] = entries
-        words = (
-            COUNTS,
-            2 * BASE_WIDTH * bases,
-            2 * SCALES_WIDTH * bases,
-            ITEM_WIDTH * items,
-            entries,
-            entries,
-            entries,
-            entries,
-            entries,
-            len(row_ptr),
-        )
+        wide = COUNTS, 2 * BASE_WIDTH * bases, 2 * SCALES_WIDTH * bases, ITEM_WIDTH * items
+        words = (*wide, *[entries] * 5, len(row_ptr))  # four fields of entries, row_entries
         lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
 
     def begin_step(self, rows: int) -> None:

@@ -35,6 +35,7 @@ from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
     core_of,
+    drain,
     plain_context,
     run_requests,
     submit_request,
@@ -259,26 +260,19 @@ def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
     return Spec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_preempted_requests_answer_the_same(world: World) -> None:
+def test_preempted_requests_answer_the_same_and_the_most_senior_is_none(world: World) -> None:
     specs = [spec(tail=n, limit=10, tenant=None, seed=n) for n in range(1, 7)]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
-    completions = run_requests(core, *(world.request(each) for each in specs))
-    assert core.stats.preempted > 0
-    assert [[c.token_ids] for c in [x.choices[0] for x in completions]] == [
-        world.run_alone(each) for each in specs
-    ]
-    assert_all_blocks_free(core)
-
-
-def test_the_most_senior_request_is_never_preempted(world: World) -> None:
-    specs = [spec(tail=n, limit=10, tenant=None) for n in range(1, 7)]
-    core = core_of(world.causal, config_of(world.causal, blocks=17))
     handles = [submit_request(core, world.request(each)) for each in specs]
-    steps = 0
-    while not handles[0].done:
+    for _ in range(10):
+        assert not handles[0].done
         core.step()
-        steps += 1
-    assert steps == 10, "one token in every step"
+    assert handles[0].done, "one token in every step"
+    drain(core)
+    assert core.stats.preempted > 0
+    for each, handle in zip(specs, handles, strict=True):
+        assert [handle.result(0).token_ids] == world.run_alone(each)
+    assert_all_blocks_free(core)
 
 
 def test_higher_priority_comes_first(world: World) -> None:

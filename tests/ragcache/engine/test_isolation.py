@@ -184,43 +184,27 @@ class Words:
 
 
 @pytest.mark.parametrize("make", [core_of, delayed_core])
-@pytest.mark.parametrize("at", [0, 3, 11])
-def test_a_text_that_cannot_be_continued_fails_its_request_alone(
-    causal: CausalLM, make: Any, at: int
+@pytest.mark.parametrize("at", [0, 3, 11, "the second text"])
+def test_a_text_that_cannot_be_made_fails_its_request_alone(
+    causal: CausalLM, make: Any, at: int | str
 ) -> None:
     [alone] = run_requests(core_of(causal), Request(plain_context(PROMPT), 12))
+    words, made = Words(alone.token_ids[at] if isinstance(at, int) else -1), list[TextStream]()
+
+    def text(stop: Sequence[str]) -> TextStream:
+        if made and not isinstance(at, int):
+            raise OverflowError("no second one")
+        made.append(TextStream(words, stop))
+        return made[-1]
+
     core = make(causal)
-    words = Words(alone.token_ids[at])
-    request = Request(plain_context(PROMPT), 12, n=2, text=lambda stop: TextStream(words, stop))
     good = submit_request(core, Request(plain_context(PROMPT), 12))
-    bad = submit_request(core, request)
+    bad = submit_request(core, Request(plain_context(PROMPT), 12, n=3, text=text))
     drain(core)
     with pytest.raises(TextFailed, match="could not be made: OverflowError") as caught:
         bad.result(0)
     assert isinstance(caught.value.__cause__, OverflowError)
     assert good.result(0).token_ids == alone.token_ids
-    assert_all_blocks_free(core)
-
-
-@pytest.mark.parametrize("make", [core_of, delayed_core])
-def test_a_text_of_a_later_answer_that_cannot_be_made_fails_its_request_alone(
-    causal: CausalLM, make: Any
-) -> None:
-    made: list[TextStream] = []
-
-    def only_one(stop: Sequence[str]) -> TextStream:
-        if made:
-            raise ValueError("no second one")
-        made.append(TextStream(Words(-1), stop))
-        return made[0]
-
-    core = make(causal)
-    good = submit_request(core, Request(plain_context(PROMPT), 4))
-    bad = submit_request(core, Request(plain_context(PROMPT), 4, n=3, text=only_one))
-    drain(core)
-    with pytest.raises(TextFailed, match="no second one"):
-        bad.result(0)
-    assert len(good.result(0).token_ids) == 4
     assert_all_blocks_free(core)
 
 

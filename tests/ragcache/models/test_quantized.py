@@ -114,8 +114,8 @@ def test_quantized_projections_stay_apart(folder: str) -> None:
 
 @needs_torchao
 def test_four_bits_compute_in_bfloat16_unless_it_is_said(folder: str) -> None:
-    loaded = load_model(folder, quantization="int4")
-    assert loaded.causal.dtype == loaded.causal.states_dtype == torch.bfloat16
+    causal = load_model(folder, quantization="int4").causal
+    assert causal.dtype == causal.states_dtype == torch.bfloat16
 
 
 @pytest.mark.slow
