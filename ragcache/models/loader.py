@@ -62,7 +62,7 @@ class LoadedModel:
         """Tokenizes untrusted texts, and the text of a template around them."""
         return PromptTokenizer(self.tokenizer)
 
-    @property
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer, of the model and of the tokenizer."""
         config = self.causal.model.generation_config

@@ -60,7 +60,7 @@ def request_maker(
     Raises:
         InvalidRequest: An option cannot be used.
     """
-    grammar = Grammar.of(params)
+    grammar = Grammar.of(params) if params.forms else None
     constraint = None if grammar is None else compile_constraint(grammar, model)
     most, stop = params.token_limit(default_tokens), tuple(params.stop)
     check_options(most, params.min_tokens, params.n, params.timeout, stop=stop)
