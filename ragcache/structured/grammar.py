@@ -2,13 +2,16 @@
 
 A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with
 llguidance, and the engine takes a mask from its `GrammarConstraint` before each token. Compilation
-runs in the caller's thread, without the interpreter's lock and within limits, so that it ends soon.
+runs in the caller's thread, without the interpreter's lock. llguidance's limits bound its time, and
+JSON schemas that they do not bound are checked in a process of their own first.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +38,18 @@ LONGEST = 2**18
 
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 """Limits other than the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""
+
+CHECK_SECONDS = 2.0
+"""Most seconds of the check of a JSON schema that joins many parts."""
+
+_JOINED = re.compile(r'"(pattern|patternProperties|format|allOf|anyOf|oneOf)":')
+_FEW = 8  # joined parts that are checked in milliseconds, however they are joined
+_CHECK_SCRIPT = """
+import json, sys
+from llguidance import LLMatcher, LLParserLimits
+source, limits = json.load(sys.stdin)
+print(json.dumps(LLMatcher.validate_grammar(source, limits=LLParserLimits(**limits))))
+"""
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON = {
@@ -198,11 +213,43 @@ def _closed(schema: Any) -> Any:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises `InvalidRequest` where the grammar cannot be enforced, with any model."""
+    """Raises `InvalidRequest` for a grammar that no model can be held to, or whose check takes more
+    than `CHECK_SECONDS`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    if reason := LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS)):  # type: ignore[arg-type]
+    if _count_joined(grammar) > _FEW:
+        reason = _check_in_process(grammar.source)
+    else:
+        reason = LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+    if reason:
         raise _refused(grammar, reason)
+
+
+def _count_joined(grammar: Grammar) -> int:
+    """Parts of a JSON schema that llguidance compares or intersects with each other."""
+    joined = len(_JOINED.findall(grammar.text))
+    if '"patternProperties"' in grammar.text:
+        joined += grammar.text.count('":')
+    return joined
+
+
+def _check_in_process(source: str) -> str:
+    """Returns the reason for which a grammar cannot be compiled, or "".
+
+    llguidance intersects the patterns of a schema without a limit: 20 of them take minutes. Nothing
+    can end a thread, so that a process checks them, which takes 0.1 s to start.
+    """
+    try:
+        checked = subprocess.run(
+            [sys.executable, "-c", _CHECK_SCRIPT],
+            input=json.dumps([source, LIMITS]).encode(), capture_output=True, check=True,
+            timeout=CHECK_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {CHECK_SECONDS:g} s; give fewer or simpler patterns"
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"the process that checks it has failed: {error}"
+    return str(json.loads(checked.stdout))
 
 
 # The lines of a message that repeat the grammar.

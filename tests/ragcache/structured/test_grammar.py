@@ -26,6 +26,7 @@ from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
 from ragcache.pipeline.submit import request_maker
 from ragcache.structured import Grammar, compile_constraint
+from ragcache.structured import grammar as grammar_module
 from ragcache.structured.grammar import grammar_compiler, logits_width
 from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
@@ -104,6 +105,31 @@ def test_a_grammar_has_a_largest_size() -> None:
     grammar = Grammar.json_schema({"enum": strings[:1000]})
     assert allows(grammar, '"string number 999"')
     assert not allows(grammar, '"string number 1000"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "patternProperties": {f"^{n:04}.*x{n:04}": {} for n in range(800)}},
+        {"allOf": [{"type": "string", "pattern": f".*{n:010}.*"} for n in range(40)]},
+    ],
+)
+def test_the_check_of_a_schema_ends_in_bounded_time(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance alone would take minutes."""
+    monkeypatch.setattr(grammar_module, "CHECK_SECONDS", 0.4)
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.4 s"):
+        Grammar.json_schema(schema)
+
+
+def test_a_schema_of_many_parts_is_checked_like_others() -> None:
+    names = {f"^{n}_": {"type": "integer"} for n in range(12)}
+    grammar = Grammar.json_schema({"type": "object", "patternProperties": names})
+    assert allows(grammar, '{"7_a": 1}')
+    assert not allows(grammar, '{"a": 1}')
+    with pytest.raises(InvalidRequest, match="look-around"):
+        Grammar.json_schema({"anyOf": [{"type": "string", "pattern": "(?!a)b"}] * 12})
 
 
 @pytest.mark.parametrize("pattern", ["((a{1,500}){1,500}){1,500}", "(.{1000}){1000}", "(x+x+)+y"])

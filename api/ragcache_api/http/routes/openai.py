@@ -43,7 +43,7 @@ from ragcache_api.http.protocol import (
     openai_problems,
 )
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext, Service
+from ragcache_api.http.service import ContextDep, RequestContext, Service, off_loop
 from ragcache_api.http.streaming import (
     Opening,
     complete_answers,
@@ -102,7 +102,11 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """OpenAI's chat completion. With `collection`, the user's last message is answered from the
     documents of that collection, and `sources` lists the modules that were read."""
     check_model(context.service, body.model)
-    output = OutputFormat.of(body, context.service.tokenizer)
+    tokenizer = context.service.tokenizer
+    if body.response_format or body.tools:  # the check of a schema may take seconds
+        output = await off_loop(OutputFormat.of, body, tokenizer)
+    else:
+        output = OutputFormat.of(body, tokenizer)
     generation = output.apply(body.generation(context.deadline))
     prompt = body.question if body.collection else [each.plain() for each in body.messages]
     opening = _opening(context, body, generation, prompt, tools=output.tools)
