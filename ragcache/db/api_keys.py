@@ -48,20 +48,22 @@ class ApiKeyRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyCheck:
-    """What a secret opens. exist: whether a key was ever made: then none may enter without, even
-    when all are revoked. key: that of the secret, None for an unknown or a revoked one."""
+    """Result of checking a secret."""
 
     exist: bool
+    """Whether a key was ever made. Then every request needs one, even if all are revoked."""
     key: ApiKeyRow | None
+    """Key of the secret. None for an unknown or a revoked one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The keys in memory. active: those that are not revoked, by digest."""
+    """The keys in memory."""
 
     read_at: float
     exist: bool
     active: dict[str, ApiKeyRow]
+    """Keys that are not revoked, by digest."""
 
 
 class ApiKeys:
@@ -132,7 +134,7 @@ class ApiKeys:
         return found
 
     def check_in_memory(self, secret: str) -> KeyCheck | None:
-        """As `check`, without waiting; None where rows must be read first."""
+        """Check without waiting. Returns None if rows must be read first."""
         known = self._known
         if known is None or self._age(known) > _AGE:
             return None

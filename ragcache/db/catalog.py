@@ -81,8 +81,8 @@ class CollectionVersion(NamedTuple):
     calibrations: str | None = None
 
     def covers(self, other: CollectionVersion) -> bool:
-        """Whether the documents of this version are those of another one, or later ones of the same
-        collection. Revisions are compared within an epoch: ids of collections come again."""
+        """Whether the documents at this version are as new as at another one of one collection.
+        Revisions are compared within an epoch: ids of collections come again."""
         mine, its = self.revision, other.revision
         same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
         return same and mine >= its
@@ -125,7 +125,8 @@ class Catalog:
     def documents(
         self, collection: str, source_ids: Sequence[str] | None = None
     ) -> dict[str, DocumentRow]:
-        """The documents of a collection, or those of the ids, by source id; empty without it."""
+        """Read documents of a collection, all by default, by source id. An unknown collection has
+        none."""
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
         every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
@@ -169,8 +170,8 @@ class Catalog:
             return retire(session, freed)
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
-        """All modules of a collection, in the order of ids, or those of the names that there are,
-        in the order of the names. Raises `UnknownCollection`."""
+        """Read all modules of a collection in the order of ids, or the named ones in the order of
+        the names, without unknown ones. Raises `UnknownCollection`."""
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             wanted = None if names is None else dict.fromkeys(names)
@@ -321,8 +322,8 @@ class Catalog:
         self, collection: str, source_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
     ) -> dict[KVKey, int]:  # fmt: skip
-        """The keys of all states of a collection's modules, or of some documents', or of those of
-        some names, with a module each. Raises `UnknownCollection`."""
+        """Read the keys of the states of a collection's modules, each with a module that has it.
+        By default of all modules; else of some documents or names. Raises `UnknownCollection`."""
         columns = from_modules(EncodingTable.key, ModuleTable.id)
         statement = self._within(columns.join(EncodingTable), collection)
         if source_ids is not None:
@@ -359,8 +360,8 @@ class Catalog:
     def change_calibrations(
         self, collection: str, change: Callable[[str | None], str | None]
     ) -> None:
-        """Replaces the calibrations of a collection's answers, given those that it has. Raises
-        `UnknownCollection`."""
+        """Replace the calibrations of a collection's answers with a function of the present ones.
+        Raises `UnknownCollection`."""
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             own = CollectionTable.id == owner
@@ -369,8 +370,8 @@ class Catalog:
             session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
     def instruction(self, collection: str) -> str | None:
-        """The instruction of a collection's prompts; None for that of the folder, and where there
-        is no such collection yet."""
+        """Instruction of a collection's prompts. None, also for a collection that does not exist
+        yet, means the folder's instruction."""
         try:
             return self.version(collection).instruction
         except UnknownCollection:
@@ -394,8 +395,8 @@ class Catalog:
             return len(names), retire(session, freed)
 
     def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:
-        """What deleting documents, or the collection with None, would take; unknown ids count
-        nothing. Raises `UnknownCollection`."""
+        """Count what deleting documents would take, or the whole collection by default. Unknown ids
+        count nothing. Raises `UnknownCollection`."""
         with self._database.reading() as session:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
@@ -462,8 +463,8 @@ class Vectors:
     def read_vectors(
         self, collection: str, ids: Sequence[int] | None = None
     ) -> dict[int, np.ndarray]:
-        """Vectors [D] float32 of a collection's modules under this embedder, or of those of the
-        ids, by the modules' ids. D is one number unless the embedder has changed under its name."""
+        """Read vectors [D] float32 of a collection's modules under this embedder, by the modules'
+        ids; of all modules by default. D varies only if the embedder changed under its name."""
         columns = from_modules(VectorTable.module_id, VectorTable.vector).join(VectorTable)
         own = columns.where(VectorTable.embedder == self._embedder)
         statement = in_collection(own, self._namespace, collection).order_by(VectorTable.module_id)

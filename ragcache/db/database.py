@@ -117,8 +117,8 @@ class Database:
 
     def changes(self) -> int | None:
         """A number that is another one once anybody has changed the ledger, in a tenth of the time
-        that a query takes. None where only queries tell: of PostgreSQL, or of a file that does not
-        answer."""
+        that a query takes. Returns None if only queries tell: for PostgreSQL, or for a file that
+        does not answer."""
         self._check_open()
         return self._watch.version()
 
@@ -154,7 +154,7 @@ class _Watch:
         self._lock = threading.Lock()
 
     def version(self) -> int | None:
-        """SQLite's `data_version`; None where there is no file, or it does not answer."""
+        """SQLite's `data_version`. Returns None without a file, or if it does not answer."""
         if self._uri is None:
             return None
         with self._lock:
@@ -174,14 +174,14 @@ class _Watch:
 
 
 class Unchanged:
-    """What was read last, by name, while nobody has changed the ledger. Thread-safe."""
+    """Results of queries by name, which hold until anybody changes the ledger. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._values: dict[Hashable, tuple[int, Any]] = {}
 
     def read(self, name: Hashable, query: Callable[[], T]) -> T:
-        """The query's result, or that of the same name before. Raises what the query raises."""
+        """Return the last result under this name, or else run the query. Raises its errors."""
         changes = self._database.changes()  # before the query, which may see more
         known = self._values.get(name)
         if known is not None and known[0] == changes:
@@ -194,7 +194,7 @@ class Unchanged:
 
 
 class StaleCache(Generic[T]):
-    """What was read last, which stands in for a while for a ledger that does not answer.
+    """Results of queries by name, which stand in for a while for a ledger that does not answer.
     Thread-safe.
 
     A ledger that has just failed is left alone for a second: where it is not refused but hangs,
@@ -208,9 +208,8 @@ class StaleCache(Generic[T]):
         self._failed = -math.inf
 
     def read(self, name: str, query: Callable[[], T]) -> T:
-        """The query's result, or, where the ledger does not answer, that of the same name before.
-        Raises what the query raises, and `LedgerUnavailable` where there is none or it is too
-        old."""
+        """Run the query. If the ledger does not answer, return the last result under this name.
+        Raises the query's errors, and `LedgerUnavailable` if the last result is too old."""
         known, now = self._values.get(name), self._now()
         fresh = known is not None and now - known[0] <= self._seconds
         if known is not None and fresh and now - self._failed < _REST_SECONDS:

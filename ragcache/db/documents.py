@@ -1,4 +1,4 @@
-"""Documents and modules as rows: what is stored, read and deleted, and how.
+"""Documents and modules as rows: how they are stored, read and deleted.
 
 The functions run in the transaction of a `Catalog`, in the collection `owner`.
 """
@@ -65,13 +65,14 @@ class MovedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What a deletion takes. states: those that nothing else needs; tiers: their bytes by tier, on
-    all machines."""
+    """Amounts that a deletion takes."""
 
     documents: int
     modules: int
     states: int
+    """Number of states that nothing else needs."""
     tiers: Mapping[str, int]
+    """Bytes of these states by tier, on all machines."""
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +113,7 @@ class ModuleRow:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Its own metadata and that of its document, for filters."""
+        """Metadata of the module and of its document, for filters."""
         return {**self.attributes, **self.details}
 
     @property

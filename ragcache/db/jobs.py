@@ -118,8 +118,9 @@ class Jobs:
         return replace(self, namespace=namespace)
 
     def queue(self, request: JobRequest, budget: int) -> tuple[int, bool]:
-        """Queue a request, or find that of the same idempotency key. Returns the job's id, and
-        whether it is queued now: new, or tried again under its number.
+        """Queue a request, or find the request of the same idempotency key.
+
+        Returns the job's id, and whether it is queued now: new, or tried again under its number.
 
         Raises:
             IdempotencyConflict: The key came with another request before.

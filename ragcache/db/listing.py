@@ -258,7 +258,7 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
 
 
 def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
-    """The modules of these ids, in their order; those that are gone are left out."""
+    """The modules of these ids, in their order, without deleted ones."""
     found: dict[int, ModuleListing] = {}
     names = from_modules(
         ModuleTable.id, ModuleTable.public_id, ModuleTable.name,
@@ -336,7 +336,7 @@ def _offset(cursor: str | None) -> int:
 
 
 def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
-    """Modules in order, those without states last."""
+    """Modules in order. Modules without states come last."""
     if sort in ("id", "name"):
         column = getattr(ModuleTable, sort)
     else:

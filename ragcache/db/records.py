@@ -1,4 +1,4 @@
-"""Records of an indexing: what it has written and when, so that it can skip or clean up."""
+"""Records of an indexing: which keys it has written and when, to skip or clean up later."""
 
 from __future__ import annotations
 

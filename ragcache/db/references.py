@@ -59,7 +59,7 @@ def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
 
 
 def _announce(session: Session, keys: Sequence[KVKey]) -> None:
-    """Tells all processes; those that have been silent for an hour look for themselves."""
+    """Tell all processes. A process that was silent for an hour looks for itself."""
     if keys:
         now = session.scalars(select(clock(session))).one()
         rows = [{"key": key, "at": now} for key in keys]

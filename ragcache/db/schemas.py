@@ -74,7 +74,7 @@ class SchemaTexts:
                 _own(session, found, keys)
 
     def get_schema(self, name: str) -> SchemaText | None:
-        """A schema, None where there is none of the name."""
+        """Read a schema. Returns None if there is none of the name."""
         with self._database.reading() as session:
             row = session.scalar(self._named(select(SchemaTable), name))
             return None if row is None else SchemaText(row.text, row.placement)
@@ -149,13 +149,13 @@ class ScaffoldRows:
 
 
 def scaffolds_of(session: Session, owner: int, modules: Set[int]) -> list[ScaffoldTable]:
-    """Those scaffolds of a collection that hold any of these modules."""
+    """Scaffolds of a collection that hold any of these modules."""
     rows = session.scalars(select(ScaffoldTable).where(ScaffoldTable.collection_id == owner))
     return [row for row in rows if not modules.isdisjoint(row.members)]
 
 
 def delete_scaffolds(session: Session, owner: int, modules: Set[int]) -> list[KVKey]:
-    """Deletes those scaffolds of a collection that hold any of these modules; their keys."""
+    """Delete the scaffolds of a collection that hold any of these modules. Returns their keys."""
     gone = scaffolds_of(session, owner, modules)
     for row in gone:
         session.delete(row)

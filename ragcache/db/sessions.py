@@ -1,7 +1,7 @@
 """Sessions, one for each process that has the store open, and their claims on keys.
 
 Rows of memory tiers, claims and running jobs belong to a session and end with it. Whether a session
-of another machine lives is decided by the database's clock: those of machines need not agree.
+of another machine lives is decided by the database's clock: machines' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Sessions:
     _reaps_from: float = 0.0
 
     def begin(self) -> None:
-        """Writes this session's row and ends those that died."""
+        """Write this session's row and end the sessions that died."""
         with self.database.transaction() as session:
             session.add(self._row(session))
         self.reap_dead()
@@ -279,8 +279,8 @@ class KeyLocks:
         return True
 
     def held_among(self, session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
-        """Those of the keys that this session has claimed; they are locked until the end of the
-        transaction."""
+        """Keys that this session has claimed, of the given ones. Their claims are locked until the
+        end of the transaction."""
         held: set[KVKey] = set()
         for chunk in chunks(sorted(keys)):
             mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(chunk)

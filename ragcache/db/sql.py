@@ -46,13 +46,13 @@ Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def insert_new(session: Session, table: type[Base], rows: Rows) -> None:
-    """Inserts rows; those whose key or unique name is there already are left as they are."""
+    """Insert rows. Rows whose key or unique name exists already stay as they are."""
     if rows:
         session.execute(_insert(session, table).on_conflict_do_nothing(), rows)
 
 
 def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]) -> int | None:
-    """Inserts a row; its id, or None where its key or unique name is there already."""
+    """Insert a row. Returns its id, or None if its key or unique name exists already."""
     statement = _insert(session, table).on_conflict_do_nothing()
     number: int | None = session.scalar(statement.values(row).returning(table.__table__.c.id))
     return number
@@ -65,7 +65,7 @@ def namespace_id(session: Session, name: str) -> int:
 
 
 def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[str]) -> None:
-    """Inserts rows; of those whose primary key is there already, the `changed` columns."""
+    """Insert rows, or change the `changed` columns of rows whose primary key exists already."""
     if not rows:
         return
     statement = _insert(session, table)
@@ -142,7 +142,7 @@ def in_collection(statement: Select[*Ts], namespace: str, collection: str) -> Se
 
 
 def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
-    """The id of a collection. Raises `UnknownCollection`, which names those that exist."""
+    """The id of a collection. Raises `UnknownCollection`, which names the existing ones."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
     named = session.execute(rows.where(NamespaceTable.name == namespace))
     found: dict[str, int] = {row.name: row.id for row in named}

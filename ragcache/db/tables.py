@@ -1,5 +1,4 @@
-"""The tables: documents and what is derived from them, states and their owners, processes and
-jobs."""
+"""The tables: documents and their modules, states and their owners, processes and jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class NamespaceTable(Base):
 
 class CollectionTable(Base):
     """A named set of documents. `revision` counts its changes. instruction: before its documents
-    in prompts; None is that of the folder. calibrations: JSON, by model; None without any."""
+    in prompts; None means the folder's. calibrations: JSON, by model; None without any."""
 
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -251,7 +250,7 @@ class EvictionTable(PublicIdMixin, Base):
 
 
 class RetirementTable(Base):
-    """States that lost their last owner: every process forgets what it holds of them. at: Unix
+    """States that lost their last owner: every process forgets its own. at: Unix
     seconds on the database's clock."""
 
     __tablename__ = "retirements"

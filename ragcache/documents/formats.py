@@ -59,7 +59,7 @@ _BOMS = (
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a reader found in a file."""
+    """Content that a reader found in a file."""
 
     parts: list[DocumentPart]
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -36,7 +36,7 @@ _BLOCK = 2**24  # bytes that are read at once
 _ABSENT = object()
 
 ReadProgress = Callable[[int, int], None]
-"""Called with the bytes that were read, and those of all files."""
+"""Called with the number of bytes that were read, and of the bytes of all files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def load_sources(
 
 
 class _Loader:
-    """Finds and reads files, and notes those that it skips."""
+    """Finds and reads files, and notes the skipped ones."""
 
     def __init__(self, files: FileFilter, progress: ReadProgress) -> None:
         self.skipped: list[SkippedFile] = []

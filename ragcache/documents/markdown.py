@@ -68,7 +68,7 @@ def is_heading(line: str) -> bool:
 
 
 def find_tables(text: str) -> Iterator[tuple[int, int]]:
-    """Where the pipe tables of a text begin and end."""
+    """Begin and end of each pipe table of a text."""
     return (found.span() for found in _TABLE.finditer(text))
 
 

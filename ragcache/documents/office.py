@@ -121,7 +121,7 @@ def _outline(document: Any) -> list[tuple[int, str, int]]:
 
 
 Levels = dict[tuple[int, int], int]
-"""Of each line that is a heading, by page and number, its level."""
+"""Level of each line that is a heading, by page and number of the line."""
 
 
 def _outlined(pages: Sequence[Sequence[_Line]], outline: Iterable[tuple[int, str, int]]) -> Levels:
@@ -306,7 +306,7 @@ _PACKAGE = {"c": "urn:oasis:names:tc:opendocument:xmlns:container",
 
 
 def read_epub(raw: bytes) -> list[DocumentPart]:
-    """The chapters of a book in their order; one without a heading gets that of its title."""
+    """The chapters of a book in their order; one without a heading gets its title as one."""
     _check_unpacked(raw)
     with zipfile.ZipFile(io.BytesIO(raw)) as book:
         container = _parse_xml(book.read("META-INF/container.xml"))

@@ -1,4 +1,4 @@
-"""Documents before they are split, and what they may hold."""
+"""Documents before they are split, and the metadata that they may hold."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
 
 
 def _merged(piece: _Piece, document: str) -> Places:
-    """The places of a piece, without those at which a run only goes on."""
+    """Places of a piece, without places at which a run only goes on."""
     kept: list[tuple[int, int]] = []
     for begin, at in piece.places:
         if kept:
@@ -392,7 +392,7 @@ def _portions(
 
 
 def _portion_end(text: str, headings: Sequence[int], begin: int) -> int:
-    """Where the portion ends that begins there."""
+    """End of the portion that begins there."""
     latest = begin + _PORTION
     if latest >= len(text):
         return len(text)

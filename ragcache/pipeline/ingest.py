@@ -94,8 +94,8 @@ class Ingestion:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What an ingestion does to a collection. gone: documents whose files are gone; moved: those
-    of them whose content has come back under another name."""
+    """Changes that an ingestion makes to a collection. gone: documents whose files are gone; moved:
+    gone documents whose content has come back under another name."""
 
     documents: tuple[SourceDocument, ...]
     changed: tuple[SourceDocument, ...]
@@ -223,7 +223,7 @@ class Ingestor:
         return len(lost)
 
     def _compare(self, collection: str, loaded: LoadedSources, *, sync: bool) -> _Changes:
-        """What differs from what is stored. Raises `DocumentError` where files collide."""
+        """Compare the sources with the stored documents. Raises `DocumentError` for collisions."""
         ids = [d.id for d in loaded.documents]
         every = sync or loaded.files or loaded.folders
         known = self.catalog.documents(collection, None if every else ids)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Located:
-    """Has a place in a file."""
+    """Base of errors and warnings with a place in a file."""
 
     location: Location | None
 
@@ -34,9 +34,14 @@ class _Located:
 
 
 class PMLError(_Located, ValueError):
-    """What was wrong (`problem`), where, in which `element`, and what was `expected` instead.
+    """An error of a schema or a prompt.
 
-    `line` and `column` are None where the tree was built by a program and not parsed.
+    Args:
+        problem: The problem, as a phrase.
+        location: Its place. Without one, as in trees that a program built, `line` and `column` are
+            None.
+        element: Name of the element that it is in.
+        expected: Advice on what to write instead.
     """
 
     def __init__(

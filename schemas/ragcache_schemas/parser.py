@@ -76,7 +76,7 @@ def parse_schema(
 def parse_prompt(
     text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Prompt:
-    """Parses a prompt; arguments, errors and warnings are those of `parse_schema`.
+    """Parse a prompt, with arguments, errors and warnings as in `parse_schema`.
 
     Example:
         >>> parse_prompt('<prompt schema="cities"><miami/></prompt>').children
@@ -248,7 +248,7 @@ class ElementReader(Generic[N]):
         self.pass_over(element, tag)
 
     def pass_over(self, element: Element, tag: Tag) -> None:
-        """Consumes the tags of `element` and of what is in it."""
+        """Consume the tags of `element` and of its content."""
         for child in element:
             self.pass_over(child, self.next_tag())
         if tag.kind == "start":
@@ -316,7 +316,7 @@ class ElementReader(Generic[N]):
 
 
 def attributes_of(element: Element) -> dict[str, str]:
-    """The attributes of `element`, without xml:space and those of XML Schema instances."""
+    """The attributes of `element`, without xml:space and attributes of XML Schema instances."""
     found = {str(name): str(value) for name, value in element.attrib.items()}
     return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
 

@@ -194,7 +194,7 @@ class FunctionSource:
     tree: ast.FunctionDef
 
     def at(self, node: ast.AST) -> Location:
-        """Where `node` begins; columns count characters from 1."""
+        """Place at which `node` begins. Columns count characters from 1."""
         line, offset = getattr(node, "lineno", self.first), getattr(node, "col_offset", 0)
         before = self.lines[line - self.first].encode()[:offset]
         return Location(line, len(before.decode(errors="replace")) + 1, self.file)

@@ -64,7 +64,7 @@ def write_prompt(prompt: Prompt) -> str:
 def _fill(
     element: etree._Element, nodes: Sequence[Node | Scaffold], depth: int, *, preserve: bool
 ) -> None:
-    """Puts `nodes` into `element`; `depth` is that of its children."""
+    """Put `nodes` into `element`, whose children have this `depth`."""
     if not preserve and not _tidy_already(nodes):
         element.set(_SPACE, "preserve")
         preserve = True
@@ -129,7 +129,7 @@ def _tidy_already(nodes: Sequence[Node | Scaffold]) -> bool:
 
 
 def _parts(node: Node | Scaffold) -> tuple[str, Arguments, Sequence[Node] | None]:
-    """The element of a node: its name, its attributes and its content, None for none."""
+    """The element of a node: its name, attributes and content. An empty element has None."""
     match node:
         case Parameter():
             scaffold = _optional("scaffold", node.scaffold)

@@ -47,7 +47,7 @@ def create_tables(name: str, connection: Connection) -> None:
     in between leaves it empty.
 
     Raises:
-        LedgerOfOtherVersion: Another process has created those of another version meanwhile.
+        LedgerOfOtherVersion: Another process has created tables of another version meanwhile.
     """
     if connection.dialect.name == "postgresql":  # SQLite has one writer
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))

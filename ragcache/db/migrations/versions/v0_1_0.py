@@ -1,8 +1,7 @@
 """The tables of ragcache 0.1.0, the namespace `default`, and the clock of uses.
 
-The tables are those that `ragcache.db.tables` declares. Before they change after the release of
-0.1.0, write them out here as they were: Alembic's autogenerate does, run at the tag on an empty
-database.
+`ragcache.db.tables` declares the tables. Before they change after the release of 0.1.0, write them
+out here as they were: Alembic's autogenerate does, run at the tag on an empty database.
 """
 
 from alembic import op
