@@ -75,7 +75,7 @@ class LangChainSetting:
     runs: int = 3
     k: int = 4
     batch: int = 16
-    dtype: str = "auto"
+    dtype: Any = "auto"
     shared: int = 4
     new_tokens: int = 32
     lengths: tuple[int, ...] = (8_192, 32_768, 131_072)
@@ -124,7 +124,7 @@ def _typical(rows: Sequence[dict[str, Any]]) -> float | None:
 def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> dict[str, Any]:
     from ragcache import RagCache
 
-    with RagCache.open(folder, dtype=setting.dtype, embedding=None, force_modes=True) as rag:
+    with RagCache.open(folder, dtype=setting.dtype, embedding="none", force_modes=True) as rag:
         progress("ingesting the handbook")
         rag.ingest("handbook", [setting.handbook])
         return _chains(rag, "handbook", QUESTIONS, setting, progress)
@@ -138,7 +138,7 @@ def _synthetic(
     progress("building the model")
     model = shaped_model(setting.shape, dtype=setting.dtype)
     with RagCache.open(
-        folder, model, module_tokens=setting.module_words * 8, embedding=None, force_modes=True
+        folder, model, module_tokens=setting.module_words * 8, embedding="none", force_modes=True
     ) as rag:
         progress(f"storing {setting.modules:,} modules")
         fill(rag, "synthetic", setting.modules, setting.module_words)

@@ -96,7 +96,7 @@ def bench_use_cases(
     comparisons = []
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, model, embedding=None, max_tokens=4, force_modes=True) as rag,
+        RagCache.open(state, model, embedding="none", max_tokens=4, force_modes=True) as rag,
     ):
         for name, paper in USE_CASES.items():
             progress(name)

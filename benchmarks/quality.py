@@ -157,7 +157,7 @@ def _evaluate(
 ) -> Evaluation:  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, model, embedding=None, max_tokens=32, force_modes=True) as rag,
+        RagCache.open(state, model, embedding="none", max_tokens=32, force_modes=True) as rag,
     ):
         progress(f"{each.name}: encoding {len(drawn.documents)} documents")
         rag.ingest("evaluated", drawn.documents)

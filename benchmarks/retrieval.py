@@ -106,7 +106,7 @@ class QueriesOnce(Embeddings):
 
 
 def _opened(state: str, embedder: Embeddings | None) -> Iterator[tuple[str, RagCache]]:
-    yield "words", RagCache.open(state, embedding=None)
+    yield "words", RagCache.open(state, embedding="none")
     if embedder is not None:
         yield "meaning", RagCache.open(state, embedding=QueriesOnce(embedder))
 

@@ -46,7 +46,7 @@ _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires"
 _COLLECTION = "bench"
 _WORDS = ("mooring", "lantern", "ledger", "harbour", "cable", "winch", "survey", "tide", "signal")
 _SENTENCES = 24
-_OPENING: dict[str, Any] = {"embedding": None, "force_modes": True}
+_OPENING: dict[str, Any] = {"embedding": "none", "force_modes": True}
 Asked = tuple[str, int]
 """A question, and how many tokens its answer has."""
 
@@ -64,7 +64,7 @@ class HttpSetting:
     tokens: int = 64
     rounds: int = 8
     shape: LlamaShape = LlamaShape(num_layers=6)
-    dtype: str = "auto"
+    dtype: Any = "auto"
     modules: int = 100_000
     pages: int = 60
     foreign: int = 24

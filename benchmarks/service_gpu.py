@@ -89,7 +89,7 @@ def _chats(
         tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place,
         RagCache.open(
             place, model, module_tokens=2 * setting.document_tokens, warm_up=True,
-            host_bytes=setting.store_bytes, embedding=None, force_modes=True, **options,
+            host_bytes=setting.store_bytes, embedding="none", force_modes=True, **options,
         ) as rag,
     ):  # fmt: skip
         progress("ingesting documents")

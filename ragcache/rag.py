@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Unpack, cast
 
 from ragcache.config import (
-    RagCacheConfig,
-    check_instruction,
     check_options,
     check_texts,
 )
@@ -33,7 +31,7 @@ from ragcache.options import (
     PromptOptions,
     SearchOptions,
 )
-from ragcache.params import GenerationParams, SearchParams, parse_bytes, parse_optional_bytes
+from ragcache.params import GenerationParams, OpenConfig, SearchParams, parse_bytes
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
@@ -51,12 +49,30 @@ from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
-from ragcache.retrieval import Reranker, Retriever, Selection
+from ragcache.retrieval import Retriever, Selection
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
-from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
+from ragcache.store import KVStore, TierStatus, open_tiers, tier_status
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
+
+
+P = ParamSpec("P")
+
+
+class Opener(Protocol[P]):
+    """Type of `RagCache.open`: a folder, a model, and the fields of `OpenConfig` as keywords."""
+
+    def __call__(
+        self, state: str | Path, model: str | Path | LoadedModel | None = None, /,
+        *args: P.args, **options: P.kwargs,
+    ) -> RagCache:  # fmt: skip
+        """Open a state folder; see `OpenConfig` for the options."""
+
+
+def _typed_by(config: Callable[P, OpenConfig], method: Any) -> Opener[P]:  # noqa: ARG001
+    """Give a method the keyword options of `config`, which type checkers read from it."""
+    return cast("Opener[P]", method)
 
 
 class RagCache:
@@ -88,72 +104,15 @@ class RagCache:
         return self.internals.shared
 
     @classmethod
-    def open(
-        cls,
-        state: str | Path,
-        model: str | Path | LoadedModel | None = None,
-        *,
-        embedding: Embeddings | str | None = "auto",
-        reranker: Reranker | str | None = None,
-        module_tokens: int = 384,
-        host_bytes: int | str = "2GiB",
-        max_tokens: int = 64,
-        private_bytes: int | str | None = None,
-        queue: int = 1024,
-        ingestion_bytes: int | str = "256MiB",
-        stale_seconds: float = 60.0,
-        force_modes: bool = False,
-        device: str = "cpu",
-        dtype: str = "auto",
-        states_dtype: str = "auto",
-        warm_up: bool = False,
-        long_context: bool = False,
-        quantization: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        instruction: str | None = None,
-        **tiers: Unpack[TierOptions],
+    def _open(
+        cls, state: str | Path, model: str | Path | LoadedModel | None = None, **options: Any
     ) -> RagCache:
-        """Opens a state folder; makes it if need be. Sizes are bytes, or texts such as `8GiB`.
+        """Open a state folder; it is made if it does not exist.
 
         Args:
             state: The folder.
-            model: A folder, a hub name or a loaded model; the embedded reader by default.
-            embedding: How documents are found by meaning, beside their words (BM25): `minilm`, a
-                folder or hub name of sentence-transformers, or any LangChain `Embeddings`; None or
-                `none` is by words only. `auto` is `minilm` where that extra is installed; else a
-                warning says that it is not. Vectors that a collection lacks are computed once.
-            reranker: A cross-encoder that orders what was found: a folder or hub name of
-                sentence-transformers such as `cross-encoder/ms-marco-MiniLM-L6-v2`, or any
-                `ragcache.retrieval.Reranker`; none by default.
-            module_tokens: The most tokens of a module.
-            host_bytes: The budget of the host tier.
-            max_tokens: The most tokens of an answer, unless a request says otherwise.
-            private_bytes: Room for the states of questions and answers; by default 512 MiB, and on
-                a GPU a part of what is free.
-            queue: The most requests that wait; one more raises `QueueFull`.
-            ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
-            stale_seconds: How long questions are answered from what is in memory while the ledger
-                does not answer; then, and for all else, `LedgerUnavailable`.
-            force_modes: Whether questions are answered in every mode. Else a mode's distance from
-                `exact` on this model is measured before its first question, once a folder, and one
-                that is too far raises `ModeRefused`.
-            device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
-            dtype, states_dtype: What it computes in and keeps states in; see `load_model`. `auto`
-                chooses what is fast on this machine; give one where several share their states.
-            warm_up: Whether a GPU's graphs are captured now; else with the first steps.
-            long_context: Whether a model with LongRoPE (Phi-3.5, Phi-4-mini) computes every text as
-                those beyond its original length, so that its window is the whole context; without
-                it the window ends at that length. States of the two are kept apart.
-            quantization: `int8` or `int4` for smaller weights (extra `quantized`); see
-                `load_model`. States of the three are kept apart.
-            chat_template_kwargs: Variables of the model's chat template in every prompt, such as
-                `{"enable_thinking": False}`; a call may set others. They are part of what states
-                are kept under wherever they change the text before documents.
-            instruction: What the model is to do with the documents; it is read before them in the
-                prompt of every question, and is part of what states are kept under. By default
-                `ragcache.models.INSTRUCTION`, which asks for a brief answer in the words of the
-                documents.
-            **tiers: The other tiers and their options; see `TierOptions`.
+            model: A folder, a hub name or a loaded model. Defaults to the embedded reader.
+            **options: Fields of `OpenConfig`, such as `host_bytes="8GiB"`.
 
         Raises:
             ConfigurationError: An option is unknown or has a value that cannot be used.
@@ -164,34 +123,26 @@ class RagCache:
             >>> from ragcache import RagCache
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_tokens=16)
         """
-        config = RagCacheConfig(
-            module_tokens=module_tokens,
-            host_bytes=parse_bytes(host_bytes),
-            max_tokens=max_tokens,
-            private_bytes=parse_optional_bytes(private_bytes),
-            warm_up=warm_up,
-            queue=queue,
-            ingestion_bytes=parse_bytes(ingestion_bytes),
-            stale_seconds=stale_seconds,
-            force_modes=force_modes,
-        )
-        check_instruction(instruction)
-        embedder, ordering = resolve_embedder(embedding), resolve_reranker(reranker)
+        config = OpenConfig(**options)
+        embedder = resolve_embedder(config.embedding)
+        reranker = resolve_reranker(config.reranker)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(
-            model, device=device, dtype=dtype, states_dtype=states_dtype,
-            long_context=long_context, quantization=quantization,
+            model, device=config.device, dtype=config.dtype, states_dtype=config.states_dtype,
+            long_context=config.long_context, quantization=config.quantization,
         )  # fmt: skip
-        variables = _template_kwargs(loaded, chat_template_kwargs)
-        preamble = resolve_instruction(loaded.tokenizer, instruction)
-        opened = open_tiers(tiers, loaded.causal.device)
-        database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, config.host_bytes, **opened)
+        variables = _template_kwargs(loaded, config.chat_template_kwargs)
+        preamble = resolve_instruction(loaded.tokenizer, config.instruction)
+        tiers = open_tiers(config, loaded.causal.device)
+        database = Database.open(config.ledger or folder / "ledger.sqlite")
+        store = KVStore.open(folder, database, parse_bytes(config.host_bytes), **tiers)
         shared = SharedServices.start(
-            database, store, loaded, config, embedder=embedder, reranker=ordering,
+            database, store, loaded, config, embedder=embedder, reranker=reranker,
             template_kwargs=variables, instruction=preamble,
         )  # fmt: skip
         return cls(shared.namespace())
+
+    open = _typed_by(OpenConfig, _open)
 
     def __enter__(self) -> RagCache:
         return self

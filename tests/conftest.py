@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from math import ceil
@@ -148,10 +148,10 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 def _modes_are_forced() -> Iterator[None]:
     """No folder of a test measures modes before it answers, nor do the programs that tests start;
     those of the gate say `force_modes=False`."""
-    from ragcache import RagCache
+    from ragcache import rag
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RagCache.open.__func__.__kwdefaults__, "force_modes", True)  # type: ignore[attr-defined]
+        patch.setattr(rag, "OpenConfig", partial(rag.OpenConfig, force_modes=True))
         patch.setenv("RAGCACHE_FORCE_MODES", "1")
         yield
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -17,9 +16,6 @@ import pytest
 import ragcache
 import ragcache_schemas
 from ragcache import errors
-from ragcache.config import (
-    RagCacheConfig,
-)
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
 from ragcache.params import parse_bytes
@@ -154,20 +150,6 @@ def test_other_sizes_are_refused_with_an_example(size: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_bytes(size)
     assert str(caught.value) == f"cannot read the size {size!r}; write it like 8GiB or 512MB"
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(RagCacheConfig)])
-def test_options_are_positive(name: str) -> None:
-    assert getattr(RagCacheConfig(**{name: 1}), name) == 1
-    for value in (0, -5):
-        with pytest.raises(ConfigurationError, match=f"{name} is {value}; it must be positive"):
-            RagCacheConfig(**{name: value})
-
-
-def test_defaults_are_documented() -> None:
-    config = RagCacheConfig()
-    assert (config.module_tokens, config.max_tokens) == (384, 64)
-    assert config.host_bytes == parse_bytes("2GiB")
 
 
 SETTLED = """

@@ -5,19 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ragcache import RagCache
 from ragcache.engine import SamplingParams
-from ragcache.errors import InvalidRequest
-from ragcache.params import GenerationParams, Params, SearchParams, Surface
+from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, Surface
 from ragcache.pipeline.submit import sampling_params
 from ragcache_api.cli.options import ONE_ANSWER
 from ragcache_api.http.bodies import AnswerRequest, ChatRequest, CompletionRequest, PromptRequest
 from ragcache_connectors.langchain import ChatRagCache, RagCacheRetriever
 
-SETS: tuple[type[Params], ...] = (GenerationParams, SearchParams)
+SETS: tuple[type[Params], ...] = (GenerationParams, SearchParams, OpenConfig)
 SURFACES: dict[type[Surface], tuple[type[Params], ...]] = {
     AnswerRequest: (GenerationParams, SearchParams),
     PromptRequest: (GenerationParams,),
@@ -72,6 +74,25 @@ def test_the_sampler_and_the_options_agree() -> None:
                     SamplingParams(**{field.name: outside})
                 if name != "gt":
                     SamplingParams(**{field.name: bound})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"queue": -5}, "queue is -5; it must be at least 1"),
+        ({"stale_seconds": 0}, "stale_seconds is 0; it must be at least 1"),
+        ({"host_bytes": "8 gigs"}, "host_bytes: cannot read the size '8 gigs'"),
+        ({"disk_bytes": 0}, "disk_bytes: 0 is no size"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; it must be 'model' or 'int8'"),
+        ({"instruction": " "}, "the instruction is blank"),
+        ({"disk_size": 3}, "unknown option 'disk_size'; options: model, embedding"),
+    ],
+)
+def test_a_folder_is_not_opened_with_what_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        RagCache.open("never-made", **options)
+    assert not Path("never-made").exists()
 
 
 NEW_PARAMETER = """

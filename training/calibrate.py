@@ -70,7 +70,7 @@ def collect(
 ) -> dict[str, list[CalibrationExample]]:
     """Examples of each set."""
     found = {}
-    with RagCache.open(folder / "state", model, embedding=None) as rag:
+    with RagCache.open(folder / "state", model, embedding="none") as rag:
         for name, (documents, questions) in sets.items():
             rag.ingest(name, [documents])
             asked = questions[:: EVERY[name]]

@@ -2,9 +2,10 @@
 
 from ragcache.params.base import Params, Size, Surface, explain, parse_bytes, parse_optional_bytes
 from ragcache.params.generation import REFUSAL, GenerationParams
+from ragcache.params.open import OpenConfig
 from ragcache.params.search import SearchKind, SearchParams
 
 __all__ = [
-    "REFUSAL", "GenerationParams", "Params", "SearchKind", "SearchParams", "Size", "Surface",
-    "explain", "parse_bytes", "parse_optional_bytes",
+    "REFUSAL", "GenerationParams", "OpenConfig", "Params", "SearchKind", "SearchParams", "Size",
+    "Surface", "explain", "parse_bytes", "parse_optional_bytes",
 ]  # fmt: skip

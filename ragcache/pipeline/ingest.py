@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ragcache.config import RagCacheConfig
 from ragcache.db import (
     Catalog,
     DocumentRow,
@@ -36,6 +35,7 @@ from ragcache.documents import (
 )
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError, DocumentError, DocumentsChanged
+from ragcache.params import OpenConfig
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import KVStore
@@ -127,7 +127,7 @@ class Ingestor:
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
-    config: RagCacheConfig
+    config: OpenConfig
 
     def ingest(
         self, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,

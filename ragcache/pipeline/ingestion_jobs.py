@@ -32,6 +32,7 @@ from ragcache.errors import (
     LedgerUnavailable,
     RagCacheError,
 )
+from ragcache.params import parse_bytes
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ingest import Ingestor, check_collection
 
@@ -158,7 +159,7 @@ class IngestionJobs:
             collection_target(collection), _digest_of(collection, documents, sync=sync), documents,
             options, {"skipped": [asdict(each) for each in loaded.skipped]}, idempotency_key,
         )  # fmt: skip
-        job, _ = self.rows.queue(request, self.ingestor.config.ingestion_bytes)
+        job, _ = self.rows.queue(request, parse_bytes(self.ingestor.config.ingestion_bytes))
         row = self.rows.get(job)
         self.workers.wake()
         return row

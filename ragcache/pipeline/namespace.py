@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragcache.answers.quotations import Quotations
-from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
+from ragcache.config import NAMESPACE, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
+from ragcache.params import OpenConfig, parse_optional_bytes
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
@@ -47,7 +48,7 @@ class SharedServices:
     store: KVStore
     deferred: DeferredReleases
     embedder: Embeddings | None
-    config: RagCacheConfig
+    config: OpenConfig
     template: ChatTemplate
     instruction: str
     keys: ApiKeys
@@ -60,15 +61,15 @@ class SharedServices:
 
     @classmethod
     def start(
-        cls, database: Database, store: KVStore, model: LoadedModel, config: RagCacheConfig, *,
+        cls, database: Database, store: KVStore, model: LoadedModel, config: OpenConfig, *,
         embedder: Embeddings | None = None, reranker: Reranker | None = None,
         template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine. template_kwargs: variables of the
         chat template, checked. instruction: of every preamble, checked."""
         limits = EngineConfig.for_device(
-            model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
-            warm_up=config.warm_up,
+            model.causal.device, pool_bytes=parse_optional_bytes(config.private_bytes),
+            queue=config.queue, warm_up=config.warm_up,
         )  # fmt: skip
         engine = LLMEngine(model.causal, limits)
         try:

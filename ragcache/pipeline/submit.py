@@ -11,7 +11,7 @@ from functools import partial, reduce
 
 from ragcache.answers.policy import AnswerPolicy, answer_policies
 from ragcache.answers.quotations import Quotations
-from ragcache.config import NAMESPACE, RagCacheConfig
+from ragcache.config import NAMESPACE
 from ragcache.engine import (
     Choice,
     Context,
@@ -28,7 +28,7 @@ from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import check_options
 from ragcache.errors import StoreError
 from ragcache.models import LoadedModel
-from ragcache.params import GenerationParams
+from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
 from ragcache.pipeline.gate import ModeGate
@@ -101,7 +101,7 @@ class Submitter:
     """The engine."""
     deferred: DeferredReleases
     """Leases that the next call ends."""
-    config: RagCacheConfig
+    config: OpenConfig
     """The settings of the state folder."""
     namespace: str = NAMESPACE
     """The namespace whose requests share private states."""

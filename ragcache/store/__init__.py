@@ -3,10 +3,10 @@
 from ragcache.store.admin import TierStatus, tier_status
 from ragcache.store.eviction import EvictionIndex
 from ragcache.store.leases import Lease, LeaseRequest, Origin
-from ragcache.store.store import KVStore, TierOptions, open_tiers
+from ragcache.store.store import KVStore, open_tiers
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 __all__ = [
     "DeviceTier", "DiskTier", "EvictionIndex", "HostTier", "KVStore", "Lease", "LeaseRequest",
-    "Origin", "RemoteTier", "Tier", "TierOptions", "TierStatus", "open_tiers", "tier_status",
+    "Origin", "RemoteTier", "Tier", "TierStatus", "open_tiers", "tier_status",
 ]  # fmt: skip

@@ -8,16 +8,15 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from sqlalchemy import func, select
 
-from ragcache.config import check_options
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
@@ -25,16 +24,15 @@ from ragcache.db.references import ROOT_MODE, is_unowned, owned_among, retire
 from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import (
-    ConfigurationError,
     LedgerUnavailable,
     RemoteMismatch,
     RemoteUnavailable,
     StoreError,
     StoreFull,
 )
-from ragcache.params import parse_optional_bytes
+from ragcache.params import OpenConfig, parse_optional_bytes
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import KVDtype, check_kv_dtype
+from ragcache.states.quantization import KVDtype
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
@@ -454,63 +452,40 @@ def _is_alone(ledger: Ledger) -> bool:
         return session.scalar(select(func.count()).select_from(SessionTable)) == 1
 
 
-class TierOptions(TypedDict, total=False):
-    """All optional. Sizes are bytes, or texts such as `8GiB`.
+def open_tiers(config: OpenConfig, device: torch.device) -> dict[str, Any]:
+    """The arguments of `KVStore.open` that a configuration asks for.
 
-    device_bytes: of a tier in the memory of the model's GPU; without it, what the engine leaves
-    free there. device_kv_dtype: how it keeps states: `model`, or `int8`, which attention reads in
-    place. disk_bytes: without it, no limit. remote: an fsspec URL (`s3://BUCKET/PATH`,
-    `file:///MOUNT`), and remote_bytes. kv_dtype: how the host, the disk and the remote keep states:
-    `model` or `int8`. ledger: a database URL in place of the file in the state folder.
-    claim_patience: seconds that a question waits for states which another process encodes, before
-    it encodes them itself.
+    Args:
+        config: Budgets and places of the tiers.
+        device: Device of the model.
+
+    Raises:
+        ConfigurationError: The URL of the remote tier cannot be used.
     """
-
-    device_bytes: int | str
-    device_kv_dtype: str
-    disk_bytes: int | str
-    remote: str
-    remote_bytes: int | str
-    kv_dtype: str
-    ledger: str
-    claim_patience: float
-
-
-def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
-    """Arguments for `KVStore.open`. Raises `ConfigurationError`."""
-    budgets = {spec.budget_option for spec in TIERS.values()}
-    named = {name: value for name, value in options.items() if name not in budgets}
-    check_options(named, TierOptions, "tiers")
-    kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
-    patience = options.get("claim_patience", CLAIM_PATIENCE)
-    if not 0 <= patience < math.inf:
-        raise ConfigurationError(f"claim_patience is {patience}; it is 0 seconds or more")
-    opened = (open_tier(options, device) for open_tier in OPENERS.values())
+    opened = (open_tier(config, device) for open_tier in OPENERS.values())
     return {
-        "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
-        "kv_dtype": kv_dtype,
-        "claim_patience": patience,
+        "disk_bytes": parse_optional_bytes(config.disk_bytes),
+        "kv_dtype": config.kv_dtype,
+        "claim_patience": config.claim_patience,
         "tiers": [tier for tier in opened if tier is not None],
     }
 
 
-def _open_device(options: Mapping[str, Any], device: torch.device) -> Tier | None:
-    if "device_bytes" not in options and device.type != "cuda":
+def _open_device(config: OpenConfig, device: torch.device) -> Tier | None:
+    if config.device_bytes is None and device.type != "cuda":
         return None
-    budget = parse_optional_bytes(options.get("device_bytes"))
-    kv_dtype = check_kv_dtype(options.get("device_kv_dtype", "model"))
-    return DeviceTier(budget, device, kv_dtype=kv_dtype)
+    budget = parse_optional_bytes(config.device_bytes)
+    return DeviceTier(budget, device, kv_dtype=config.device_kv_dtype)
 
 
-def _open_remote(options: Mapping[str, Any], device: torch.device) -> Tier | None:  # noqa: ARG001
-    if "remote" not in options:
+def _open_remote(config: OpenConfig, device: torch.device) -> Tier | None:  # noqa: ARG001
+    if config.remote is None:
         return None
-    budget = parse_optional_bytes(options.get("remote_bytes"))
-    kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
-    return RemoteTier.open(options["remote"], budget, kv_dtype=kv_dtype)
+    budget = parse_optional_bytes(config.remote_bytes)
+    return RemoteTier.open(config.remote, budget, kv_dtype=config.kv_dtype)
 
 
-TierOpener = Callable[[Mapping[str, Any], torch.device], Tier | None]
+TierOpener = Callable[[OpenConfig, torch.device], Tier | None]
 OPENERS: dict[str, TierOpener] = {"device": _open_device, "remote": _open_remote}
-"""Opens each tier that is optional from the options of `RagCache.open` and the model's device; None
-where the options do not ask for it."""
+"""Opens each tier that is optional on the model's device; None where the configuration does not
+ask for it."""

@@ -98,7 +98,7 @@ def test_examples_are_asked_with_and_without_their_document(
         Question("2", "Which elephants?", ("none",), ""),
     ]
     asked: list[tuple[int, int]] = []
-    with RagCache.open(tmp_path, tiny_reader, max_tokens=4, embedding=None) as rag:
+    with RagCache.open(tmp_path, tiny_reader, max_tokens=4, embedding="none") as rag:
         rag.ingest("notes", documents)
         found = collect_examples(
             rag, "notes", questions, extractive=True, progress=lambda *at: asked.append(at)

@@ -53,7 +53,7 @@ def test_modes_over_documents_are_compared(
     """All that `linked` computes in context is `exact`; isolated documents differ from it."""
     first = GenerationParams(first_logprobs=True, max_tokens=1)
     asked = ["Where does the spare key hang?", "Who serviced the engine of the Pipit?"]
-    with RagCache.open(tmp_path / "state", quick_reader, embedding=None, force_modes=True) as rag:
+    with RagCache.open(tmp_path / "state", quick_reader, embedding="none", force_modes=True) as rag:
         rag.ingest("notes", [notes])
         exact, linked, isolated = (
             [

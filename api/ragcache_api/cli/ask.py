@@ -158,7 +158,7 @@ def demo(
         from ragcache import RagCache
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        RagCache.open(state, dtype=dtype, embedding=None, force_modes=True) as rag,
+        RagCache.open(state, dtype=dtype, embedding="none", force_modes=True) as rag,
     ):
         with ui.progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)

@@ -91,7 +91,7 @@ StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
-DTypeOption = Annotated[str, _setting("dtype", _DTYPE)]
+DTypeOption = Annotated[Any, _setting("dtype", _DTYPE)]
 EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING, check_embedding)]
 RerankerOption = Annotated[str | None, _setting("reranker", _RERANKER, check_reranker)]
 InstructionOption = Annotated[str | None, _setting("instruction", _INSTRUCTION, check_instruction)]
@@ -124,7 +124,7 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
     from ragcache_api.settings import ServiceSettings
 
     given = {name: value for name, value in options.items() if value is not None}
-    options = ServiceSettings.read().opening() | given | {"embedding": embedding}
+    options = ServiceSettings.read().opening() | given | {"embedding": embedding or "none"}
     with errors.status("loading the model"):
         from ragcache import RagCache
 

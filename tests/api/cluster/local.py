@@ -118,7 +118,7 @@ class LocalCluster:
         self.database = Database.open(ledger)
         self.rags = [
             RagCache.open(
-                folder / name, reader, embedding=None, ledger=ledger,
+                folder / name, reader, embedding="none", ledger=ledger,
                 remote=f"file://{folder / 'remote'}",
             )
             for name in "ab"

@@ -275,7 +275,7 @@ def test_modes_are_told_once_measured_and_refused_where_far(
 ) -> None:
     far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
-    with RagCache.open(tmp_path / "state", tiny_reader, embedding=None, force_modes=False) as rag:
+    with RagCache.open(tmp_path / "state", tiny_reader, embedding="none", force_modes=False) as rag:
         rag.ingest("notes", [notes])
         client = client_of(rag)
         state = client.get("/admin/state").json()

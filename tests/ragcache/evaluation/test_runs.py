@@ -26,7 +26,7 @@ from tests.conftest import write_notes
 def rag(tmp_path_factory: pytest.TempPathFactory, tiny_reader: LoadedModel) -> Iterator[RagCache]:
     state = tmp_path_factory.mktemp("evaluated")
     with RagCache.open(
-        state / "state", tiny_reader, max_tokens=6, embedding=None, force_modes=True
+        state / "state", tiny_reader, max_tokens=6, embedding="none", force_modes=True
     ) as opened:
         opened.ingest("notes", [write_notes(state / "notes")])
         yield opened
@@ -102,7 +102,7 @@ def test_questions_are_asked_over_their_own_documents(tmp_path: Path, reader: Lo
         Question(name, "In which cupboard does the spare key hang?", (), "blue", own=(name,))
         for name in ("blue", "red")
     ]  # fmt: skip
-    with RagCache.open(tmp_path, reader, max_tokens=6, embedding=None, force_modes=True) as rag:
+    with RagCache.open(tmp_path, reader, max_tokens=6, embedding="none", force_modes=True) as rag:
         rag.ingest("keys", documents)
         found = evaluate_modes(rag, "keys", asked, ["rooted"])
         chat = evaluate_modes(rag, "keys", asked, ["rooted"], through="chat")

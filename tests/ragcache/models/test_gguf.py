@@ -54,7 +54,7 @@ def test_a_file_in_eight_bits_answers_as_its_weights_do(
         exact = model(ids).logits
         read = load_model(str(file), dtype="float32").causal.model(ids).logits
     assert torch.allclose(read, exact, atol=0.05 * float(exact.abs().max()))
-    with RagCache.open(tmp_path / "state", loaded, embedding=None, max_tokens=2) as rag:
+    with RagCache.open(tmp_path / "state", loaded, embedding="none", max_tokens=2) as rag:
         (tmp_path / "key.md").write_text(text, encoding="utf-8")
         rag.ingest("notes", [tmp_path / "key.md"])
         assert rag.ask("Where is the spare key?", collection="notes").reuse.cached_tokens > 0

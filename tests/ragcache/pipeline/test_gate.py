@@ -131,7 +131,7 @@ def test_a_far_mode_is_refused_before_anything_is_leased(
     question = "Where does the spare key hang?"
     folder = tmp_path / "state"
     text = (notes / "keys.md").read_text(encoding="utf-8")
-    with RagCache.open(folder, loud, embedding=None, force_modes=False, max_tokens=2) as rag:
+    with RagCache.open(folder, loud, embedding="none", force_modes=False, max_tokens=2) as rag:
         rag.ingest("notes", [notes])
         rag.schemas.add('<schema name="s"><module name="m">The key is red.</module></schema>')
         with pytest.raises(ModeRefused, match=r"of exact \(limit"):
@@ -144,12 +144,12 @@ def test_a_far_mode_is_refused_before_anything_is_leased(
         with pytest.raises(ModeRefused, match="'isolated'"):
             rag.prompt('<prompt schema="s"><m/>Which color?</prompt>')
     monkeypatch.setattr(gate, "measure_modes", None)  # nothing is measured twice
-    with RagCache.open(folder, loud, embedding=None, force_modes=False) as rag:
+    with RagCache.open(folder, loud, embedding="none", force_modes=False) as rag:
         assert [each.mode for each in rag.gate.results()] == ["isolated", "rooted"]
         with pytest.raises(ModeRefused, match=r"RagCache\.open\(force_modes=True\), --force-modes"):
             rag.ask(question, collection="notes")
         assert rag.ask("zzz", collection="notes", k=1).finish_reason == "no_documents"
-    with RagCache.open(folder, loud, embedding=None, force_modes=True, max_tokens=2) as rag:
+    with RagCache.open(folder, loud, embedding="none", force_modes=True, max_tokens=2) as rag:
         assert rag.ask(question, collection="notes").mode == "rooted"
 
 
@@ -179,7 +179,7 @@ def test_a_ledger_that_does_not_answer_refuses_nothing(
         raise LedgerUnavailable("the ledger does not answer")
 
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [FAR])
-    with RagCache.open(tmp_path / "state", tiny_reader, embedding=None, force_modes=False) as rag:
+    with RagCache.open(tmp_path / "state", tiny_reader, embedding="none", force_modes=False) as rag:
         ledger = rag.internals.shared.store.ledger
         monkeypatch.setattr(ledger, "get_fact", away)
         monkeypatch.setattr(ledger, "agree_on_fact", away)

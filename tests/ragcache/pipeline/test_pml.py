@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ragcache import RagCache
-from ragcache.config import RagCacheConfig
 from ragcache.db import Database, SchemaText, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
+from ragcache.params import OpenConfig
 from ragcache.pipeline import (
     Answer,
     ChatTemplate,
@@ -84,7 +84,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     store = KVStore.open(tmp_path, database, 2**26)
     with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
         scopes = ScopeEncoder(model, template, store, engine.encode)
-        submitter = Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_tokens=4))
+        submitter = Submitter(model, engine, DeferredReleases(), OpenConfig(max_tokens=4))
         runner = PmlPipeline(SchemaTexts(database), scopes, template)
         runner.add(SCHEMA)
         yield Bench(runner, submitter, plain)

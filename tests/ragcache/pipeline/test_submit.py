@@ -13,12 +13,11 @@ import torch
 
 from ragcache.answers.confidence import UNCALIBRATED, ConfidenceFeatures
 from ragcache.answers.policy import ConfidencePolicy
-from ragcache.config import RagCacheConfig
 from ragcache.db import ModuleRow
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.params import GenerationParams
+from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline import Citation, DeferredReleases, Submitter, TokenPrompt
 from ragcache.pipeline.answer import Timestamps
 from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved
@@ -171,7 +170,7 @@ class FakeStates:
 def submitter(model: LoadedModel) -> Iterator[Submitter]:
     settings = EngineConfig(pool_bytes=2**22, queue=2)
     with LLMEngine(model.causal, settings) as engine:
-        yield Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_tokens=4))
+        yield Submitter(model, engine, DeferredReleases(), OpenConfig(max_tokens=4))
 
 
 def reading(states: FakeStates | None, own: int = 2) -> TokenPrompt:
@@ -219,7 +218,7 @@ def test_an_answer_without_a_limit_takes_what_the_window_leaves(reader: LoadedMo
     model = LoadedModel("narrow", causal, reader.tokenizer)
     generation = GenerationParams(unbounded=True, ignore_eos=True)
     with LLMEngine(causal, EngineConfig(pool_bytes=2**22)) as engine:
-        narrow = Submitter(model, engine, DeferredReleases(), RagCacheConfig())
+        narrow = Submitter(model, engine, DeferredReleases(), OpenConfig())
         [pending] = narrow.run([reading(FakeStates(model))], generation)
         assert len(pending.result().choices[0].token_ids) == 64 - 5
 

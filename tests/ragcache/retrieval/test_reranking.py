@@ -44,7 +44,7 @@ def shortest() -> Shortest:
 @pytest.fixture
 def rag(tmp_path: Path, tiny_reader: LoadedModel, shortest: Shortest) -> Iterator[RagCache]:
     with RagCache.open(
-        tmp_path / "state", tiny_reader, embedding=None, reranker=shortest, max_tokens=1
+        tmp_path / "state", tiny_reader, embedding="none", reranker=shortest, max_tokens=1
     ) as opened:
         opened.ingest("notes", [*sources(), SourceDocument("key", "The key of the boat.")])
         yield opened

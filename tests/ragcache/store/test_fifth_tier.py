@@ -1,23 +1,24 @@
 """A tier that only this file knows works through the store, the ledger and `RagCache`.
 
 A new tier is a file of its own, a `TierSpec` in `ragcache/tiers.py` and an opener in
-`ragcache/store/store.py`: no other file names tiers.
+`ragcache/store/store.py`, and its budget in `OpenConfig`: no other file names tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ragcache import RagCache, SourceDocument
+from ragcache import RagCache, SourceDocument, rag
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
 from ragcache.errors import ConfigurationError, StoreBudgetExceeded
 from ragcache.models import LoadedModel
+from ragcache.params import OpenConfig
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.store import KVStore, LeaseRequest, tier_status
@@ -55,15 +56,21 @@ class ArchiveTier(MemoryTier):
         return states.nbytes
 
 
-def open_archive(options: Mapping[str, Any], device: torch.device) -> ArchiveTier | None:
+class ArchiveConfig(OpenConfig):
+    archive_bytes: int | None = None
+
+
+def open_archive(config: OpenConfig, device: torch.device) -> ArchiveTier | None:
     assert device.type == "cpu"
-    return ArchiveTier(options["archive_bytes"]) if "archive_bytes" in options else None
+    budget = getattr(config, "archive_bytes", None)
+    return None if budget is None else ArchiveTier(budget)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TIERS, "archive", SPEC)
     monkeypatch.setitem(OPENERS, "archive", open_archive)
+    monkeypatch.setattr(rag, "OpenConfig", partial(ArchiveConfig, force_modes=True))
     ARCHIVE.clear()
 
 
@@ -115,14 +122,14 @@ def test_rag_cache_opens_a_fifth_tier_by_its_budget(
     tmp_path: Path, tiny_reader: LoadedModel
 ) -> None:
     options: Any = {"archive_bytes": 1 << 26, "max_tokens": 4}
-    with RagCache.open(tmp_path, tiny_reader, **options) as rag:
-        rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
+    with RagCache.open(tmp_path, tiny_reader, **options) as opened:
+        opened.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
         assert ARCHIVE
-        expected = rag.ask("Where is the kiln?", collection="notes")
-        rag.modules.move("notes", "archive")
-        rag.modules.evict("notes", tier="disk")
-        answer = rag.ask("Where is the kiln?", collection="notes")
+        expected = opened.ask("Where is the kiln?", collection="notes")
+        opened.modules.move("notes", "archive")
+        opened.modules.evict("notes", tier="disk")
+        answer = opened.ask("Where is the kiln?", collection="notes")
         assert (answer.text, answer.sources[0].tier) == (expected.text, "archive")
-        assert "archive" in rag.stats().tiers
+        assert "archive" in opened.stats().tiers
     with pytest.raises(ConfigurationError, match="unknown option 'archive_size'"):
         RagCache.open(tmp_path, tiny_reader, archive_size=1)  # type: ignore[call-arg]
