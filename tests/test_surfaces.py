@@ -17,6 +17,7 @@ from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, 
 from ragcache.pipeline.submit import sampling_params
 from ragcache_api.cli.options import ONE_ANSWER
 from ragcache_api.http.bodies import AnswerRequest, ChatRequest, CompletionRequest, PromptRequest
+from ragcache_api.settings import ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, RagCacheRetriever
 
 SETS: tuple[type[Params], ...] = (GenerationParams, SearchParams, OpenConfig)
@@ -27,6 +28,7 @@ SURFACES: dict[type[Surface], tuple[type[Params], ...]] = {
     CompletionRequest: (GenerationParams, SearchParams),
     ChatRagCache: (GenerationParams,),
     RagCacheRetriever: (SearchParams,),
+    ServiceSettings: (OpenConfig,),
 }
 
 
@@ -125,6 +127,7 @@ from typer.testing import CliRunner
 from ragcache import RagCache, SourceDocument
 from ragcache_api.cli.main import app
 from ragcache_api.http import create_app
+from ragcache_api.settings import ServiceSettings
 from ragcache_api.settings import ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, close_shared
 from ragcache.engine import LLMEngine

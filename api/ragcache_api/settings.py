@@ -9,10 +9,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -24,9 +24,8 @@ from pydantic_settings import (
 )
 
 from ragcache.errors import ConfigurationError
+from ragcache.params import OpenConfig, Surface, explain
 
-Size = int | str
-ModelDType = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 _SCALE = re.compile(r"[1-9]\d{0,3}-[1-9]\d{0,3}")
 _REDIS = ("redis://", "rediss://", "redis+unix://")
@@ -42,104 +41,54 @@ def _split(value: Any) -> Any:
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
-class ServiceSettings(BaseSettings):
-    """All settings. Sizes are bytes, or texts such as `8GiB`; times are seconds."""
+class ServiceOptions(OpenConfig):
+    """Options of the service and of the command line: those of `OpenConfig`, and their own.
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, toml_file=FILE, extra="forbid", frozen=True, protected_namespaces=()
-    )
+    Times are seconds. `ServiceSettings` also reads them from the environment.
+    """
 
-    state: Path = Field(Path("ragcache-state"), description="The state folder.")
-    model: str | None = Field(None, description="A model folder or hub name; else the reader.")
-    embedding: str = Field(
-        "auto", description="Retrieval by meaning: `auto`, `minilm`, `none` or a model."
-    )
-    reranker: str | None = Field(
-        None, description="A cross-encoder that orders what was found: a folder or hub name."
-    )
-    instruction: str | None = Field(
-        None, description="What the model is to do with the documents; else a brief answer."
-    )
-    module_tokens: Positive = Field(384, description="The most tokens of a module.")
-    max_tokens: Positive = Field(
-        64, description="Tokens of an answer unless a request says; chats may fill the window."
-    )
-    force_modes: bool = Field(
-        False, description="Whether modes that are far from `exact` on the model serve too."
-    )
-    queue: Positive = Field(1024, description="Requests that wait; one more gets 429.")
-    ingestion_bytes: Size = Field(
-        "256MiB", description="Documents that wait to be stored; more get 429."
-    )
-    host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
-    device: str = Field("cpu", description="Where the model runs: `cpu`, `cuda`, `cuda:1`.")
-    dtype: ModelDType = Field(
-        "auto", description="What the model computes in; `auto`: what is fast on this machine."
-    )
-    states_dtype: ModelDType = Field(
-        "auto", description="What states are kept in; `auto`: the checkpoint's dtype."
-    )
-    long_context: bool = Field(
-        False, description="A model with LongRoPE uses its long factors, for its whole context."
-    )
-    quantization: Literal["int8", "int4"] | None = Field(
-        None, description="Weights in 8 or 4 bits (extra `quantized`); else as they are stored."
-    )
-    private_bytes: Size | None = Field(
-        None, description="Room for questions' own states: 512 MiB; a share of a GPU."
-    )
-    device_bytes: Size | None = Field(
-        None, description="Budget of the tier on the GPU; else what the engine leaves free there."
-    )
-    device_kv_dtype: Literal["model", "int8"] | None = Field(
-        None, description="How that tier keeps states."
-    )
-    disk_bytes: Size | None = Field(None, description="Budget of the disk; else no limit.")
-    remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
-    remote_bytes: Size | None = Field(None, description="Budget of the remote tier.")
-    kv_dtype: Literal["model", "int8"] = Field("model", description="How tiers keep states.")
-    ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
-    stale_seconds: float = Field(
-        60.0, ge=1, description="Seconds that questions do without a ledger that is away."
-    )
-    claim_patience: float = Field(
-        1.0, ge=0, description="Seconds that a question waits for what another process encodes."
-    )
-
-    replicas: Positive | None = Field(
-        None, description="Replicas behind one gateway, on Ray (extra `ray`)."
-    )
-    autoscale: str | None = Field(
-        None, description="Fewest and most replicas, as `1-8`: as many as requests need."
-    )
-    host: str = Field("127.0.0.1", description="The address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
-    connections: Positive = Field(1000, description="The most connections; one more gets 503.")
-    deadline: float = Field(
-        300.0, gt=0, description="The most seconds of an answer, then 504, and of a body's coming."
-    )
-    lame_duck: float = Field(
-        5.0, ge=0, description="Seconds after SIGTERM in which a service still accepts."
-    )
-    grace: float = Field(20.0, ge=0, description="Seconds that running requests get at the end.")
-    body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
-    upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
-    rate: str | None = Field(None, description="Requests of a key or address, as `100/minute`.")
-    rate_storage: str | None = Field(
-        None, description="A Redis by which services count rates together, as `redis://HOST`."
-    )
-    allowed_hosts: Names = Field(
-        default=["localhost", "127.0.0.1", "::1"],
-        description="Names by which a service without keys may be called.",
-    )
-    trusted_proxies: Names = Field(
-        default=[], description="Addresses or networks whose `X-Forwarded-For` counts."
-    )
-    page: bool = Field(True, description="Whether /admin/ and /docs show pages.")
-    telemetry: bool = Field(False, description="OpenTelemetry traces (extra `otel`).")
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
-        "info", description="Of the server's log."
-    )
+    model: str | None = None
+    """A model folder or hub name. The embedded reader by default."""
+    embedding: str = "auto"
+    """Retrieval by meaning: `auto`, `minilm`, `none`, or a folder or hub name."""
+    reranker: str | None = None
+    """A cross-encoder that orders what was found: a folder or hub name."""
+    state: Path = Path("ragcache-state")
+    """The state folder."""
+    replicas: Positive | None = None
+    """Replicas behind one gateway, on Ray (extra `ray`)."""
+    autoscale: str | None = None
+    """Fewest and most replicas, as `1-8`: as many as requests need."""
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The port; 0 takes a free one."""
+    connections: Positive = 1000
+    """The most connections; one more gets 503."""
+    deadline: Annotated[float, Field(gt=0)] = 300.0
+    """The most seconds of an answer, then 504, and of a body's coming."""
+    lame_duck: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds after SIGTERM in which a service still accepts."""
+    grace: Annotated[float, Field(ge=0)] = 20.0
+    """Seconds that running requests get at the end."""
+    body_bytes: Positive = 4 * 2**20
+    """The most bytes of a request's body."""
+    upload_bytes: Positive = 64 * 2**20
+    """The most bytes of an upload."""
+    rate: str | None = None
+    """Requests of a key or address, as `100/minute`."""
+    rate_storage: str | None = None
+    """A Redis by which services count rates together, as `redis://HOST`."""
+    allowed_hosts: Names = Field(default=["localhost", "127.0.0.1", "::1"])
+    """Names by which a service without keys may be called."""
+    trusted_proxies: Names = Field(default=[])
+    """Addresses or networks whose `X-Forwarded-For` counts."""
+    page: bool = True
+    """Whether /admin/ and /docs show pages."""
+    telemetry: bool = False
+    """OpenTelemetry traces (extra `otel`)."""
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+    """Level of the server's log."""
 
     @field_validator("rate")
     @classmethod
@@ -171,6 +120,16 @@ class ServiceSettings(BaseSettings):
             ipaddress.ip_network(proxy)  # raises ValueError
         return proxies
 
+
+class ServiceSettings(BaseSettings, Surface, ServiceOptions):
+    """All settings: options, then variables `RAGCACHE_NAME`, then `ragcache.toml`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=FILE, extra="forbid")
+    withheld: ClassVar[Mapping[str, str]] = {
+        "warm_up": "a service does so at its start",
+        "chat_template_kwargs": "give it to a request",
+    }
+
     @classmethod
     def read(cls, **given: Any) -> ServiceSettings:
         """The settings from options (None is not one), the environment and the file. Raises
@@ -179,11 +138,11 @@ class ServiceSettings(BaseSettings):
         try:
             return cls(**given)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
+            place = error.errors()[0]["loc"]
+            name = str(place[0]) if place else ""
             raise ConfigurationError(
-                f"setting {name!r} ({_place(name, given)}): {first['msg']}; docs/guides/operate.md "
-                "lists the settings"
+                f"setting {name!r} ({_place(name, given)}): {explain(error, cls)}; "
+                "docs/guides/operate.md lists the settings"
             ) from None
         except TOMLDecodeError as error:
             raise ConfigurationError(f"{Path(FILE).resolve()} is no TOML: {error}") from None
@@ -197,6 +156,10 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
         """Options come before the environment, and that before the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    def open_options(self) -> dict[str, Any]:
+        """Options of `RagCache.open` that were given."""
+        return OpenConfig.part_of(self).given()
 
     @property
     def autoscale_bounds(self) -> tuple[int, int] | None:
@@ -220,17 +183,6 @@ class ServiceSettings(BaseSettings):
                 "s3://BUCKET/PREFIX, or file:///PATH on a disk that all of them mount"
             )
         return self.ledger
-
-    def opening(self) -> dict[str, Any]:
-        """The arguments of `RagCache.open` besides state and model."""
-        names = {
-            "embedding", "module_tokens", "host_bytes", "max_tokens", "private_bytes", "queue",
-            "device_bytes", "device_kv_dtype", "disk_bytes",
-            "remote", "remote_bytes", "kv_dtype", "ledger", "ingestion_bytes", "device",
-            "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
-            "instruction", "reranker", "force_modes", "quantization",
-        }  # fmt: skip
-        return self.model_dump(include=names, exclude_none=True)
 
 
 def _place(name: str, options: Collection[str]) -> str:

@@ -461,7 +461,7 @@ def serve(
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
 
-        rag = RagCache.open(settings.state, settings.model, warm_up=True, **settings.opening())
+        rag = RagCache.open(settings.state, warm_up=True, **settings.open_options())
     with rag:
         serve_app(rag, settings)
 

@@ -123,12 +123,11 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
     the settings."""
     from ragcache_api.settings import ServiceSettings
 
-    given = {name: value for name, value in options.items() if value is not None}
-    options = ServiceSettings.read().opening() | given | {"embedding": embedding or "none"}
+    settings = ServiceSettings.read(model=model, embedding=embedding or "none", **options)
     with errors.status("loading the model"):
         from ragcache import RagCache
 
-        return RagCache.open(state, model, **options)
+        return RagCache.open(state, **settings.open_options())
 
 
 def open_existing_rag(
