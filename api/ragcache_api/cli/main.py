@@ -7,7 +7,7 @@ import gc
 import sys
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import typer
 
@@ -63,16 +63,15 @@ is imported when one of its commands runs, so that the list is printed at once."
 
 
 @cache
-def load_command(name: str) -> typer.core.TyperCommand:
+def load_command(name: str) -> Any:
     """The command or group of commands of a name."""
     module, _, attribute = _COMMANDS[name][0].partition(".")
     found = getattr(import_module(f"ragcache_api.cli.{module}"), attribute)
-    if not isinstance(found, typer.Typer):
-        single = typer.Typer(**_STYLE, add_completion=False)
-        single.command(name)(found)
-        found = single
-    command: Any = typer.main.get_command(found)
-    return cast("typer.core.TyperCommand", command)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_group(found)
+    single = typer.Typer(**_STYLE, add_completion=False)
+    single.command(name)(found)
+    return typer.main.get_command(single)
 
 
 class InterruptibleCommands(typer.core.TyperGroup):
