@@ -39,7 +39,7 @@ class AsyncRagCache:
             rag: The open folder.
         """
         self.rag = rag
-        """The synchronous object: what has no coroutine here, such as `rag.collections`."""
+        """The synchronous object, for calls without a coroutine, such as `rag.collections`."""
 
     async def __aenter__(self) -> AsyncRagCache:
         return self
@@ -70,7 +70,7 @@ class AsyncRagCache:
         sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
     ) -> Ingestion:
-        """Store documents and remove what has vanished; see `RagCache.sync`."""
+        """Store documents and remove vanished ones; see `RagCache.sync`."""
         return await asyncio.to_thread(self.rag.sync, collection, sources, **options)
 
     async def delete(self, collection: str, document_ids: Sequence[str]) -> int:

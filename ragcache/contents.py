@@ -60,7 +60,7 @@ class Collections:
         return self._namespace.catalog.preview_deletion(collection, document_ids)
 
     def page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
-        """List a page of the collections by name, with what they hold.
+        """List a page of the collections by name, with their sizes.
 
         Raises:
             InvalidRequest: The cursor or the limit cannot be used.
@@ -74,11 +74,10 @@ class Collections:
         return self._namespace.shared.instruction if own is None else own
 
     def set_instruction(self, collection: str, instruction: str | None) -> None:
-        """Set what the model is asked to do with a collection's documents, for all processes.
+        """Set the instruction that precedes a collection's documents, for all processes.
 
-        The instruction precedes the documents in the prompt of every question. It is part of the
-        key of their states: `RagCache.modules.warm`, or the first questions, encode the modules
-        again.
+        The instruction is part of the prompt of every question and of the key of states:
+        `RagCache.modules.warm`, or the first questions, encode the modules again.
 
         Args:
             collection: The collection.
@@ -102,8 +101,8 @@ class Collections:
 
         Args:
             collection: The collection.
-            extractive: Whether the answers are quotations. By default, what the model does with
-                questions.
+            extractive: Whether the answers are quotations. Defaults to the model's own way of
+                answering.
         """
         kept = self._namespace.catalog.version(collection).calibrations
         model = self._namespace.shared.model
@@ -120,8 +119,8 @@ class Collections:
         Args:
             collection: The collection.
             calibration: The calibration. None removes it.
-            extractive: Whether the answers are quotations. By default, what the model does with
-                questions.
+            extractive: Whether the answers are quotations. Defaults to the model's own way of
+                answering.
 
         Example:
             >>> rag.collections.set_calibration("handbook", None)

@@ -197,7 +197,7 @@ class RagCache:
             **options: See `IngestOptions`.
 
         Returns:
-            A summary of what was stored.
+            A summary of the stored documents.
 
         Raises:
             DocumentError: A path does not exist, no document can be read or, if `strict`, one
@@ -220,10 +220,10 @@ class RagCache:
 
         Removes the documents of folders whose files no longer exist. Without a folder among the
         sources, removes all other documents of the collection. Renames documents that have moved,
-        without encoding them. Arguments and errors are those of `ingest`.
+        without encoding them. Takes the arguments of `ingest` and raises its errors.
 
         Returns:
-            A summary, with what was `removed` and `renamed`.
+            A summary, with the `removed` and the `renamed` documents.
 
         Example:
             >>> rag.sync("handbook", [leave]).unchanged
@@ -475,9 +475,9 @@ class RagCache:
         return self._shared.keys
 
     def stats(self) -> Stats:
-        """Sum up what is stored, and what happened since this process opened the folder.
+        """Sum up the folder's contents and events since this process opened it.
 
-        Collections are those of the namespace; all other figures are those of the folder.
+        Collections are listed for the namespace; all other figures cover the folder.
         """
         self._shared.deferred.release()
         return Stats.of(self.internals)

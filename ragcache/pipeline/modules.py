@@ -1,4 +1,4 @@
-"""An operator's view of modules: list them, and warm, pin, expire, move and evict their states."""
+"""Operations on modules: list them, and warm, pin, expire, move and evict their states."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class ModulePlacement:
 
     tokens: int
     tier: str | None
-    """First tier that holds the states. None if no tier does: a question then encodes them."""
+    """First tier that holds the states. Without one, a question encodes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The modules of one namespace. `documents` names documents of a collection, `names` modules;
-    None is all, and of both given both count.
+    """The modules of one namespace; `RagCache.modules`.
 
-    With `dry_run` nothing changes: the changes that would be made are returned. All methods raise
+    By default a method acts on all modules of a collection; `documents` and `names` (of modules)
+    each narrow that. `dry_run` returns the changes without making them. All methods raise
     `UnknownCollection`.
     """
 
@@ -80,7 +80,7 @@ class Modules:
         return self.catalog.modules(collection, names)
 
     def get(self, module: int | str) -> ModuleDetail:
-        """All that is known of a module, by its id or its public id. Raises `UnknownModule`."""
+        """Return the details of a module by its id or public id. Raises `UnknownModule`."""
         self.store.ledger.flush()
         return module_detail(self._database, module, self.catalog.namespace)
 
@@ -88,8 +88,7 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *,
         mode: str | ReuseMode = ROOTED, dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Brings states to the first tier, encoding those that no tier has, and keeps them. mode:
-        `rooted` or `isolated`. Raises `ConfigurationError` for another mode."""
+        """Bring states to the first tier, and encode states that no tier holds."""
         parsed = ReuseMode.parse(mode)
         encoding = parsed.encoding
         if parsed not in (ROOTED, ISOLATED) or encoding is None:
@@ -123,27 +122,35 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Keeps states from being evicted for pressure or time."""
+        """Keep states from being evicted for pressure or time."""
         return admin.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Lets states be evicted again."""
+        """Let states be evicted again."""
         keys = self._keys(collection, documents, names)
         return admin.pin(self.store, keys, False, dry_run=dry_run)
 
     def expire(
         self, ids: Sequence[int], seconds: float | None, *, dry_run: bool = False
     ) -> list[StateChange]:
-        """Evicts the states of modules `seconds` from now; None lifts the limit. Returns a change
-        per state and tier: `expire`, or `keep` where the limit is lifted.
+        """Limit how long the states of modules are kept.
 
-        The documents stay: what a question needs afterwards is encoded again, without a limit.
-        Pinned states and those in use stay beyond it, until they are neither. ids: as listings give
-        them (`id`). Raises `UnknownModule`, or `ConfigurationError` where `seconds` is negative or
-        not finite.
+        The documents stay: a later question encodes its modules again, without a limit. States that
+        are pinned or in use stay longer, until they are neither.
+
+        Args:
+            ids: Ids of modules, as in listings.
+            seconds: Seconds from now. None lifts the limit.
+
+        Returns:
+            A change for each state and tier: `expire`, or `keep` if the limit is lifted.
+
+        Raises:
+            UnknownModule: There is no module of an id.
+            ConfigurationError: `seconds` is negative or not finite.
         """
         self.store.ledger.flush()
         keys = held_keys(self._database, ids, self.catalog.namespace)
@@ -153,7 +160,7 @@ class Modules:
         self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Brings states to a tier, and takes them from those above it."""
+        """Bring states to a tier, and remove them from the tiers above it."""
         keys = self._keys(collection, documents, names)
         return admin.move(self.store, keys, tier, dry_run=dry_run)
 
@@ -161,8 +168,8 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Removes states from a tier, or from all; the documents stay, and are encoded again when
-        a question needs them."""
+        """Remove states from a tier, or from all tiers. The documents stay, and are encoded again
+        when a question needs them."""
         keys = self._keys(collection, documents, names)
         return admin.evict(self.store, keys, tier, dry_run=dry_run)
 

@@ -39,30 +39,33 @@ class HeldOutSearch(SearchParams):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was found. score: on the scale of `SearchParams.threshold`. bm25, cosine: of
-    its words and of its vector; None where that ranking did not find it. rerank: of the reranker,
-    which ordered the hits; None without one."""
+    """A module that was found."""
 
     module: ModuleRow
     score: float
+    """Score on the scale of `SearchParams.threshold`."""
     bm25: float | None = None
+    """BM25 score, if the search by words found the module."""
     cosine: float | None = None
+    """Cosine of its vector and the query's, if the search by vectors found the module."""
     rerank: float | None = None
+    """Score of the reranker, if one ordered the hits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first; with `mmr`, in the order of selection. version: of the
-    collection when it was asked for. rerank_seconds: what the reranker took. words: of each word
-    of the query what it adds to a BM25 score at most; None where only vectors were searched.
-    best_bm25: the two best of these scores, those of modules that a threshold left out too."""
+    """The modules for a query, best first; with `mmr`, in the order of selection."""
 
     query: str
     hits: tuple[Hit, ...]
     version: CollectionVersion
+    """Version of the collection at the time of the search."""
     rerank_seconds: float = field(default=0.0, compare=False)
+    """Seconds that the reranker took."""
     words: Mapping[str, float] | None = field(default=None, compare=False)
+    """Upper bound of each query word's part of a BM25 score. None for a search by vectors only."""
     best_bm25: tuple[float, ...] = field(default=(), compare=False)
+    """The two best BM25 scores, including modules below the threshold."""
 
 
 class Retriever:

@@ -90,7 +90,7 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         return [[by_name[name]], others] if others else [[by_name[name]]]
 
     def status_of(self, replica: RunningReplica) -> ReplicaStatus:
-        """What is known of a replica here."""
+        """The status of a replica, as far as this process knows it."""
         name, told = replica.replica_id.unique_id, replica.routing_stats
         return ReplicaStatus(
             name, told.get("session", name),
@@ -129,8 +129,10 @@ class RayReplicas:
         return True
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        """Those that have not answered soon are left out, and not waited for: Ray's router may not
-        let go of a call when it is canceled."""
+        """Call all replicas, and leave out replicas that do not answer in time.
+
+        Late calls are not awaited: Ray's router may hold on to a call that is canceled.
+        """
 
         async def call(name: str) -> list[Message]:
             return [message async for message in self._messages(request, only=name)]
@@ -177,7 +179,7 @@ class RayReplicas:
 
 @contextmanager
 def _lost_replicas() -> Iterator[None]:
-    """Raise Ray's own errors as `ReplicaLost`, and those of a replica's code as they are."""
+    """Raise Ray's own errors as `ReplicaLost`. Errors of a replica's code are raised unchanged."""
     try:
         yield
     except RayTaskError:
@@ -187,8 +189,11 @@ def _lost_replicas() -> Iterator[None]:
 
 
 class Replica:
-    """One service. settings: those of all; its state folder is one of its rank in theirs, which a
-    replica that takes its place opens again."""
+    """One service of several with the same settings.
+
+    Its state folder is a subfolder named for its rank. The replica that replaces it opens the same
+    folder again.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from ragcache import RagCache

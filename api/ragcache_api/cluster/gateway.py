@@ -252,8 +252,11 @@ class Gateway:
 
 
 def _is_repeatable(request: ForwardedRequest) -> bool:
-    """Whether a request that a replica may have seen can be sent again: questions, documents, which
-    have names, and what a method or the client's own key makes idempotent."""
+    """Whether a request that a replica may have seen can be sent again.
+
+    Questions and uploads of documents, which have names, can be. Other requests need an idempotent
+    method or an idempotency key.
+    """
     names = {name.lower() for name, _ in request.scope["headers"]}
     return (
         request.scope["method"] in _REPEATABLE
@@ -282,10 +285,10 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaMetrics(Collector):
-    """Metrics of replicas, each with a label `replica`, and the gateway's own. texts: what each
-    replica exposes, by its name."""
+    """Metrics of replicas, each with a label `replica`, and the gateway's own."""
 
     texts: Mapping[str, bytes]
+    """Metrics in Prometheus's text format by replica."""
     own: Sequence[Metric]
 
     def collect(self) -> Iterator[Metric]:
@@ -310,7 +313,7 @@ def create_gateway(
         database: Stays the caller's to close.
         replicas: Who answers.
         table: That by which the replicas choose.
-        settings: Those of all replicas.
+        settings: Settings of all replicas.
     """
     keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
     gateway = Gateway(

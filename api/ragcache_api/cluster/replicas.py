@@ -41,11 +41,13 @@ class RequestReads:
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A request on its way to a replica. It travels between processes of the service alone, so that
-    no client can set what stands beside its scope and body. scope: what is left of ASGI's, plain
-    values."""
+    """A request on its way to a replica.
+
+    It travels only between processes of the service, so that no client can set its `reads`.
+    """
 
     scope: Mapping[str, Any]
+    """Plain values of the ASGI scope."""
     body: bytes
     reads: RequestReads = field(default_factory=RequestReads)
 
@@ -67,14 +69,17 @@ class ForwardedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica. session: under which the ledger has its memory; draining: whether it gets no more
-    requests; requests: those that it holds; costs: fields of `RoutingCosts` that it measured."""
+    """A replica and its load."""
 
     name: str
     session: str
+    """Session under which the ledger lists the replica's memory."""
     requests: int
+    """Number of open requests."""
     draining: bool = False
+    """Whether the replica gets no more requests."""
     costs: Mapping[str, float] = field(default_factory=dict)
+    """Measured fields of `RoutingCosts`."""
 
 
 class ReplicaSet(Protocol):
@@ -127,7 +132,7 @@ class RoutingTable:
         return name
 
     def _measured_costs(self, replicas: Sequence[ReplicaStatus]) -> RoutingCosts:
-        """The medians of what replicas measured, in place of what is assumed."""
+        """Routing costs with the medians of the replicas' measurements, and defaults for others."""
         measured: dict[str, list[float]] = {}
         for replica in replicas:
             for name, value in replica.costs.items():
@@ -144,8 +149,10 @@ gateway's process, so that the two can share nothing but a module."""
 async def run_app(
     app: ASGIApp, request: ForwardedRequest
 ) -> AsyncGenerator[list[Message], None]:  # fmt: skip
-    """Runs a request through an app, and yields what it sends, as much of it at once as there is:
-    each list is a call between processes. Closing the generator disconnects the client."""
+    """Run a request through an app, and yield lists of all messages that are ready.
+
+    Each list is one call between processes. Closing the generator disconnects the client.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING_MESSAGES)
     gone, given = asyncio.Event(), False
 

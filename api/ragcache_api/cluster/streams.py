@@ -1,7 +1,7 @@
 """Streams that outlive their replica: a greedy answer that has begun goes on at another one.
 
-The same request gives the same text there. What the client has already is left out, and compared:
-where it differs, the stream ends with an error.
+The same request gives the same text there. Text that the client already has is left out, and
+compared: if it differs, the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -110,8 +110,11 @@ class ResumableResponse:
         self._resumed, self._behind, self._rest = True, self._sent, b""
 
     def take(self, message: Message) -> Iterator[Message]:
-        """What the client is to get of a message. Raises `ReplicaLost` where another replica
-        answers otherwise."""
+        """Return the part of a message that the client lacks.
+
+        Raises:
+            ReplicaLost: Another replica answers otherwise.
+        """
         if message["type"] == "http.response.start":
             yield from self._start(message)
         elif not self.resumable:
@@ -150,7 +153,7 @@ class ResumableResponse:
         return event.raw
 
     def _repeated(self, event: StreamEvent) -> bytes | None:
-        """The part of another replica's event that the client lacks; None if it lacks nothing."""
+        """The part of another replica's event that the client lacks, if any."""
         if event.opens and not event.text:
             opened, self._opened = self._opened, True
             return None if opened else event.raw

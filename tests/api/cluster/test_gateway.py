@@ -183,7 +183,7 @@ def content(chunks: list[Any]) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-def test_a_selection_comes_from_the_front_alone(
+def test_a_selection_comes_from_the_gateway_alone(
     cluster: LocalCluster, client: TestClient, replicas: LocalReplicas,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_replica_answers_from_a_selection_without_the_ledger(
     assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
 
 
-def test_an_answer_through_the_front_is_as_confident_as_without(
+def test_the_gateway_leaves_the_confidence_of_answers_as_it_is(
     client: TestClient, replicas: LocalReplicas
 ) -> None:
     direct = TestClient(replicas.replicas[0].app, base_url="http://localhost")
@@ -258,7 +258,7 @@ def test_metrics_and_the_list_name_each_replica(
     assert client.post("/admin/replicas").status_code == 405
 
 
-def test_without_replicas_the_front_says_so(cluster: LocalCluster) -> None:
+def test_without_replicas_the_gateway_says_so(cluster: LocalCluster) -> None:
     client = cluster.client(LocalReplicas([], RoutingTable()))
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
