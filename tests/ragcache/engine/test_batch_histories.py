@@ -97,7 +97,7 @@ def test_batch_is_rebuilt_for_an_equal_request(causal: CausalLM, pool: BlockPool
     assert builder.rebuilt == 3
 
 
-def test_batch_is_rebuilt_while_a_request_prefills_or_is_contiguous(
+def test_batch_is_rebuilt_for_prefills_and_contiguous_memory(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     builder, [asked] = BatchBuilder(causal), decoding(causal, pool, [4])

@@ -260,7 +260,7 @@ def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
     return Spec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_preempted_requests_answer_the_same_and_the_most_senior_is_none(world: World) -> None:
+def test_preempted_requests_answer_the_same(world: World) -> None:
     specs = [spec(tail=n, limit=10, tenant=None, seed=n) for n in range(1, 7)]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
     handles = [submit_request(core, world.request(each)) for each in specs]

@@ -315,7 +315,7 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
 
 
 @pytest.mark.slow
-def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
+def test_an_ended_answer_frees_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
     """Others get them at once: what they write comes after what the row reads."""
     core = delayed_core(causal, config_of(causal, blocks=12))
     requests = [
@@ -340,9 +340,7 @@ def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> Non
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 6])
-def test_a_launch_that_fails_ends_the_requests_and_not_the_engine(
-    causal: CausalLM, after: int
-) -> None:
+def test_a_failed_launch_ends_the_requests_not_the_engine(causal: CausalLM, after: int) -> None:
     core = delayed_core(causal)
     done = submit_request(core, Request(plain_context(PROMPT), after)) if after else None
     handles = [submit_request(core, Request(plain_context(PROMPT), 12)) for _ in range(3)]
@@ -420,9 +418,7 @@ def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, a
 
 
 @pytest.mark.parametrize("limit", range(5, 12))
-def test_a_request_waits_for_the_blocks_of_one_that_only_waits_for_its_last_token(
-    causal: CausalLM, limit: int
-) -> None:
+def test_a_request_waits_for_the_blocks_of_an_ending_one(causal: CausalLM, limit: int) -> None:
     core = delayed_core(causal, config_of(causal, blocks=5))
     requests = [
         Request(plain_context(random_tokens(5, seed=1)), limit),

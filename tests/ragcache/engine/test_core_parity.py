@@ -100,7 +100,7 @@ class DeviceSampledRunner(SmallBlockRunner):
 @pytest.mark.parametrize(
     "runner", [pytest.param(SmallBlockRunner, marks=pytest.mark.slow), DeviceSampledRunner]
 )
-def test_repetitions_of_cached_tokens_are_penalized_as_by_generate(
+def test_repeated_cached_tokens_are_penalized_as_by_generate(
     llama: tuple[Any, CausalLM], runner: type[SmallBlockRunner]
 ) -> None:
     model, causal = llama
@@ -110,7 +110,7 @@ def test_repetitions_of_cached_tokens_are_penalized_as_by_generate(
         assert output.token_ids == reference(model, prompt, repetition_penalty=penalty)
 
 
-def test_tokens_that_a_repetition_penalty_cannot_count_are_refused(
+def test_a_repetition_penalty_needs_known_tokens(
     llama: tuple[Any, CausalLM],
 ) -> None:
     request = penalized(llama[1], PROMPTS[3], 9, 1.4)

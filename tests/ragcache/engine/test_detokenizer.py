@@ -194,7 +194,7 @@ def test_text_is_held_only_while_it_may_become_a_stop() -> None:
     assert stream_pieces(texts[:-1], ["</a>"]) == (["Hi ", "", "</b> ", "", "</a"], None)
 
 
-def test_the_earliest_stop_wins_even_if_another_is_complete_before() -> None:
+def test_the_earliest_stop_wins_over_one_complete_before() -> None:
     assert stream_pieces([*"abcde"], ["c", "bcd"]) == (["a", "", "", "", "", ""], "bcd")
     assert stream_pieces([*"abcxe"], ["c", "bcd"]) == (["a", "", "", "b", "", ""], "c")
     assert stream_pieces([*"abc"], ["c", "bcd"]) == (["a", "", "", "b"], "c")

@@ -100,7 +100,7 @@ def test_the_first_layers_are_those_of_a_whole_pass(family: str) -> None:
     assert [states.keys.shape[0] for states in both] == [2, 1, 3, 3]
 
 
-def test_the_first_layers_are_computed_beside_requests_in_portions(causal: CausalLM) -> None:
+def test_first_layers_are_computed_in_portions_beside_requests(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, step_tokens=6, prefill_tokens=8))
     tokens = random_tokens(29, seed=5)
     [whole] = encode(causal, [EncodeJob(tokens, 3)])
@@ -238,7 +238,7 @@ def begin_encoding(core: EngineCore, lengths: Sequence[int]) -> RequestHandle[KV
     return begin_jobs(core, [EncodeJob(random_tokens(n, seed=n)) for n in lengths])
 
 
-def test_jobs_begin_within_the_budget_and_go_on_when_states_are_taken(causal: CausalLM) -> None:
+def test_jobs_begin_within_the_budget_as_states_are_taken(causal: CausalLM) -> None:
     core = bounded_core(causal, 25)
     handle = begin_encoding(core, [10, 12, 11, 3])
     core.step()
@@ -270,7 +270,7 @@ def test_a_job_beyond_the_budget_runs_by_itself(causal: CausalLM) -> None:
     assert [each.length for each in states] == [1]
 
 
-def test_a_caller_who_waits_is_not_kept_waiting_by_one_who_does_not_take(
+def test_a_waiting_caller_does_not_wait_for_others_to_take(
     causal: CausalLM,
 ) -> None:
     core = bounded_core(causal, 10)
@@ -308,7 +308,7 @@ def test_states_that_were_taken_end_with_their_caller(causal: CausalLM) -> None:
         next(iter(handle))
 
 
-def test_an_engine_waits_without_computing_until_states_are_taken(causal: CausalLM) -> None:
+def test_an_engine_waits_idle_until_states_are_taken(causal: CausalLM) -> None:
     with LLMEngine(causal, bounded_config(causal, 10)) as engine:
         jobs = [EncodeJob(random_tokens(8, seed=n)) for n in range(6)]
         taken = []

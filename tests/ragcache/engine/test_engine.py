@@ -289,7 +289,7 @@ def test_submitting_and_canceling_wait_for_no_forward_pass(
     gate.open.set()
 
 
-def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
+def test_a_failed_step_ends_its_requests_and_serves_later_ones(
     engine: LLMEngine, gate: Gate, model: CausalLM
 ) -> None:
     [expected] = complete(model, [request(1)])

@@ -382,7 +382,7 @@ def test_a_cancelled_future_is_skipped() -> None:
     in_a_loop(main)
 
 
-def test_waking_a_closed_loop_does_nothing_and_keeps_no_reference() -> None:
+def test_waking_a_closed_loop_keeps_no_reference() -> None:
     woken = []
 
     async def main() -> None:

@@ -237,7 +237,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_is_encoded_outside_of_the_window_is_refused_beside_a_request(family: str) -> None:
+def test_encoding_outside_of_the_window_is_refused(family: str) -> None:
     causal = windowed(family)
     request = Request(plain_context(PROMPT), 20, sampling=SAMPLING)
     with LLMEngine(causal, EngineConfig(2**22)) as engine:

@@ -317,7 +317,7 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=scaled(100), stateful_step_count=30)
 
 
-def test_blocks_under_an_ephemeral_root_are_freed_with_their_last_user() -> None:
+def test_blocks_of_an_ephemeral_root_end_with_their_last_user() -> None:
     tree, root = RadixCache(2, budget=8), EphemeralRoot()
     leader = tree.match_prefix(root, [1, 2, 3, 4], range(4))
     for number, begin in enumerate((0, 2)):

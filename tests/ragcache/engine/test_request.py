@@ -51,7 +51,7 @@ def root(name: str | None, start: int, tenant: Hashable) -> Hashable:
     return Request(context, 1, tenant=tenant).root
 
 
-def test_requests_of_one_tenant_over_equal_segments_have_one_root() -> None:
+def test_equal_segments_and_tenants_have_one_root() -> None:
     assert root("m", 3, "a") == root("m", 3, "a") is not None
     assert len({root("m", 3, "a"), root("m", 4, "a"), root("n", 3, "a"), root("m", 3, "b")}) == 4
 

@@ -209,7 +209,7 @@ def check_sampling(
 
 
 @pytest.mark.parametrize("kernels", BOTH)
-def test_tokens_and_log_probabilities_are_those_of_the_definition(kernels: bool) -> None:
+def test_tokens_and_log_probabilities_equal_the_definition(kernels: bool) -> None:
     check_sampling(MIXED, 5, kernels=kernels, banned=True, masked=True)
 
 
@@ -231,7 +231,7 @@ def test_rows_of_any_batch_are_those_of_the_definition(
 
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_likeliest_is_the_first_of_equals_and_of_finite_rows_only(
+def test_the_likeliest_is_the_first_of_equals_in_finite_rows(
     kernels: bool, dtype: torch.dtype
 ) -> None:
     states = [start(SamplingParams()) for _ in range(7)]
@@ -507,7 +507,7 @@ class Letters:
 CHOSEN = [SampledToken(1, -0.5, ((1, -0.5), (2, -inf))), SampledToken(0, None, ())]
 
 
-def test_chat_logprobs_have_bytes_of_whole_characters_and_finite_numbers() -> None:
+def test_chat_logprobs_have_whole_characters_and_finite_numbers() -> None:
     told = LogprobFormat(Letters()).chat(CHOSEN)
     first, second = told["content"]
     assert first["token"] == "a"

@@ -64,7 +64,7 @@ def test_decoding_comes_first_and_a_prompt_takes_the_rest() -> None:
 @pytest.mark.parametrize(
     ("slots", "free", "tokens"), [(20, 100, {0: 20, 1: 12}), (3, 2, {0: 11, 1: 3})]
 )
-def test_prompts_are_limited_by_the_budget_or_by_slots_and_blocks(
+def test_prompts_are_limited_by_budget_slots_and_blocks(
     slots: int, free: int, tokens: dict[int, int]
 ) -> None:
     prompts = [SchedulableRequest(n, float(n), 20, free_slots=slots) for n in range(3)]

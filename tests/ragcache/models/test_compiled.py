@@ -119,7 +119,7 @@ def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_preparing_leaves_the_fingerprint_and_greedy_answers_and_compiles_once() -> None:
+def test_preparing_keeps_fingerprint_and_answers() -> None:
     causal, graphs = deep("llama"), Graphs()
     ids = torch.tensor([random_tokens(12)])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
@@ -187,7 +187,7 @@ def test_layers_that_need_a_graph_each_stay_eager(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.slow
-def test_long_rope_takes_its_original_frequencies_without_a_look_at_the_positions() -> None:
+def test_long_rope_does_not_look_at_the_positions() -> None:
     """So that nothing waits for the device, whatever was computed before."""
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [8.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
@@ -211,7 +211,7 @@ class Strides(OwnTokens):
 
 
 @pytest.mark.slow
-def test_compiled_code_hands_out_columns_of_the_merged_product_without_a_copy() -> None:
+def test_compiled_code_does_not_copy_merged_columns() -> None:
     causal = deep("llama")
     tokens = random_tokens(40)
     expected = ordinary(causal, tokens)

@@ -70,7 +70,7 @@ def test_answers_through_a_short_window_equal_those_of_generate(family: str) -> 
     assert list(completion.token_ids) == out[0, 40:].tolist()
 
 
-def test_an_ordinary_call_sees_through_the_window_and_refuses_to_leave_out_a_cap() -> None:
+def test_an_ordinary_call_keeps_windows_and_refuses_caps() -> None:
     tokens = torch.tensor([random_tokens(40)])
     with torch.no_grad():
         expected = tiny_gemma("gemma3")(tokens).logits
@@ -80,7 +80,7 @@ def test_an_ordinary_call_sees_through_the_window_and_refuses_to_leave_out_a_cap
             wrap_causal(tiny_gemma("gemma2")).model(tokens)
 
 
-def test_a_model_without_the_attention_interface_needs_replaced_attention(
+def test_a_model_without_the_interface_needs_other_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(FAMILIES, "mpt", Family(("mpt",), scheme=lambda _: Learned()))
@@ -102,7 +102,7 @@ def test_a_model_without_the_attention_interface_needs_replaced_attention(
         ("qwen2", {"max_window_layers": 2}, None, ()),
     ],
 )
-def test_windows_are_those_of_layers_and_shorter_than_the_context(
+def test_windows_follow_layers_and_are_below_the_context(
     family: str, changes: dict[str, Any], window: int | None, windows: tuple[int | None, ...]
 ) -> None:
     config = tiny_config(family, **{"sliding_window": 64, "use_sliding_window": True} | changes)

@@ -193,7 +193,7 @@ def test_threads_tokenize_as_one_does(reader: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1, 12_345, "layers"])
-def test_one_changed_element_or_exchanged_layers_change_the_fingerprint(where: int | str) -> None:
+def test_changed_weights_or_layers_change_the_fingerprint(where: int | str) -> None:
     model = tiny_model("llama")
     before = model_fingerprint(model)
     weight, layers = model.model.embed_tokens.weight, model.model.layers
@@ -223,7 +223,7 @@ def test_another_dtype_changes_the_fingerprint() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_configuration_over_the_same_weights_changes_the_fingerprint(
+def test_another_configuration_changes_the_fingerprint(
     change: dict[str, Any],
 ) -> None:
     plain, changed = tiny_model("llama"), tiny_model("llama", **change)

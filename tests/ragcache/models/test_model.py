@@ -129,7 +129,7 @@ def test_the_layers_turn_by_their_own_frequencies() -> None:
     assert scheme.name == "rotary:default:8+rotary:linear:8"
 
 
-def test_frequencies_of_one_kind_of_layers_that_depend_on_the_length_are_refused() -> None:
+def test_unknown_scalings_of_some_layers_are_refused() -> None:
     model = tiny_gemma("gemma3", rope_parameters=copy.deepcopy(ROPE))
     model.config.rope_parameters[FULL]["rope_type"] = "axial"
     with pytest.raises(UnsupportedModel, match="axial"):

@@ -235,7 +235,7 @@ def with_gaps(causal: CausalLM) -> Context:
     return Context(tuple(segments), tokens, positions, positions[-1] + 1)
 
 
-def test_an_answer_after_gaps_equals_explicit_positions_masks_and_biases(family: str) -> None:
+def test_an_answer_after_gaps_equals_explicit_positions(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
     context = with_gaps(causal)
     [completion] = complete(causal, [Request(context, 4, frozenset())])
@@ -247,7 +247,7 @@ def test_an_answer_after_gaps_equals_explicit_positions_masks_and_biases(family:
     assert list(completion.token_ids) == answer
 
 
-def test_the_reference_without_modules_and_gaps_is_the_ordinary_pass(family: str) -> None:
+def test_the_reference_without_gaps_is_the_ordinary_pass(family: str) -> None:
     model = tiny_model(family)
     tokens = random_tokens(25)
     with torch.no_grad():

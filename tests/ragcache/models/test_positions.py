@@ -68,7 +68,7 @@ def test_moving_is_exact_under_fixed_scalings(scaling: str, family: str) -> None
     assert_moved_modules_are_exact(causal)
 
 
-def test_yarns_attention_factor_is_in_the_keys_and_not_in_the_move() -> None:
+def test_yarns_attention_factor_is_in_the_keys_only() -> None:
     """The model scales cos and sin, so keys carry the factor; a turn has none."""
     causal = wrap_causal(scaled("yarn", FIXED["yarn"]))
     assert causal.model.model.rotary_emb.attention_scaling > 1.1
@@ -114,7 +114,7 @@ def test_schemes_without_rotation_turn_no_query() -> None:
     assert learned.relocation(torch.tensor([0, 0])) is None
 
 
-def test_keys_name_interleaved_pairs_and_frequencies_are_in_single_precision() -> None:
+def test_interleaved_pairs_are_named_and_frequencies_exact() -> None:
     scheme = Rotary(torch.ones(8), interleaved=True)
     assert scheme.name == "rotary:default:8:interleaved"
     assert scheme.relocation(torch.tensor([4])).interleaved
@@ -177,7 +177,7 @@ def test_the_interleaved_slopes_are_mpts(heads: int, bias_max: int) -> None:
     torch.testing.assert_close(interleaved_slopes(heads, bias_max), expected, **EXACT)
 
 
-def test_falcons_distances_are_exact_where_hugging_face_rounds_them() -> None:
+def test_falcons_distances_are_not_rounded() -> None:
     """Beyond 256 positions, which bfloat16 does not hold (docs/guides/models.md)."""
     model = tiny_model("falcon-rw")
     scheme = wrap_causal(model).scheme

@@ -30,7 +30,7 @@ def ordinary(model: Any, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens])).logits
 
 
-def test_merging_changes_neither_numbers_nor_fingerprint_nor_bytes(family: str) -> None:
+def test_merging_keeps_numbers_fingerprint_and_bytes(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
     size, groups = weight_bytes(causal.model), 2 * GROUPS.get(family, 0)
     expected = ordinary(causal.model, PIECES[1]), last_logits(causal, [prompt(causal, PIECES)])

@@ -67,7 +67,7 @@ def layer_bytes(loaded: LoadedModel) -> int:
 
 
 @needs_torchao
-def test_quantized_weights_are_small_and_answer_nearly_as_the_model_does(
+def test_quantized_weights_are_small_and_answer_alike(
     quantized: tuple[str, LoadedModel], plain: LoadedModel
 ) -> None:
     name, loaded = quantized
@@ -120,7 +120,7 @@ def test_four_bits_compute_in_bfloat16_unless_it_is_said(folder: str) -> None:
 
 @pytest.mark.slow
 @needs_torchao
-def test_a_checkpoint_that_torchao_quantized_loads_as_it_was_stored(
+def test_a_checkpoint_of_torchao_loads_as_it_was_stored(
     folder: str, tmp_path: Path, reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = load_model(folder, dtype="bfloat16", quantization="int8")
@@ -166,7 +166,7 @@ def test_a_stored_format_without_a_kernel_here_is_named() -> None:
         ("qwen3_moe", "a qwen3_moe model keeps .* in Qwen3MoeExperts"),
     ],
 )
-def test_families_that_cannot_be_quantized_are_refused_before_weights_are_read(
+def test_families_without_quantization_are_refused_unread(
     family: str, reason: str, tmp_path: Path, reader: LoadedModel
 ) -> None:
     tiny_config(family).save_pretrained(tmp_path)  # and no weights

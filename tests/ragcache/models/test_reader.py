@@ -164,7 +164,7 @@ def rewrite(folder: Path, **weights: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_rows_are_the_same_model_with_transformers_and_without(
+def test_int8_rows_are_the_same_model_without_transformers(
     int8_reader: Path, dtype: torch.dtype
 ) -> None:
     stored = load_file(int8_reader / "model.safetensors")

@@ -152,7 +152,7 @@ def test_blocks_of_a_causal_run_end_with_their_last_row() -> None:
     assert plan.entry_fields[0].tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]
 
 
-def test_the_pool_is_base_zero_and_views_of_one_memory_are_one_base() -> None:
+def test_the_pool_is_base_zero_and_views_share_a_base() -> None:
     keys, values = BASES[1]
     part = KVRun(KVBase(keys[:, :, :50], values[:, :, :50]), 0, 50)
     reads = [KVRead(part, [KVConsumer(0, 1)]), KVRead(run_of(1, 50, 60), [KVConsumer(0, 1)])]
