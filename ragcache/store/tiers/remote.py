@@ -10,7 +10,7 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,8 +56,7 @@ class RemoteTier(Tier):
     Elsewhere than in an object store, which shows a whole object or none, a blob is written under a
     temporary name and renamed; the checksum holds in every case. Every call ends: it is given
     `retry.seconds`, tried `retry.attempts` times, and after the last, calls fail at once for
-    `retry.rest` seconds. `used_bytes` counts what the last `scan` found and what this process
-    wrote and deleted since.
+    `retry.rest` seconds. `used_bytes` counts what this process wrote; the ledger counts all.
 
     place: the identity that the remote's own file must hold, once it is known. A folder whose mount
     is away is empty, and no blob of it counts as missing: calls raise `RemoteMismatch`.
@@ -146,13 +145,6 @@ class RemoteTier(Tier):
             self.place = ""
             logger.warning("%s; the remote is read without being compared", error)
 
-    def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:  # noqa: ARG002
-        """Keys and bytes of all blobs, counted anew. Raises `RemoteUnavailable`."""
-        found = self._calls.run("list", self._list)
-        with self._lock:
-            self._sizes, self._used = dict(found), sum(found.values())
-        return found
-
     def size_of(self, states: StoredStates) -> int:
         return quantized_nbytes(states, self.kv_dtype) + _HEADER
 
@@ -200,7 +192,7 @@ class RemoteTier(Tier):
         return bool(self._calls.run("look up", lambda: self._exists(self.path(key))))
 
     def keys(self) -> Iterator[KVKey]:
-        return iter(tuple(self._calls.run("list", self._list)))
+        return iter(self._calls.run("list", self._list))
 
     def _write(self, path: str, blob: bytes) -> None:
         """Overwrites what another machine wrote, which is the same."""
@@ -222,14 +214,14 @@ class RemoteTier(Tier):
         self.files.invalidate_cache()
         return bool(self.files.exists(path))
 
-    def _list(self) -> dict[KVKey, int]:
+    def _list(self) -> list[KVKey]:
         self.files.invalidate_cache()  # other machines write, too
         try:
-            found = self.files.find(self.root, detail=True)
+            paths = self.files.find(self.root)
         except FileNotFoundError:
-            return {}
-        keys = {key_of(path.rpartition("/")[2]): facts["size"] for path, facts in found.items()}
-        return {key: size for key, size in keys.items() if key is not None}
+            return []
+        keys = (key_of(path.rpartition("/")[2]) for path in paths)
+        return [key for key in keys if key is not None]
 
 
 def _plain_memory(nbytes: int) -> Tensor:

@@ -67,9 +67,8 @@ def test_machines_see_what_others_write_and_delete(root: str) -> None:
     there.put(make_key(1), make_states(1, 9))
     assert make_key(1) in here
     assert same(here.get(make_key(1)), make_states(1, 9))  # type: ignore[arg-type]
-    assert here.used_bytes == 0, "not counted yet"
-    assert here.scan() == {make_key(1): there.used_bytes}
-    assert here.used_bytes == there.used_bytes
+    assert list(here.keys()) == list(here.scan()) == [make_key(1)]
+    assert here.used_bytes == 0 < there.used_bytes, "the ledger counts what others write"
     here.delete(make_key(1))
     there.delete(make_key(1))
     assert make_key(1) not in there
