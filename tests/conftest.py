@@ -72,9 +72,18 @@ def _end_at_once() -> None:
     os._exit(0)
 
 
+WAITING = ("cluster", "page")
+"""Folders of tests that mostly wait, for other machines and for a browser."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of several machines come first: they mostly wait, while others use the processors."""
-    items.sort(key=lambda item: "cluster" not in item.nodeid.split("/"))
+    """Tests that mostly wait come first, while others use the processors."""
+
+    def place(item: pytest.Item) -> int:
+        folders = item.nodeid.split("/")
+        return next((n for n, name in enumerate(WAITING) if name in folders), len(WAITING))
+
+    items.sort(key=place)
 
 
 def pytest_collectstart() -> None:

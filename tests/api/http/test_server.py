@@ -252,9 +252,9 @@ def test_another_process_encodes_nothing_and_answers_the_same(
 def test_two_hundred_clients_for_long(start: Start, state: Path) -> None:
     """A minute under the profile `full`."""
     server = start(state, **SMALL)
-    asyncio.run(stream_load(server, 200, 10.0))
+    asyncio.run(stream_load(server, 200, scaled(10, quick=0.6)))
     before = resident(server)
-    answers, texts = asyncio.run(stream_load(server, 200, scaled(60)))
+    answers, texts = asyncio.run(stream_load(server, 200, scaled(60, quick=0.15)))
     assert answers >= 200
     assert len(texts) <= len(QUESTIONS)
     check_nothing_left(server)
