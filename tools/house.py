@@ -36,6 +36,7 @@ class SourceFile:
         statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.import_lines = sum((n.end_lineno or n.lineno) - n.lineno + 1 for n in statements)
         self.classes = [n.name for n in nodes if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
+        self.methods = {n.name: _public_methods(n) for n in nodes if isinstance(n, ast.ClassDef)}
 
     def _imports(self, node: ast.AST) -> Iterator[tuple[str, str]]:
         """The module that is named, and the name taken from it or ""."""
@@ -105,6 +106,12 @@ class Tree:
         return members
 
 
+def _public_methods(node: ast.ClassDef) -> int:
+    """Number of a class's public methods and properties, without inherited ones."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    return sum(isinstance(each, functions) and each.name[0] != "_" for each in node.body)
+
+
 def _rings(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
     ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
     return {frozenset(o for o in ahead[n] if n in ahead[o]) for n in graph if n in ahead[n]}
@@ -133,6 +140,7 @@ def measure(root: Path) -> dict[str, Any]:
         "lines": sum(lines),
         "median_lines": sorted(lines)[len(lines) // 2],
         "import_share": sum(module.import_lines for module in modules) / sum(lines),
+        "rag_cache_methods": sum(module.methods.get("RagCache", 0) for module in modules),
         "test_files": len(list((root / "tests").rglob("*.py"))),
         "one_importer": sorted(tree.sections()),
         "circles": tree.circles(),

@@ -19,6 +19,7 @@ FILES = {
         "from typing import TYPE_CHECKING\n"
         "from ragcache.store import Disk\n"
         "if TYPE_CHECKING:\n    from ragcache import demo\n"
+        "class RagCache:\n    def ask(): ...\n    async def close(): ...\n    def _ask(): ...\n"
     ),
     "ragcache/demo.py": "import ragcache.rag\ndef run():\n    from ragcache.rag import Rag\n",
     "api/ragcache_api/__init__.py": "",
@@ -83,6 +84,7 @@ def test_sizes_are_of_the_source(tree: Path) -> None:
     house = TOOL["measure"](tree)
     source = [text for name, text in FILES.items() if not name.startswith(("tests", "bench"))]
     assert (house["files"], house["test_files"]) == (14, 1)
+    assert house["rag_cache_methods"] == 2
     assert house["lines"] == sum(text.count("\n") for text in source)
     assert house["import_share"] == pytest.approx(10 / house["lines"])
 
