@@ -53,7 +53,7 @@ def trace_question() -> Counter[str]:
 
     documents = [SourceDocument(name, text) for name, text in TEXTS.items()]
     options = GenerationParams(extractive=False, confidence=False, max_tokens=2)
-    with tempfile.TemporaryDirectory() as folder, RagCache.open(folder, embedding=None) as rag:
+    with tempfile.TemporaryDirectory() as folder, RagCache.open(folder, embedding="none") as rag:
         rag.ingest("notes", documents)
         for number in range(2):
             if number:
