@@ -13,11 +13,13 @@ import pytest
 from ragcache import RagCache
 from ragcache.engine import SamplingParams
 from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.options import AskOptions, SearchOptions
 from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, Surface
 from ragcache.pipeline.submit import sampling_params
-from ragcache_api.cli.options import ONE_ANSWER
+from ragcache_api.cli.measure import PLANNING
+from ragcache_api.cli.options import ASKING, ENCODING, INGESTING, ONE_ANSWER
 from ragcache_api.http.bodies import AnswerRequest, ChatRequest, CompletionRequest, PromptRequest
-from ragcache_api.settings import ServiceSettings
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, RagCacheRetriever
 
 SETS: tuple[type[Params], ...] = (GenerationParams, SearchParams, OpenConfig)
@@ -38,7 +40,6 @@ def test_every_option_is_offered_or_withheld_with_a_reason(surface: type[Surface
     assert declared <= surface.model_fields.keys()
     assert surface.withheld.keys() <= declared
     assert all(surface.withheld.values())
-    assert ONE_ANSWER.reasons.keys() <= GenerationParams.model_fields.keys()
 
 
 @pytest.mark.parametrize("body", [AnswerRequest, PromptRequest, ChatRequest, CompletionRequest])
@@ -54,6 +55,17 @@ def test_an_option_has_a_default_and_a_text(options: type[Params]) -> None:
     for field in options.model_fields.values():
         assert field.description
         assert not field.is_required()
+
+
+def test_keywords_of_questions_and_searches_are_the_options() -> None:
+    assert SearchOptions.__annotations__.keys() == {"collection", *SearchParams.model_fields}
+    assert SearchOptions.__annotations__.keys() <= AskOptions.__annotations__.keys()
+
+
+def test_commands_offer_options_that_exist() -> None:
+    assert ONE_ANSWER.reasons.keys() <= GenerationParams.model_fields.keys()
+    for offer in (ENCODING, INGESTING, ASKING, PLANNING):
+        assert sorted(offer.offered(ServiceOptions)) == sorted(offer.names)
 
 
 def test_no_rule_of_one_set_hides_that_of_another() -> None:
@@ -127,8 +139,8 @@ from typer.testing import CliRunner
 from ragcache import RagCache, SourceDocument
 from ragcache_api.cli.main import app
 from ragcache_api.http import create_app
-from ragcache_api.settings import ServiceSettings
-from ragcache_api.settings import ServiceSettings
+from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, close_shared
 from ragcache.engine import LLMEngine
 

@@ -16,7 +16,8 @@ from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import ONE_ANSWER, WITHOUT_DOCUMENTS, expand_options
+from ragcache_api.cli.options import ASKING, ONE_ANSWER, WITHOUT_DOCUMENTS, Offer, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
@@ -27,16 +28,10 @@ def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     params: Annotated[GenerationParams, ONE_ANSWER],
     search: SearchParams,
+    options: Annotated[ServiceOptions, ASKING],
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
     mode: ui.ModeOption = ROOTED,
     stream: ui.StreamOption = None,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    reranker: ui.RerankerOption = None,
-    instruction: ui.InstructionOption = None,
-    force_modes: ui.ForceModesOption = False,
     server: Annotated[
         str | None,
         typer.Option(envvar="RAGCACHE_SERVER", help="The URL of a running service that answers; "
@@ -64,16 +59,7 @@ def ask(
         else:
             ui.print_answer(served, pieces=stream)
         return
-    with ui.open_existing_rag(
-        state,
-        model,
-        embedding,
-        collection,
-        dtype=dtype,
-        instruction=instruction,
-        reranker=reranker,
-        force_modes=force_modes,
-    ) as rag:
+    with ui.open_existing_rag(options, collection) as rag:
         answer = rag.stream(
             question, collection=collection, mode=mode, generation=params, **search.given()
         )
@@ -81,9 +67,7 @@ def ask(
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
-            command = ui.warm_command(
-                collection, mode, state=state, model=model, dtype=dtype, instruction=instruction
-            )
+            command = ui.warm_command(collection, mode, options)
             ui.print_unkept(rag, f"{command} keeps those of its documents")
 
 
@@ -91,17 +75,14 @@ def ask(
 def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
     params: Annotated[GenerationParams, WITHOUT_DOCUMENTS],
-    state: ui.StateOption = ui.DEFAULT_STATE,
+    options: Annotated[ServiceOptions, Offer(("model", "dtype", "force_modes", "state"))],
     mode: Annotated[ReuseMode, ui.mode_option(f"{ISOLATED} or {EXACT}.")] = ISOLATED,
     stream: ui.StreamOption = None,
-    force_modes: ui.ForceModesOption = False,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
-    with ui.open_existing_rag(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
+    with ui.open_existing_rag(options, embedding="none") as rag:
         answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=params)
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})

@@ -12,7 +12,8 @@ from ragcache.errors import PromptTooLong, RequestError
 from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import ONE_ANSWER, expand_options
+from ragcache_api.cli.options import ASKING, ONE_ANSWER, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
@@ -24,43 +25,25 @@ _PROMPT = "> "
 def chat(
     params: Annotated[GenerationParams, ONE_ANSWER],
     search: SearchParams,
+    options: Annotated[ServiceOptions, ASKING],
     collection: Annotated[
         str | None, typer.Option("--collection", "-c", help="Where to look; else the model alone.")
     ] = None,
-    state: ui.StateOption = ui.DEFAULT_STATE,
     mode: ui.ModeOption = ROOTED,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    reranker: ui.RerankerOption = None,
-    instruction: ui.InstructionOption = None,
-    force_modes: ui.ForceModesOption = False,
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
 
     Each message is answered from the modules that it retrieves; what was said before is kept, and
     forgotten from the front where it no longer fits the model's window.
     """
-    with ui.open_existing_rag(
-        state,
-        model,
-        embedding,
-        collection,
-        dtype=dtype,
-        instruction=instruction,
-        reranker=reranker,
-        force_modes=force_modes,
-    ) as rag:
+    with ui.open_existing_rag(options, collection) as rag:
         talk = Talk(rag, collection, search, mode, params)
         for text in _typed():
             try:
                 talk.say(text)
             except RequestError as error:  # the conversation goes on without this message
                 ui.errors.print(f"{type(error).__name__}: {error}", markup=False)
-        command = ui.warm_command(
-            collection or "COLLECTION", mode, state=state, model=model, dtype=dtype,
-            instruction=instruction,
-        )  # fmt: skip
+        command = ui.warm_command(collection or "COLLECTION", mode, options)
         ui.print_unkept(rag, f"{command} keeps those of a collection")
 
 

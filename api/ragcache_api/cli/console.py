@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ragcache.db import Database
     from ragcache.store import KVStore
     from ragcache_api.cli.served import ServedAnswer
+    from ragcache_api.settings import ServiceOptions
 
 UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
 DEFAULT_STATE = Path("ragcache-state")
@@ -83,19 +84,13 @@ _LEDGER = "The URL of a database, where the ledger is not in the state folder."
 _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
 _DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
-_EMBEDDING = "auto, minilm, none (words only), or a folder or hub name of sentence-transformers."
-_RERANKER = "A cross-encoder that orders what was found: a folder or hub name."
 _INSTRUCTION = "What the model is to do with the documents; the one of their ingestion."
-_FORCE_MODES = "Answer in every mode, also in one that is far from exact on the model."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 DTypeOption = Annotated[Any, _setting("dtype", _DTYPE)]
-EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING, check_embedding)]
-RerankerOption = Annotated[str | None, _setting("reranker", _RERANKER, check_reranker)]
 InstructionOption = Annotated[str | None, _setting("instruction", _INSTRUCTION, check_instruction)]
-ForceModesOption = Annotated[bool, _setting("force_modes", _FORCE_MODES)]
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -118,31 +113,42 @@ StreamOption = Annotated[
 ]  # fmt: skip
 
 
-def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
-    """Opens a state folder with a model, or the embedded reader; `options` that are None come from
-    the settings."""
+def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
+    """Open a state folder with a model. Options that are not given come from the settings.
+
+    Args:
+        options: Options of the command.
+        **changes: Settings that the command decides itself.
+    """
     from ragcache_api.settings import ServiceSettings
 
-    settings = ServiceSettings.read(model=model, embedding=embedding or "none", **options)
+    settings = ServiceSettings.read(**options.given() | changes)
+    check_model(settings.model)
+    check_embedding(settings.embedding)
+    check_reranker(settings.reranker)
     with errors.status("loading the model"):
         from ragcache import RagCache
 
-        return RagCache.open(state, **settings.open_options())
+        return RagCache.open(settings.state, **settings.open_options())
 
 
 def open_existing_rag(
-    state: Path, model: str | None = None, embedding: str | None = None,
-    collection: str | None = None, **options: Any,
-) -> RagCache:  # fmt: skip
-    """Opens a state folder that exists. Raises `NoState`, and `UnknownCollection` for a collection
-    that it lacks, before torch is imported."""
+    options: ServiceOptions, collection: str | None = None, **changes: Any
+) -> RagCache:
+    """Open a state folder that exists, as `open_rag`.
+
+    Raises:
+        NoState: The folder does not exist. Raised before torch is imported.
+        UnknownCollection: The folder lacks the collection.
+    """
     from ragcache_api.settings import ServiceSettings
 
-    check_model(model)
-    with open_ledger(state, ServiceSettings.read().ledger) as database:
+    settings = ServiceSettings.read(**options.given())
+    check_model(settings.model)
+    with open_ledger(settings.state, settings.ledger) as database:
         if collection is not None:
             check_collection(database, collection)
-    return open_rag(state, model, embedding, **options)
+    return open_rag(options, **changes)
 
 
 def check_collection(database: Database, collection: str, namespace: str = NAMESPACE) -> None:
@@ -302,16 +308,14 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
 
 
-def warm_command(collection: str, mode: ReuseMode, **options: Any) -> str:
-    """The command that keeps what a question of this mode encoded of a collection. options: with
-    which its folder was opened; those that are the settings' are left out."""
-    from ragcache_api.settings import ServiceSettings
-
-    settings, words = ServiceSettings.read(), ["ragcache", "warm", collection]
+def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> str:
+    """The command that keeps what a question of this mode encoded of a collection, whose folder
+    was opened with these options."""
+    words = ["ragcache", "warm", collection]
     if mode.encoding == WITHOUT_CONTEXT:
         words += ["--mode", str(ISOLATED)]
-    for name, value in options.items():
-        if value not in (None, getattr(settings, name)):
+    for name, value in options.given().items():
+        if name in ("state", "model", "dtype", "instruction"):
             words += [f"--{name}", str(value)]
     return f"`{shlex.join(words)}`"
 

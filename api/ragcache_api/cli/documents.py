@@ -9,14 +9,17 @@ from rich.markup import escape
 
 from ragcache.config import (
     NAMESPACE,
+    check_embedding,
     check_instruction,
     check_namespace,
+    check_reranker,
 )
 from ragcache.errors import ConfigurationError, DocumentError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import Offer, expand_options
+from ragcache_api.cli.options import ENCODING, Offer, expand_options
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
     from ragcache.db import DocumentRow
@@ -187,25 +190,25 @@ def retrieve(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     collection: CollectionOption,
     search: SearchParams,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
-    embedding: ui.EmbeddingOption = None,
-    reranker: ui.RerankerOption = None,
+    options: Annotated[ServiceOptions, Offer(("embedding", "reranker", "ledger", "state"))],
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Find the best modules for a query, with their scores; no model is loaded."""
     check_namespace(namespace)
-    with ui.open_ledger(state, ledger) as database:
+    settings = ServiceSettings.read(**options.given())
+    check_embedding(settings.embedding)
+    check_reranker(settings.reranker)
+    with ui.open_ledger(settings.state, settings.ledger) as database:
         ui.check_collection(database, collection, namespace)
         from ragcache.db import Catalog
         from ragcache.retrieval import Retrievers
         from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 
-        embedder = resolve_embedder(embedding)
+        embedder = resolve_embedder(settings.embedding)
         catalog = Catalog(database, "", None, namespace)
         retriever = Retrievers(
-            catalog, database, embedder, resolve_reranker(reranker)
+            catalog, database, embedder, resolve_reranker(settings.reranker)
         ).retriever_for()
         found = retriever.retrieve(query, collection, search)
     if as_json:
@@ -228,22 +231,19 @@ def _hit_values(hit: Hit) -> dict[str, object]:
     }  # fmt: skip
 
 
+@expand_options
 def warm(
     collection: CollectionArgument,
+    options: Annotated[ServiceOptions, ENCODING],
     ids: Annotated[
         list[str] | None, typer.Argument(help="Ids of documents; without any, all of them.")
     ] = None,
     mode: Annotated[ReuseMode, ui.mode_option(f"{ROOTED} or {ISOLATED}.")] = ROOTED,
     dry_run: DryRunOption = False,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    instruction: ui.InstructionOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Encode the states that no tier has any more, and keep them on the disk."""
-    opening = {"dtype": dtype, "instruction": instruction}
-    with ui.open_existing_rag(state, model, None, collection, **opening) as rag:
+    with ui.open_existing_rag(options, collection, embedding="none") as rag:
         known = {row.source_id for row in rag.documents.get(collection, ids or None)}
         if unknown := [each for each in ids or [] if each not in known]:
             raise DocumentError(

@@ -16,7 +16,8 @@ from ragcache.errors import ConfigurationError, NoState
 from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import Offer, expand_options
+from ragcache_api.cli.options import ENCODING, Offer, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -57,18 +58,13 @@ def evaluate_command(
     ],
     search: Annotated[SearchParams, Offer(("k", "relative_threshold"))],
     params: Annotated[GenerationParams, Offer(("extractive",))],
-    state: ui.StateOption = ui.DEFAULT_STATE,
+    options: Annotated[ServiceOptions, Offer((*ENCODING.names, "embedding", "reranker"))],
     modes: Annotated[
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
     ] = f"{ROOTED},{EXACT}",
     over: OverOption = "all",
     sample: SampleOption = None,
     seed: SeedOption = 0,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    reranker: ui.RerankerOption = None,
-    instruction: ui.InstructionOption = None,
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
@@ -103,10 +99,7 @@ def evaluate_command(
         "k": search.k, "relative_threshold": search.relative_threshold,
         "extractive": params.extractive,
     }  # fmt: skip
-    opening = {
-        "dtype": dtype, "instruction": instruction, "reranker": reranker, "force_modes": True,
-    }  # fmt: skip
-    with _opened(state, model, embedding, collection, (dataset, drawn), opening) as (rag, name):
+    with _opened(options, collection, dataset, drawn) as (rag, name):
         if calibrate:
             _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **asked)
             return
@@ -177,33 +170,31 @@ def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
 
 @contextmanager
 def _opened(
-    state: Path, model: str | None, embedding: str | None, collection: str,
-    datasets: tuple[Dataset, Dataset], opening: dict[str, Any],
-) -> Iterator[tuple[RagCache, str]]:  # fmt: skip
-    """The folder and the collection to ask, with the documents that the file brings. datasets: the
-    whole, and what is asked of it."""
-    dataset, drawn = datasets
+    options: ServiceOptions, collection: str, dataset: Dataset, drawn: Dataset
+) -> Iterator[tuple[RagCache, str]]:
+    """The folder and the collection to ask, with the documents that the file brings. drawn: the
+    part of the dataset that is asked."""
     with ExitStack() as stack:
         if not dataset.documents:
             if collection == TEMPORARY:
                 raise ConfigurationError(
                     "the questions bring no documents; name the collection that they are about"
                 )
-            opened = ui.open_existing_rag(state, model, embedding, collection, **opening)
+            opened = ui.open_existing_rag(options, collection, force_modes=True)
             yield stack.enter_context(opened), collection
             return
         if collection == TEMPORARY:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-eval-"))
-            state, collection = Path(folder), dataset.name
+            options, collection = options.replace(state=folder), dataset.name
         else:
-            _check_own(state, collection, dataset)
-        rag = stack.enter_context(ui.open_rag(state, model, embedding, **opening))
+            _check_own(options, collection, dataset)
+        rag = stack.enter_context(ui.open_rag(options, force_modes=True))
         with ui.progress_bar("encoding") as progress:
             rag.ingest(collection, drawn.documents, progress=progress)
         yield rag, collection
 
 
-def _check_own(state: Path, collection: str, dataset: Dataset) -> None:
+def _check_own(options: ServiceOptions, collection: str, dataset: Dataset) -> None:
     """Raises `ConfigurationError` where a collection holds other documents than the file brings,
     before a model is loaded."""
     from ragcache.config import NAMESPACE
@@ -211,7 +202,8 @@ def _check_own(state: Path, collection: str, dataset: Dataset) -> None:
     from ragcache_api.settings import ServiceSettings
 
     own, held = {each.id for each in dataset.documents}, set[str]()
-    with suppress(NoState), ui.open_ledger(state, ServiceSettings.read().ledger) as database:
+    settings = ServiceSettings.read(**options.given())
+    with suppress(NoState), ui.open_ledger(settings.state, settings.ledger) as database:
         catalog = Catalog(database, "", None, NAMESPACE)
         if collection in catalog.versions():
             held = {each.document for each in catalog.modules(collection)}

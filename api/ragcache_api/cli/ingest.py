@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeR
 
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import INGESTING, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Ingestion
@@ -33,20 +35,13 @@ ExcludeOption = Annotated[
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Store nothing if a file cannot be read.")
 ]
-ModuleTokensOption = Annotated[
-    int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
-]
 
 
+@expand_options
 def ingest(
     collection: Annotated[str, typer.Argument(help="The collection to put the documents in.")],
     paths: Annotated[list[Path], typer.Argument(help="Files, or folders of them.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    instruction: ui.InstructionOption = None,
-    module_tokens: ModuleTokensOption = None,
+    options: Annotated[ServiceOptions, INGESTING],
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     strict: StrictOption = False,
@@ -57,25 +52,18 @@ def ingest(
     Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, paths)
-    rag = ui.open_rag(
-        state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
-    )
-    with rag, _bars() as bars:
+    with ui.open_rag(options) as rag, _bars() as bars:
         done = rag.ingest(
             collection, paths, include=include or (), exclude=exclude or (), strict=strict, **bars
         )
     _report(done, as_json=as_json)
 
 
+@expand_options
 def sync(
     collection: Annotated[str, typer.Argument(help="The collection.")],
     folder: Annotated[Path, typer.Argument(help="The folder that it mirrors.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    instruction: ui.InstructionOption = None,
-    module_tokens: ModuleTokensOption = None,
+    options: Annotated[ServiceOptions, INGESTING],
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     strict: StrictOption = False,
@@ -91,10 +79,7 @@ def sync(
         raise UnreadableDocument(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
-    rag = ui.open_rag(
-        state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
-    )
-    with rag, _bars() as bars:
+    with ui.open_rag(options) as rag, _bars() as bars:
         done = rag.sync(
             collection, folder, include=include or (), exclude=exclude or (), strict=strict, **bars
         )

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import Offer, expand_options
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
     from ragcache.models import LoadedModel
@@ -40,6 +42,11 @@ JsonFile = Annotated[
 BenchDTypeOption = Annotated[
     str, typer.Option("--dtype", help="What the model computes in; `auto` is the faster one.")
 ]
+
+PLANNING = Offer((
+    "model", "instruction", "module_tokens", "device", "dtype", "host_bytes", "device_bytes",
+    "disk_bytes", "state",
+))  # fmt: skip
 
 Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
 _KV_DTYPES = ("model", "int8")
@@ -137,25 +144,14 @@ def serve(
     print_figures([table, said], result, json_file)
 
 
+@expand_options
 def plan(
+    options: Annotated[ServiceOptions, PLANNING],
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders of them.")
     ] = None,
     collection: Annotated[
         str | None, typer.Option("-c", "--collection", help="A collection of the state folder.")
-    ] = None,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    instruction: ui.InstructionOption = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    module_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a module.")] = 384,
-    host_bytes: Annotated[str, typer.Option(help="The budget of the host tier.")] = "2GiB",
-    device_bytes: Annotated[
-        str | None, typer.Option(help="The budget of a device tier, if there is to be one.")
-    ] = None,
-    disk_bytes: Annotated[
-        str | None, typer.Option(help="The budget of the disk; without it, what is free.")
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, max=64, help="How many modules to encode for the times.")
@@ -168,22 +164,23 @@ def plan(
     """
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")
-    ui.check_model(model)
+    settings = ServiceSettings.read(**options.given())
+    ui.check_model(settings.model)
     for path in paths or []:
         if not path.exists():
             raise UnreadableDocument(f"cannot read {path}: there is no such file or folder")
     from ragcache.planning import Budgets, advise, make_plan
 
-    budgets = Budgets.parse(host_bytes, device_bytes, disk_bytes)
+    budgets = Budgets.parse(settings.host_bytes, settings.device_bytes, settings.disk_bytes)
     with ui.errors.status("loading the model"):
         from ragcache.models import load_model
 
-        loaded = load_model(model, device=device, dtype=dtype)
-    corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
+        loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype)
+    corpus = _corpus(loaded, paths or [], collection, settings)
     with ui.errors.status("measuring") as status:
         made = make_plan(
-            loaded, corpus, budgets, state, sample=sample,
-            instruction=instruction, progress=status.update,
+            loaded, corpus, budgets, settings.state, sample=sample,
+            instruction=settings.instruction, progress=status.update,
         )  # fmt: skip
     advice = advise(made)
     if as_json:
@@ -193,15 +190,15 @@ def plan(
 
 
 def _corpus(
-    model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
+    model: LoadedModel, paths: list[Path], collection: str | None, settings: ServiceSettings
 ) -> Corpus:
     from ragcache.db import Catalog
     from ragcache.planning import corpus_of_collection, corpus_of_sources
 
     with ui.progress_bar("reading the corpus") as progress:
         if collection is None:
-            return corpus_of_sources(model, paths, module_tokens, progress)
-        with ui.open_ledger(state) as database:
+            return corpus_of_sources(model, paths, settings.module_tokens, progress)
+        with ui.open_ledger(settings.state, settings.ledger) as database:
             catalog = Catalog(database, model.tokenizer_fingerprint, None)
             return corpus_of_collection(model, catalog, collection, progress)
 

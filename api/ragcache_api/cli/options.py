@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from ragcache.errors import ConfigurationError
 from ragcache.params import GenerationParams, Params, SearchParams
 from ragcache.params.base import bounds
+from ragcache_api.settings import ServiceOptions
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,15 @@ WITHOUT_DOCUMENTS = Withhold({
 """Options of `GenerationParams` that `ragcache prompt` lacks."""
 
 FLAGS = {"k": ("-k", "--k"), "filters": ("--filter",)}
-PANELS: dict[type[Params], str] = {GenerationParams: "Answer", SearchParams: "Search"}
+PANELS: dict[type[Params], str] = {
+    GenerationParams: "Answer", SearchParams: "Search", ServiceOptions: "Folder and model",
+}  # fmt: skip
+ENCODING = Offer(("model", "dtype", "instruction", "state"))
+"""Options of commands that encode documents which are stored."""
+INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens"))
+"""Options of commands that store documents."""
+ASKING = Offer((*ENCODING.names, "embedding", "reranker", "force_modes"))
+"""Options of commands that answer questions."""
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -116,7 +125,7 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
     kinds = get_args(field.annotation) if is_union else (field.annotation,)
     kinds = tuple(each for each in kinds if each is not type(None))
     shapes = [get_origin(each) or each for each in kinds]
-    more: dict[str, Any] = {"help": _help(field), "rich_help_panel": PANELS[model]}
+    more: dict[str, Any] = {"help": _help(model, name, field), "rich_help_panel": PANELS[model]}
     kind: Any = str
     if shapes == [bool]:
         kind = bool
@@ -135,12 +144,13 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
     )
 
 
-def _help(field: FieldInfo) -> str:
-    """The first sentence under the field, with bounds and default."""
+def _help(model: type[Params], name: str, field: FieldInfo) -> str:
+    """The first sentence under the field, with bounds, default and variable."""
     sentence = re.split(r"(?<=\.)\s", field.description or "")[0].replace("`", "")
     default = "" if field.default in (None, (), False) else f"default {field.default}"
     range_ = "" if re.search(r"\d{10}", bounds(field)) else bounds(field)
-    facts = ", ".join(filter(None, [range_, default]))
+    variable = f"RAGCACHE_{name.upper()}" if issubclass(model, ServiceOptions) else ""
+    facts = ", ".join(filter(None, [range_, default, variable]))
     return f"{sentence} ({facts})" if facts else sentence
 
 

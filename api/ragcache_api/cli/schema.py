@@ -15,7 +15,8 @@ from rich.text import Text as StyledText
 from ragcache.config import check_placement
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import Offer, expand_options
+from ragcache_api.cli.options import ENCODING, Offer, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.pipeline import ChatTemplate
@@ -29,20 +30,19 @@ T = TypeVar("T")
 
 
 @app.command("add")
+@expand_options
 def add(
     file: Annotated[Path, typer.Argument(help="A PML schema.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
+    options: Annotated[ServiceOptions, Offer(("model", "dtype", "state"))],
     placement: Annotated[
         str, typer.Option(help="schema (fixed positions) or compact (no gaps).")
     ] = "schema",
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
 ) -> None:
     """Store a schema and encode its modules, so that prompts can import them."""
-    ui.check_model(model)
+    ui.check_model(options.model)
     text = ui.read_text(file)
     check_placement(placement)
-    with ui.open_rag(state, model, None, dtype=dtype) as rag:
+    with ui.open_rag(options, embedding="none") as rag:
         added = rag.schemas.add(text, placement=cast("Placement", placement), source=str(file))
         encoded = rag.stats().encoded
     ui.console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
@@ -53,16 +53,13 @@ def add(
 def show(
     collection: Annotated[str, typer.Argument(help="The collection.")],
     search: Annotated[SearchParams, Offer(("k",))],
-    state: ui.StateOption = ui.DEFAULT_STATE,
+    options: Annotated[ServiceOptions, ENCODING],
     expand: Annotated[bool, typer.Option("--expand", help="Write the members out.")] = False,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    instruction: ui.InstructionOption = None,
 ) -> None:
     """Print the generated schema of a collection as PML."""
     from ragcache_schemas import write_schema
 
-    with ui.open_existing_rag(state, model, dtype=dtype, instruction=instruction) as rag:
+    with ui.open_existing_rag(options, embedding="none") as rag:
         typer.echo(write_schema(rag.schemas.generate(collection, k=search.k, expanded=expand)))
 
 
