@@ -241,43 +241,32 @@ def ask_questions(
     generation = GenerationParams(
         extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
     )  # nothing is refused: what the model says is marked
-    search = {"collection": collection, "k": k, "relative_threshold": relative_threshold}
-    asking = _Asking(rag, search, ReuseMode.parse(mode), through, generation)
-    asking.ask(questions[0])  # what a process makes once, such as the index, is in no time
-    marked, choices = [], list[Choice]()
+    search: dict[str, Any] = {"collection": collection, "k": k}
+    search["relative_threshold"] = relative_threshold
+    generating: dict[str, Any] = {"mode": mode, "generation": generation}
+
+    def ask(question: Question) -> Answer:
+        filters = question.filters
+        if through == "ask":
+            return rag.ask(question.question, filters=filters, **search, **generating)
+        hits = rag.retrieve(question.question, filters=filters, **search).hits
+        message = _pasted(question.question, [hit.module.text for hit in hits])
+        return rag.chat([message], **generating)
+
+    ask(questions[0])  # what a process makes once, such as the index, is in no time
+    marked, choices, reads = [], list[Choice](), ReuseMode.parse(mode).reads_states
     for number, question in enumerate(questions):
-        answer = asking.ask(question)
+        answer = ask(question)
         if answer.reuse.created_tokens:
-            answer = asking.ask(question)
+            answer = ask(question)
         choice = answer.choices[0]
         exact = None if reference is None else reference[number]
-        exact = exact if asking.mode.reads_states else choice
+        exact = exact if reads else choice
         marked.append(_mark(question, answer, exact))
         choices.append(choice)
         if progress is not None:
             progress(len(marked), len(questions))
     return marked, choices
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    rag: RagCache
-    search: Mapping[str, Any]
-    mode: ReuseMode
-    through: Through
-    generation: GenerationParams
-
-    def ask(self, question: Question) -> Answer:
-        filters = question.filters
-        if self.through == "chat":
-            hits = self.rag.retrieve(question.question, filters=filters, **self.search).hits
-            texts = [hit.module.text for hit in hits]
-            message = _pasted(question.question, texts)
-            return self.rag.chat([message], mode=self.mode, generation=self.generation)
-        return self.rag.ask(
-            question.question, filters=filters, mode=self.mode, generation=self.generation,
-            **self.search,
-        )  # fmt: skip
 
 
 def _pasted(question: str, texts: Sequence[str]) -> Message:
