@@ -168,12 +168,7 @@ def expire_modules(
     ui.console.print(f"{len(done):,} states {would} kept {until}")
 
 
-# The callback keeps it a group, although it has one command.
-ledger_app = typer.Typer(
-    help="Show the ledger's tables and who has it open.",
-    no_args_is_help=True,
-    callback=lambda: None,
-)
+ledger_app = typer.Typer(help="Show the ledger's tables and who has it open.", no_args_is_help=True)
 
 
 @ledger_app.command("status")
