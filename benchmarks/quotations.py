@@ -1,21 +1,31 @@
-"""Extractive answers: what making documents quotable costs, and the mask of each token.
+"""Constrained answers: quotations and grammars, their compilation, and the mask of each token.
 
 python benchmarks/quotations.py --json FILE
+python benchmarks/quotations.py --grammars   # of 150,000 tokens; an answer beside two compilations
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import torch
 import typer
 from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from ragcache import GenerationParams, RagCache, SourceDocument
 from ragcache.answers.quotation_index import (
     QuotableText,
     Quotation,
@@ -24,6 +34,7 @@ from ragcache.answers.quotation_index import (
 )
 from ragcache.documents import load_sources
 from ragcache.models import LoadedModel, load_model
+from ragcache.structured import Grammar, compile_constraint
 from ragcache_api.cli.ask import example_handbook
 
 
@@ -101,8 +112,199 @@ def _answer(index: QuotationIndex, setting: QuotationsSetting, rng: random.Rando
     return times
 
 
-def main(json_file: JsonFile = None, model: Path | None = None) -> None:
-    """Prints the table."""
+@dataclass(frozen=True, slots=True)
+class GrammarsSetting:
+    """Sizes of the benchmark of grammars."""
+
+    vocabulary: int = 150_000
+    """Tokens of the made-up vocabulary."""
+    tokens: int = 64
+    """Most tokens of an answer whose masks are timed."""
+    answers: int = 10
+    """Ordinary answers that are timed alone, and as many beside two compilations."""
+    answer_tokens: int = 48
+    """Tokens of each ordinary answer."""
+    strings: int = 10_000
+    """Strings of the enum that is compiled, near the largest grammar that is accepted."""
+
+
+def bench_grammars(
+    setting: GrammarsSetting | None = None, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """Times grammars over a large vocabulary, and answers beside compilations.
+
+    Returns:
+        By grammar, processor milliseconds of its compilation and of a mask. Seconds of an answer
+        alone and beside two threads that compile, with their ratio and the longest pause between
+        two tokens in milliseconds.
+    """
+    setting = setting or GrammarsSetting()
+    progress(f"a vocabulary of {setting.vocabulary} tokens")
+    model, rng = _large_vocabulary(setting.vocabulary), random.Random(1)
+    begin = time.perf_counter()
+    compile_constraint(Grammar.regex("a"), model)
+    vocabulary_ms = 1e3 * (time.perf_counter() - begin)
+    rows = [
+        {"grammar": name, **_time_grammar(grammar, model, setting, rng)}
+        for name, grammar in _grammars(setting).items()
+    ]
+    progress("answers alone and beside two compilations")
+    return {
+        "setting": asdict(setting), "machine": describe_machine(), "vocabulary_ms": vocabulary_ms,
+        "by_grammar": rows, "beside": _answers_beside_compilations(setting),
+    }  # fmt: skip
+
+
+class _Head:
+    """As much of a model as its vocabulary needs: the width of its logits."""
+
+    def __init__(self, size: int) -> None:
+        head = SimpleNamespace(weight=torch.empty(size, 0))
+        self.model = SimpleNamespace(get_output_embeddings=lambda: head, generation_config=None)
+
+
+def _large_vocabulary(size: int) -> LoadedModel:
+    """A byte-level vocabulary of random joins of shorter tokens, with no model behind it."""
+    rng, letters = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {each: number for number, each in enumerate(letters)}
+    tokens, merges = letters + [each for each in letters if each.isascii()] * 20, []
+    while len(vocabulary) < size - 1:
+        pair = rng.choice(tokens), rng.choice(tokens)
+        if len("".join(pair)) <= 12 and "".join(pair) not in vocabulary:
+            merges.append(pair)
+            tokens.append("".join(pair))
+            vocabulary["".join(pair)] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    return LoadedModel("vocabulary", cast("Any", _Head(size)), tokenizer)
+
+
+def _grammars(setting: GrammarsSetting) -> dict[str, Grammar]:
+    person = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40}, "age": {"type": "integer", "minimum": 0},
+            "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 5},
+            "boss": {"anyOf": [{"type": "null"}, {"type": "string"}]},
+        },
+        "required": ["name", "age", "tags", "boss"],
+    }  # fmt: skip
+    return {
+        "JSON schema": Grammar.json_schema(person),
+        "any JSON object": Grammar.json_object(),
+        "regex": Grammar.regex(r"[A-Z][a-z]+( [A-Z][a-z]+)*, [0-9]{4}-[0-9]{2}-[0-9]{2}"),
+        f"enum of {setting.strings}": _enum(setting.strings, 0),
+    }
+
+
+def _enum(strings: int, seed: int) -> Grammar:
+    return Grammar.json_schema({"enum": [f"{seed:05}-{number:09}" for number in range(strings)]})
+
+
+def _time_grammar(
+    grammar: Grammar, model: LoadedModel, setting: GrammarsSetting, rng: random.Random
+) -> dict[str, float]:
+    begin = time.thread_time()
+    make = compile_constraint(grammar, model)
+    compile_ms = 1e3 * (time.thread_time() - begin)
+    times: list[float] = []
+    while len(times) < setting.tokens:
+        constraint = make()
+        for _ in range(setting.tokens):
+            begin = time.thread_time()
+            mask = constraint.mask()
+            times.append(1e3 * (time.thread_time() - begin))
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            allowed = [each for each in np.flatnonzero(bits) if each not in model.stop_ids]
+            if constraint.finished or not allowed:
+                break
+            constraint.accept(int(rng.choice(allowed)))
+    return {
+        "compile_ms": compile_ms, "mask_ms": statistics.mean(times),
+        "mask_p99_ms": float(np.percentile(times, 99)),
+    }  # fmt: skip
+
+
+def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
+    """Ordinary answers alone and beside two compilations, in turn, in one process."""
+    params = GenerationParams(
+        max_tokens=setting.answer_tokens, ignore_eos=True, extractive=False, confidence=False
+    )
+    totals: dict[str, list[float]] = {"alone": [], "beside": []}
+    pauses: dict[str, list[float]] = {"alone": [], "beside": []}
+    with tempfile.TemporaryDirectory() as folder, RagCache.open(folder, embedding=None) as rag:
+        text = "Kim is on call on Monday. The spare key hangs in the boathouse. " * 20
+        rag.ingest("handbook", [SourceDocument("rota.md", text)])
+        for number in range(setting.answers + 1):
+            for name, seconds in totals.items():
+                with _compiling(rag, setting, 2 if name == "beside" else 0, number) as compiled:
+                    begin = last = time.perf_counter()
+                    pause = 0.0
+                    stream = rag.stream("Who is on call?", collection="handbook", generation=params)
+                    for _ in stream.pieces():
+                        now = time.perf_counter()
+                        pause, last = max(pause, now - last), now
+                if number and (compiled or name == "alone"):  # the first answer warms up
+                    seconds.append(last - begin)
+                    pauses[name].append(1e3 * pause)
+    alone, beside = (statistics.median(totals[name]) for name in totals)
+    return {
+        "alone_s": alone, "beside_s": beside, "ratio": beside / alone,
+        "pause_alone_ms": statistics.median(pauses["alone"]),
+        "pause_beside_ms": statistics.median(pauses["beside"]),
+    }  # fmt: skip
+
+
+@contextmanager
+def _compiling(
+    rag: RagCache, setting: GrammarsSetting, threads: int, number: int
+) -> Iterator[list[int]]:
+    """Threads that compile grammars which no one compiled before; yields what they have done."""
+    ended, done, model = threading.Event(), list[int](), rag.internals.shared.model
+
+    def compile_grammars(thread: int) -> None:
+        seed = 1000 * number + 100 * thread
+        while not ended.is_set():
+            seed += 1
+            compile_constraint(_enum(setting.strings, seed), model)
+            done.append(seed)
+
+    running = [threading.Thread(target=compile_grammars, args=(each,)) for each in range(threads)]
+    for each in running:
+        each.start()
+    try:
+        if threads:
+            time.sleep(0.2)
+        yield done
+    finally:
+        ended.set()
+        for each in running:
+            each.join()
+
+
+def _print_grammars(json_file: Path | None) -> None:
+    result = run_benchmark(lambda progress: bench_grammars(None, progress))
+    table = plain_table("grammar", "compile", "a mask", "99th percentile")
+    for row in result["by_grammar"]:
+        cells = (f"{row[name]:.3f} ms" for name in ("compile_ms", "mask_ms", "mask_p99_ms"))
+        table.add_row(str(row["grammar"]), *cells)
+    beside = result["beside"]
+    said = (
+        f"{result['setting']['vocabulary']:,} tokens, read once in {result['vocabulary_ms']:.0f} "
+        f"ms. An answer takes {beside['alone_s']:.3f} s alone and {beside['beside_s']:.3f} s "
+        f"beside two compilations: {beside['ratio']:.2f} times; longest pause "
+        f"{beside['pause_alone_ms']:.0f} and {beside['pause_beside_ms']:.0f} ms"
+    )
+    print_figures([table, said], result, json_file)
+
+
+def main(json_file: JsonFile = None, model: Path | None = None, grammars: bool = False) -> None:
+    """Prints the table of quotations or, with --grammars, of grammars."""
+    if grammars:
+        _print_grammars(json_file)
+        return
     loaded = None if model is None else load_model(model)
     result = run_benchmark(lambda progress: bench_quotations(None, progress, loaded))
     table = plain_table("modules", "join", "a token", "99th percentile")
