@@ -69,7 +69,7 @@ def test_models_are_saved_at_intervals_and_once_at_the_end() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_a_run_after_its_step_with_the_model_saved(number: int) -> None:
-    clock, saved = Clock(9.0, steps=0), []
+    clock, saved = Clock(900.0, steps=0), []
     before = signal.getsignal(number)
     with (
         pytest.raises(SystemExit) as ended,
@@ -86,7 +86,7 @@ def test_signals_end_a_run_after_its_step_with_the_model_saved(number: int) -> N
 
 @pytest.mark.parametrize(("steps", "expected"), [(2, [2]), (0, [])])
 def test_a_model_is_saved_after_an_error_if_it_made_a_step(steps: int, expected: list[int]) -> None:
-    clock, saved = Clock(9.0, steps=0), []
+    clock, saved = Clock(900.0, steps=0), []
     with pytest.raises(MemoryError), Run(clock, lambda: saved.append(clock.step), 60) as run:
         for _ in range(steps):
             run.tick()

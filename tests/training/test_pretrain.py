@@ -98,7 +98,7 @@ def test_pretraining_keeps_its_model_when_it_is_asked_to_end(
 
     monkeypatch.setattr(pretrain, "next_token_loss", loss)
     with pytest.raises(SystemExit, match="143"):
-        run(pack, saved_tokenizer, tmp_path, "--minutes", "9")
+        run(pack, saved_tokenizer, tmp_path, "--minutes", "900")
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert {"shape", "model", "optimizers"} == saved.keys()
     assert '"step": 1' in (tmp_path / "log.jsonl").read_text()

@@ -60,7 +60,7 @@ def finetune(
     """The rows of the log."""
     torch.manual_seed(0)
     model = Reader(Shape(**SHAPE))
-    usual = {"minutes": 9.0, "steps": 0, "lr": 1e-2, "evaluate_every": 1.0, "save_every": 1.0}
+    usual = {"minutes": 900.0, "steps": 0, "lr": 1e-2, "evaluate_every": 1.0, "save_every": 1.0}
     arguments = argparse.Namespace(**usual | more, out=out)
     with (out / "log.jsonl").open("w") as log:
         run(model, model, make_optimizers(model, 1e-2, "muon"), batches, sets, arguments, log)
