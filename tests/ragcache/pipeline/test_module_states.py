@@ -98,13 +98,6 @@ def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     assert linked.reuse.cached_tokens == answer.reuse.cached_tokens, "there is nothing to link"
 
 
-def test_another_order_reads_the_single_modules(rag: RagCache) -> None:
-    order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
-    rag.collections.add_scaffold("notes", order[::-1])
-    answer = rag.ask(QUESTION, collection="notes", k=2)
-    assert {source.scaffold for source in answer.sources} == {""}
-
-
 def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:
     rag.collections.add_scaffold("notes", ["boats", "keys#1"])
     before = blobs(tmp_path)

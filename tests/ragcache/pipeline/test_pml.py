@@ -297,12 +297,9 @@ def test_a_schema_that_another_process_changes_is_read_anew(pipeline: PmlPipelin
     assert "Bergen" in str(pipeline.load("trip").schema)
 
 
-def test_other_modes_have_no_meaning_for_a_schema(pipeline: PmlPipeline) -> None:
+def test_prompts_that_cannot_be_built_are_refused(pipeline: PmlPipeline) -> None:
     with pytest.raises(ConfigurationError, match="encoded at their places in the schema"):
         pipeline.build(PROMPTS["arguments"], ROOTED)
-
-
-def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
     pipeline.texts = stored("none", '<schema name="none"/>')
     with pytest.raises(InvalidRequest, match="the prompt has no text"):
         pipeline.build('<prompt schema="none"/>', ISOLATED)
