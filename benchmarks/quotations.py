@@ -234,7 +234,10 @@ def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
     )
     totals: dict[str, list[float]] = {"alone": [], "beside": []}
     pauses: dict[str, list[float]] = {"alone": [], "beside": []}
-    with tempfile.TemporaryDirectory() as folder, RagCache.open(folder, embedding=None) as rag:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RagCache.open(folder, embedding=None, force_modes=True) as rag,
+    ):
         text = "Kim is on call on Monday. The spare key hangs in the boathouse. " * 20
         rag.ingest("handbook", [SourceDocument("rota.md", text)])
         for number in range(setting.answers + 1):
