@@ -25,7 +25,6 @@ from typer.models import OptionInfo
 from ragcache.config import (
     NAMESPACE,
     check_embedding,
-    check_instruction,
     check_reranker,
 )
 from ragcache.errors import (
@@ -66,31 +65,22 @@ def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: A
     return value if given else getattr(ServiceSettings.read(), name)
 
 
-def _setting(name: str, text: str, check: Callable[[Any], object] | None = None) -> Any:
-    """An option whose default is the service setting of its name. check: raises for a value that
-    cannot be used, before torch is imported."""
-
-    def checked(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-        value = _or_setting(context, parameter, value)
-        if check is not None:
-            check(value)
-        return value
-
-    option = f"--{name.replace('_', '-')}"
-    return typer.Option(option, envvar=f"RAGCACHE_{name.upper()}", callback=checked, help=text)
+def _setting(name: str, text: str) -> Any:
+    """An option whose default is the service setting of its name."""
+    return typer.Option(
+        f"--{name}", envvar=f"RAGCACHE_{name.upper()}", callback=_or_setting, help=text
+    )
 
 
 _LEDGER = "The URL of a database, where the ledger is not in the state folder."
 _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
 _DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
-_INSTRUCTION = "What the model is to do with the documents; the one of their ingestion."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 DTypeOption = Annotated[Any, _setting("dtype", _DTYPE)]
-InstructionOption = Annotated[str | None, _setting("instruction", _INSTRUCTION, check_instruction)]
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
