@@ -1,9 +1,9 @@
-"""Routing: which replica answers a request, by the modules that the request reads.
+"""Routing: choose the replica that answers a request, by the modules that it reads.
 
-A router that scores prefixes of prompts sees the first module alone, since modules stand anywhere
-in a prompt. Here a replica costs the seconds in which it brings the states that it lacks, and those
-in which the request waits there; the cheapest one answers. All is pure: what replicas hold and how
-busy they are is given.
+A router that scores prompt prefixes sees only the first module, because modules can appear anywhere
+in a prompt. Here a replica costs the seconds to fetch the states that it lacks plus the seconds
+that the request waits there. The cheapest replica answers. All functions are pure: the holdings and
+loads of the replicas are arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ragcache.errors import ConfigurationError
 from ragcache.tiers import TIERS
 
 Holdings = Mapping[str, Mapping[str, str]]
-"""For the key of each module, the replicas that have its states in memory, and in which tier:
-`device` or `host`."""
+"""For each module key, the replicas that have its states in memory, with the tier: `device` or
+`host`.
+"""
 
 RANDOM_CANDIDATES = 2
 _RNG = random.Random()
@@ -26,41 +27,44 @@ _RNG = random.Random()
 
 @dataclass(frozen=True, slots=True)
 class RoutedModule:
-    """A module that a request reads. key: of its states; nbytes, tokens: their size."""
+    """A module that a request reads."""
 
     key: str
+    """Key of the module's states."""
     nbytes: int
+    """Size of the states in bytes."""
     tokens: int = 0
+    """Length of the module in tokens. 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingCosts:
-    """What moving states and waiting costs. All are measured on the machine that serves; only
-    ratios count.
-
-    Attributes:
-        host_bandwidth: Bytes per second from host memory to where attention reads them.
-        remote_bandwidth: Bytes per second from the remote tier.
-        encode_rate: Tokens per second at which a replica encodes modules: states that are dearer to
-            bring than to encode count as encoded.
-        slots: Requests that a replica runs at once without slowing them down.
-        service_seconds: The time of an answer in a slot.
-        bounded_load: The load in means of all replicas from which on being busier than others
-            costs (consistent hashing with bounded loads, Mirrokni et al., 2018).
-        owner_credit: The share of a transfer that the rendezvous owner of a module is let off while
-            nobody has it in memory, so that several routers send it to the same replica.
+    """Measured costs of transferring states and of waiting. Only the ratios matter.
 
     Raises:
-        ConfigurationError: A value is not positive; `owner_credit` may be 0.
+        ConfigurationError: A value is not positive. Only `owner_credit` may be 0.
     """
 
     host_bandwidth: float = 50e9
+    """Bytes per second from host memory to the device."""
     remote_bandwidth: float = 1.25e9
+    """Bytes per second from the remote tier."""
     encode_rate: float = 8_000.0
+    """Tokens per second at which a replica encodes modules. It limits the cost of a transfer: a
+    replica encodes a module if that is faster.
+    """
     slots: int = 16
+    """Requests that a replica runs concurrently without slowing them down."""
     service_seconds: float = 0.6
+    """Seconds that an answer occupies a slot."""
     bounded_load: float = 1.25
+    """Load relative to the mean of all replicas. A replica above it costs more (consistent hashing
+    with bounded loads, Mirrokni et al., 2018).
+    """
     owner_credit: float = 0.1
+    """Fraction of a transfer that is waived for the rendezvous owner of a module while no replica
+    has it in memory, so that several routers choose the same replica.
+    """
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -69,8 +73,12 @@ class RoutingCosts:
                 raise ConfigurationError(f"{each.name} is {value}; it must be positive")
 
     def seconds_to_bring(self, module: RoutedModule, tier: str | None = None) -> float:
-        """Seconds until attention can read a module's states. tier: where they are; None for no
-        tier in memory."""
+        """Return the seconds until attention can read a module's states.
+
+        Args:
+            module: The module.
+            tier: Memory tier that has the states. By default they are not in memory.
+        """
         spec = None if tier is None else TIERS.get(tier)
         if spec is not None and spec.traits.on_gpu:
             return 0.0
@@ -80,16 +88,23 @@ class RoutingCosts:
         return min(seconds, module.tokens / self.encode_rate) if module.tokens else seconds
 
     def seconds_to_wait(self, load: int, mean: float) -> float:
-        """Seconds that a request waits at a replica with so many requests, where all have `mean` of
-        them: for a slot, and the more the further the replica is above the others."""
+        """Return the seconds that a request waits at a replica.
+
+        Includes the wait for a slot, and a penalty that grows with the load above `bounded_load`.
+
+        Args:
+            load: Requests at the replica.
+            mean: Mean load of all replicas.
+        """
         queued = max(0, load + 1 - self.slots)
         above = max(0.0, load - self.bounded_load * mean)
         return (queued + above) * self.service_seconds / self.slots
 
 
 def owner_of(key: str, replicas: Iterable[str]) -> str:
-    """The rendezvous owner of a key: the replica with the highest hash of both (Thaler and
-    Ravishankar, 1998). Where one leaves, only what it owned gets another owner.
+    """Return the rendezvous owner of a key: the replica with the highest hash of both.
+
+    When a replica leaves, only its own keys change owner (Thaler and Ravishankar, 1998).
 
     Raises:
         ValueError: There are no replicas.
@@ -105,19 +120,19 @@ def choose_replica(
     modules: Sequence[RoutedModule], loads: Mapping[str, int], holds: Holdings,
     costs: RoutingCosts, rng: random.Random | None = None,
 ) -> str:  # fmt: skip
-    """The replica that answers a request soonest.
+    """Return the replica that answers a request soonest.
 
-    Candidates are the holders and the owners of the modules, the least loaded replica and
-    two at random; among equal ones the less loaded, then any. A module whose holder is busy is
-    brought to another replica by this cost alone, so that what many ask for is soon held by many.
-    Requests that read no modules go to the less loaded one of two at random.
+    Candidates are the holders and the owners of the modules, the least loaded replica, and two
+    random replicas. Ties go to the less loaded candidate, then to a random one. When the holder of
+    a popular module is busy, the module is fetched by another replica, so that popular modules
+    spread by cost alone. A request without modules goes to the less loaded of two random replicas.
 
     Args:
-        modules: What the request reads, each once.
-        loads: The requests that each replica holds: all that may be chosen.
-        holds: Who has which states in memory; others than those of `loads` are left out.
-        costs: What moving and waiting costs.
-        rng: For ties and candidates; the process's own by default.
+        modules: Distinct modules of the request.
+        loads: Number of requests at each available replica.
+        holds: States in the memory of the replicas. Unavailable replicas are ignored.
+        costs: Costs of transferring and waiting.
+        rng: Source of ties and random candidates. Defaults to one of the process.
 
     Raises:
         ValueError: There are no replicas.
@@ -155,7 +170,7 @@ def choose_replica(
 def held_bytes(
     modules: Iterable[RoutedModule], holds: Holdings, replica: str
 ) -> tuple[int, int]:  # fmt: skip
-    """The bytes of a request's modules that a replica has in memory, and those it has to bring."""
+    """Return the bytes of a request's modules in a replica's memory, and the bytes to fetch."""
     held = moved = 0
     for module in modules:
         if replica in holds.get(module.key, {}):

@@ -1,8 +1,8 @@
-"""The registry of storage tiers: names, budget options, and facts of each kind.
+"""The registry of storage tiers: names, budget options and traits.
 
-It is below the database and the routing, which name tiers, and knows no tier's class. The store
-reads `TierTraits` instead of asking for a class; behavior is a method of `store.tiers.Tier` with a
-default.
+The registry is below the database and the routing, which refer to tiers by name, and knows no tier
+classes. The store reads `TierTraits` instead of checking classes. Behavior belongs to
+`store.tiers.Tier`, whose methods have defaults.
 
 Example:
     >>> persistent_tiers()
@@ -18,34 +18,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TierTraits:
-    """Facts about a tier that the store relies on."""
+    """Properties of a tier that the store relies on."""
 
     persistent: bool = False
-    """Entries outlive the process, with rows in the ledger and blobs that `verify` reads."""
+    """Entries outlive the process. They have rows in the ledger and blobs that `verify` reads."""
     shared: bool = False
     """Other machines read and write the same entries. Opening the store does not list them."""
     on_gpu: bool = False
-    """Attention reads entries in place and those of no other tier. Memory is free again only after
-    the step that reads it."""
+    """Attention reads entries in place and cannot read other tiers. Memory is free again only after
+    the step that reads it.
+    """
     mapped: bool = False
-    """`get` maps pages of a file, which take no memory; `load` reads them into given memory."""
+    """`get` maps a file and takes no memory. `load` reads it into given memory."""
     slabs: bool = False
-    """Memory is cut into slabs: a put may fail although enough bytes are free in pieces."""
+    """Memory is divided into slabs. A put can fail although enough bytes are free in total."""
     grouped: bool = False
     """`put_all` copies several entries side by side. The tier's memory is reserved once."""
     buffers: bool = False
-    """`allocate` and `begin_copy` give main memory for states that are not entries yet."""
+    """`allocate` and `begin_copy` provide main memory for states that are not entries yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier as the rest of the project names it."""
+    """A tier in the registry."""
 
     name: str
     budget_option: str
     """Option of `RagCache.open` with the tier's budget in bytes."""
     traits: TierTraits
-    """Traits of the kind. An opened tier may differ, as a device tier on a CPU does."""
+    """Default traits. An opened tier may differ, for example a device tier on a CPU."""
 
 
 TIERS: dict[str, TierSpec] = {
@@ -57,8 +58,9 @@ TIERS: dict[str, TierSpec] = {
         TierSpec("remote", "remote_bytes", TierTraits(persistent=True, shared=True)),
     )
 }
-"""All tiers by name, fastest first. A tier is searched, and takes what leaves for pressure, in this
-order among the tiers in memory and among those that outlive the process."""
+"""All tiers by name, fastest first. Lookup and demotion follow this order, separately among memory
+tiers and persistent tiers.
+"""
 
 
 def memory_tiers() -> tuple[str, ...]:
@@ -67,7 +69,7 @@ def memory_tiers() -> tuple[str, ...]:
 
 
 def persistent_tiers() -> tuple[str, ...]:
-    """Return the names of tiers whose entries outlive the process, nearest first."""
+    """Return the names of tiers whose entries outlive the process, fastest first."""
     return tuple(name for name, spec in TIERS.items() if spec.traits.persistent)
 
 

@@ -1,7 +1,7 @@
-"""The ledger of states: what each tier holds, its size and its uses.
+"""The ledger of states: the entries of each tier, with their sizes and uses.
 
-`StateRow` is a row as a plain value. Uses, entries and evictions of tiers in memory, which hot
-paths count, wait in a `UsageBuffer` until they are written in one transaction, once a second.
+`StateRow` is a row as a plain value. Hot paths count uses, entries and evictions in a
+`UsageBuffer`, which is written in one transaction every second.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from ragcache.tiers import TIERS, persistent_tiers
 
 logger = logging.getLogger(__name__)
 
-_COMMIT_SECONDS = 30.0  # that a transaction takes at most
-EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
+_COMMIT_SECONDS = 30.0  # maximum duration of a transaction
+EVICTIONS_KEPT = 100_000
+"""Evictions that the ledger remembers."""
 
-# What recording states again changes, in tiers that outlive the process and in those in memory.
+# Columns that recording states again updates, in persistent tiers and in memory tiers.
 _RECORDED = (
     "nbytes", "kv_dtype", "tokens", "mode", "root", "model",
     "expires_at",
@@ -51,33 +52,37 @@ _IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens")
 
 
 class StateMetadata(NamedTuple):
-    """Facts about states that hold in every tier.
-
-    tokens: their length. mode: `rooted`, `isolated`, `root` (a preamble), `schema`; root: the key
-    of the states before them; model: its fingerprint.
-    """
+    """Properties of states that are the same in every tier."""
 
     tokens: int
+    """Length in tokens."""
     mode: str = ""
+    """`rooted`, `isolated`, `root` (a preamble) or `schema`."""
     root: KVKey | None = None
+    """Key of the preamble that the states depend on."""
     model: str = ""
+    """Fingerprint of the model."""
 
 
 class StateRow(NamedTuple):
-    """States in one tier. nbytes: as allocated there."""
+    """States in one tier."""
 
     key: KVKey
     tier: str
     nbytes: int
+    """Allocated bytes in the tier."""
     hits: int
+    """Number of uses."""
     last_use: int
+    """Tick of the logical clock."""
     pinned: bool
     expires_at: float
+    """Unix seconds. Infinite without a limit."""
     kv_dtype: str
     metadata: StateMetadata
 
     def values(self, place: str) -> dict[str, Any]:
-        """As a row of `StateTable`."""
+        """Return the columns of `StateTable`."""
         metadata = self.metadata
         return {
             "key": self.key, "tier": self.tier, "place": place, "nbytes": self.nbytes,
@@ -93,10 +98,11 @@ COLUMNS = (
     StateTable.pinned, StateTable.expires_at, StateTable.kv_dtype, StateTable.tokens,
     StateTable.mode, StateTable.root, StateTable.model,
 )  # fmt: skip
+"""Columns that `state_row` reads."""
 
 
 def state_row(row: Any) -> StateRow:
-    """The value of a row of `COLUMNS`."""
+    """Convert a result row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, *rest = row
     mode, root, model = rest
     metadata = StateMetadata(tokens, mode, KVKey(root) if root else None, model)
@@ -106,7 +112,7 @@ def state_row(row: Any) -> StateRow:
 
 @dataclass(frozen=True, slots=True)
 class TierTotals:
-    """The sums of one tier's states."""
+    """Totals of one tier."""
 
     states: int
     nbytes: int
@@ -115,31 +121,41 @@ class TierTotals:
 
 
 class Ledger:
-    """Rows of (key, tier), as one session sees them: tiers in memory are its own, the disk is
-    that of its `place`, everything else is shared.
+    """The rows of (key, tier) that one session sees.
 
-    usage: what is not written yet; `flush` writes it. failures: writes of `usage` that failed.
+    Rows of memory tiers belong to the session, rows of the disk to its `place`. All other rows are
+    shared.
     """
 
     def __init__(self, database: Database, place: str = "") -> None:
+        """Create a ledger. `place` names the disk in a ledger that several machines share."""
         self.database, self.place = database, place
         self.sessions = Sessions(database)
         self.locks = KeyLocks(self.sessions)
         self.usage = UsageBuffer()
+        """Uses, entries and evictions that `flush` writes."""
         self.failures = 0
+        """Number of failed writes of `usage`."""
         self._uses = 0
-        self._behind = 0  # by how many ticks the uses of this session are behind the clock
-        self._written = 0  # of `_uses`, those that the clock counts
-        self._retirements: deque[tuple[float, int]] = deque()  # when the largest number was which
+        self._behind = 0  # ticks from `_uses` to the clock
+        self._written = 0  # number of `_uses` that the clock in the ledger includes
+        self._retirements: deque[tuple[float, int]] = deque()  # time, largest row number by then
         self._known_retirements: set[int] = set()
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
 
     @classmethod
     def of_folder(cls, database: Database, folder: Path, *, reads: bool = False) -> Ledger:
-        """The ledger as processes with this state folder see it. In one that several machines
-        share, a disk has a name, which is kept beside its blobs; SQLite's file is beside its only
-        disk. reads: nothing is written, so that a disk without a name gets none."""
+        """Return the ledger of a state folder.
+
+        In a ledger that several machines share, a disk needs a name, which is stored next to its
+        blobs. A SQLite ledger is on its only disk.
+
+        Args:
+            database: The database with the ledger.
+            folder: The state folder.
+            reads: Write nothing. A disk without a name then gets none.
+        """
         if database.engine.dialect.name == "sqlite":
             return cls(database)
         name = folder / "states" / "place"
@@ -151,7 +167,7 @@ class Ledger:
         return cls(database, name.read_text(encoding="ascii"))
 
     def begin(self) -> list[StateRow]:
-        """Opens a session; returns the rows of tiers that outlive processes."""
+        """Open a session. Returns the rows of persistent tiers."""
         self.sessions.begin()
         self.read_clock()
         with self.database.reading() as session:
@@ -160,7 +176,7 @@ class Ledger:
         return self.load()
 
     def end(self) -> None:
-        """Writes what is pending and ends the session."""
+        """Flush pending uses and end the session."""
         self.flush()
         try:
             self.sessions.end()
@@ -169,18 +185,21 @@ class Ledger:
 
     @property
     def tick(self) -> int:
-        """The logical clock as this session knows it."""
+        """Current value of the logical clock in this session."""
         return self._uses + self._behind
 
     def advance_clock(self) -> int:
-        """The next tick of the logical clock, which counts the uses of all sessions: those of
-        others as of the last `flush` or `read_clock`."""
+        """Advance the logical clock and return the new tick.
+
+        The clock counts the uses of all sessions. Uses of other sessions are known as of the last
+        `flush` or `read_clock`.
+        """
         with self._clock_lock:
             self._uses += 1
             return self._uses + self._behind
 
     def read_clock(self) -> None:
-        """Learns of the uses of other sessions."""
+        """Add the uses of other sessions to the clock."""
         with self.database.reading() as session:
             self._set_clock(session.scalars(select(ClockTable.tick)).one())
 
@@ -189,35 +208,35 @@ class Ledger:
             self._behind = max(self._behind, tick - self._uses)
 
     def get_fact(self, name: str) -> str | None:
-        """A fact that all processes agree by, None where it is not known."""
+        """Return a fact that all processes agree on. Unknown facts are None."""
         with self.database.reading() as session:
             return session.scalar(select(FactTable.value).where(FactTable.name == name))
 
     def facts(self, prefix: str) -> dict[str, str]:
-        """All facts whose names begin with a prefix, by name."""
+        """Return all facts whose names begin with a prefix."""
         named = FactTable.name.startswith(prefix, autoescape=True)
         with self.database.reading() as session:
             facts = session.scalars(select(FactTable).where(named))
             return {fact.name: fact.value for fact in facts}
 
     def agree_on_fact(self, name: str, value: str) -> str:
-        """Writes a fact, unless another process has; returns what holds now."""
+        """Write a fact unless another process has. Returns the stored value."""
         with self.database.transaction() as session:
             insert_new(session, FactTable, {"name": name, "value": value})
             return session.scalars(select(FactTable.value).where(FactTable.name == name)).one()
 
     def has_states(self, tier: str) -> bool:
-        """Whether any row is one of this tier."""
+        """Return whether a tier has any rows."""
         with self.database.reading() as session:
             first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
             return session.scalar(first) is not None
 
     def retired(self) -> list[KVKey]:
-        """The keys that processes have retired since this session began, or since the call before;
-        some come twice.
+        """Return the keys that any process has retired since the last call.
 
-        Numbers of rows are given before a transaction commits: a smaller one may appear after a
-        larger one, so that each is looked for until `_COMMIT_SECONDS` have passed.
+        The first call covers the session so far. Some keys are returned twice. Row numbers are
+        assigned before a transaction commits, so that a smaller number can appear after a larger
+        one. Each number is therefore read again for `_COMMIT_SECONDS`.
         """
         now, seen = time.monotonic(), self._retirements
         while len(seen) > 1 and seen[1][0] < now - _COMMIT_SECONDS:
@@ -231,8 +250,7 @@ class Ledger:
         return new
 
     def used_since(self, tick: int) -> list[tuple[str, KVKey, int]]:
-        """Tier, key and last use of the shared states that any session has used after a tick, in
-        the order of uses."""
+        """Return tier, key and last use of shared states used after a tick, in order of use."""
         columns = (StateTable.tier, StateTable.key, StateTable.last_use)
         used = (StateTable.last_use > tick) & (StateTable.hits > 0)
         chosen = select(*columns).where(self._shared(), used)
@@ -240,12 +258,12 @@ class Ledger:
             return list(session.execute(chosen.order_by(StateTable.last_use)))
 
     def load(self) -> list[StateRow]:
-        """The rows of tiers that outlive processes."""
+        """Return the rows of persistent tiers."""
         with self.database.reading() as session:
             return self._rows(session)
 
     def find(self, keys: Iterable[KVKey]) -> list[StateRow]:
-        """The rows that `load` would give of these keys."""
+        """Return the rows of persistent tiers that have one of the keys."""
         with self.database.reading() as session:
             return self._find(session, keys)
 
@@ -260,9 +278,12 @@ class Ledger:
         return [state_row(row) for row in rows]
 
     def record(self, rows: Sequence[StateRow], last: Collection[KVKey]) -> set[KVKey]:
-        """Notes that a tier that outlives processes holds states now; the claims on the `last`
-        keys end. Returns the keys whose rows were written: not those whose claim others have ended,
-        which they do where this process was silent for too long."""
+        """Write rows of a persistent tier and end the claims on the `last` keys.
+
+        Returns:
+            Keys of the written rows. A row is not written if another process has ended the claim on
+            its key, which happens when this process was silent for too long.
+        """
         with self.database.transaction() as session:
             held = self.locks.held_among(session, {row.key for row in rows})
             kept = sorted((row for row in rows if row.key in held), key=lambda row: row.key)
@@ -275,10 +296,17 @@ class Ledger:
     def claim(
         self, keys: Sequence[KVKey], unreadable: Collection[KVKey]
     ) -> tuple[list[StateRow], list[KVKey]]:
-        """The rows of the keys, and the keys without one that this session claims now. Rows of
-        `unreadable` keys do not count."""
+        """Return the rows of the keys, and claim the keys without a row.
+
+        Args:
+            keys: Keys to look up.
+            unreadable: Keys whose rows are ignored.
+
+        Returns:
+            The rows, and the keys that this session has claimed now.
+        """
         with self.database.transaction() as session:
-            # Claims first: a row is recorded in the transaction that gives the claim back.
+            # Claims first: the transaction that records a row also ends its claim.
             taken = self.locks.acquire_within(session, keys)
             rows = self._find(session, [key for key in keys if key not in unreadable])
             found = {row.key for row in rows}
@@ -289,8 +317,11 @@ class Ledger:
         return rows, claimed
 
     def reclaim(self, tier: str, keys: Sequence[KVKey]) -> tuple[list[KVKey], list[KVKey]]:
-        """Claims those of the keys of which a shared tier has no row, to delete what it holds.
-        Returns them, and the keys that another process has claimed."""
+        """Claim keys without a row in a shared tier, to delete their blobs.
+
+        Returns:
+            The claimed keys, and the keys that another process has claimed.
+        """
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
             found: set[KVKey] = set()
@@ -302,8 +333,11 @@ class Ledger:
         return gone, [key for key in keys if key not in set(taken)]
 
     def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
-        """Takes bytes of a shared tier for a key that is claimed. Returns by how many all that is
-        held there or about to be written exceeds the budget."""
+        """Reserve bytes of a shared tier for a claimed key.
+
+        Returns:
+            Bytes by which the stored and reserved states together exceed the budget.
+        """
         with self.database.transaction() as session:
             self._reserve(session, [key], tier, nbytes)
             taken = session.scalar(select(func.sum(StateTable.nbytes)).where(self._at(tier))) or 0
@@ -317,9 +351,14 @@ class Ledger:
             session.execute(rows.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
 
     def evict_rows(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
-        """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
-        until `locks.release`. Returns the claimed keys that have no row now: none that another
-        session has claimed, nor, for pressure and time, one that it has pinned or prolonged."""
+        """Delete rows of a shared tier and claim their keys, until `locks.release`.
+
+        The caller deletes the blobs under these claims.
+
+        Returns:
+            The claimed keys. Omits keys that another session has claimed and, if the reason is
+            `pressure` or `ttl`, states that another session has pinned or prolonged.
+        """
         stays = _stays(reason, time.time())
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
@@ -338,11 +377,11 @@ class Ledger:
         return gone
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
-        """Writes whether states are pinned."""
+        """Pin or unpin states."""
         self._set(keys, pinned=pinned)
 
     def expire(self, keys: Iterable[KVKey], at: float | None) -> None:
-        """Writes until when states are kept: Unix seconds, None for ever."""
+        """Set the expiration of states in Unix seconds. None removes the limit."""
         self._set(keys, expires_at=at)
 
     def _set(self, keys: Iterable[KVKey], **values: Any) -> None:
@@ -353,18 +392,18 @@ class Ledger:
                 session.execute(update(StateTable).where(chosen).values(**values))
 
     def expired(self, now: float) -> dict[KVKey, float]:
-        """The states of shared tiers and of this session that have expired, and when."""
+        """Return the expired states of shared tiers and of this session, with their limits."""
         statement = select(StateTable.key, StateTable.expires_at)
         with self.database.reading() as session:
             rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
             return {key: at for key, at in rows if at is not None}
 
     def flush(self) -> None:
-        """Writes `usage` in one transaction; what fails is kept for the next time. What another
-        thread is writing is written when this returns.
+        """Write `usage` in one transaction. After a failure it is kept for the next call.
 
-        The clock's row is locked first: sessions write one after the other, and the ticks of each
-        are after those of the one before.
+        Changes that another thread is writing are written when this returns. The transaction first
+        locks the row of the clock: sessions write one after another, and the ticks of a session
+        follow the ticks of the session before it.
         """
         with self._flushing:
             if self.usage:
@@ -389,13 +428,13 @@ class Ledger:
             logger.warning("%s; the use of states is counted later", error)
 
     def keys(self, tier: str) -> set[KVKey]:
-        """The keys of a tier's rows."""
+        """Return the keys of a tier's rows."""
         with self.database.reading() as session:
             rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
             return set(session.scalars(rows))
 
     def totals(self) -> dict[str, TierTotals]:
-        """Sums by tier."""
+        """Return the totals of each tier."""
         sums = [func.sum(c) for c in (StateTable.nbytes, StateTable.tokens, StateTable.hits)]
         statement = select(StateTable.tier, func.count(), *sums).where(self._visible())
         with self.database.reading() as session:
@@ -403,7 +442,7 @@ class Ledger:
             return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
 
     def evictions(self) -> dict[str, dict[str, int]]:
-        """How many states left each tier, by reason."""
+        """Return the number of evictions by tier and reason."""
         columns = (EvictionTable.tier, EvictionTable.reason)
         counts: dict[str, dict[str, int]] = {}
         with self.database.reading() as session:
@@ -416,7 +455,7 @@ class Ledger:
         return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))
 
     def _place_of(self, tier: str) -> str:
-        """The place of a tier's rows; an empty name stands for no reservation."""
+        """Return the place of a tier's rows. An empty tier name means no reservation."""
         return "" if not tier or TIERS[tier].traits.shared else self.place
 
     def _shared(self) -> ColumnElement[bool]:
@@ -427,7 +466,7 @@ class Ledger:
 
 
 def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
-    """Which states do not leave for this reason."""
+    """Return the condition for states that are exempt from eviction for a reason."""
     if reason == "pressure":
         return StateTable.pinned.is_(True)
     if reason == "ttl":
@@ -438,10 +477,12 @@ def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
 
 @dataclass(slots=True)
 class PendingUsage:
-    """Changes that are not written to the ledger yet."""
+    """Changes that are not in the ledger yet."""
 
-    touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)  # hits, tick, time
+    touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)
+    """Hits, tick and Unix time of uses."""
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
+    """Entries of memory tiers. The value of a removed entry is None."""
     evictions: list[dict[str, Any]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -449,8 +490,7 @@ class PendingUsage:
 
 
 class UsageBuffer:
-    """Uses, entries and evictions until they are written. Thread-safe; every method is a few
-    assignments."""
+    """Pending uses, entries and evictions. Thread-safe. Every method is a few assignments."""
 
     def __init__(self) -> None:
         self._pending = PendingUsage()
@@ -460,7 +500,7 @@ class UsageBuffer:
         return bool(self._pending)
 
     def touch(self, keys: Iterable[KVKey], tick: int) -> None:
-        """Counts a use of each key."""
+        """Count a use of each key."""
         now = time.time()
         with self._lock:
             for key in keys:
@@ -468,25 +508,25 @@ class UsageBuffer:
                 self._pending.touches[key] = (hits + 1, tick, now)
 
     def add_entry(self, row: StateRow) -> None:
-        """Notes that a tier in memory holds states."""
+        """Record an entry of a memory tier."""
         with self._lock:
             self._pending.memory[row.tier, row.key] = row
 
     def remove_entry(self, tier: str, key: KVKey, nbytes: int, reason: str) -> None:
-        """Notes that states left a tier in memory."""
+        """Record that states have left a memory tier."""
         row = {"key": key, "tier": tier, "reason": reason, "nbytes": nbytes, "at": time.time()}
         with self._lock:
             self._pending.memory[tier, key] = None
             self._pending.evictions.append(row)
 
     def take(self) -> PendingUsage:
-        """Everything so far: for `restore`, should the transaction that writes it fail."""
+        """Remove and return all changes."""
         with self._lock:
             pending, self._pending = self._pending, PendingUsage()
         return pending
 
     def restore(self, pending: PendingUsage) -> None:
-        """Takes back what could not be written, before what was noted since."""
+        """Put back changes that could not be written, before all later changes."""
         with self._lock:
             later, self._pending = self._pending, pending
             for key, (hits, tick, at) in later.touches.items():
@@ -498,8 +538,14 @@ class UsageBuffer:
 
 
 def _write(session: Session, pending: PendingUsage, place: str, late: int) -> None:
-    """Writes everything. place: of the rows of tiers in memory, which is the session; late: by how
-    many ticks the clock has run on meanwhile."""
+    """Write pending changes.
+
+    Args:
+        session: Transaction.
+        pending: The changes.
+        place: Place of the rows of memory tiers: the ID of the session.
+        late: Ticks by which the clock has advanced since the changes.
+    """
     here = or_(StateTable.place == place, StateTable.tier.in_(persistent_tiers()))
     keys = {*pending.touches, *(key for _, key in pending.memory)}
     for chunk in chunks(sorted(keys)):
@@ -546,5 +592,5 @@ def _write_evictions(session: Session, pending: PendingUsage) -> None:
         session.execute(insert(EvictionTable), pending.evictions)
         newest = session.scalar(select(func.max(EvictionTable.id))) or 0
         oldest = select(EvictionTable.id).where(EvictionTable.id <= newest - EVICTIONS_KEPT)
-        free = oldest.with_for_update(skip_locked=True)  # another session may delete them, too
+        free = oldest.with_for_update(skip_locked=True)  # another session may delete them as well
         session.execute(delete(EvictionTable).where(EvictionTable.id.in_(free)))

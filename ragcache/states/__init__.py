@@ -1,4 +1,4 @@
-"""Key/value states of a run of tokens, and the key that names all that they depend on."""
+"""KV states of a run of tokens, and the key that identifies them."""
 
 from ragcache.states.kv import FORMAT_VERSION, Arrival, KVKey, KVStates, state_key
 

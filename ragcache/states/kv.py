@@ -1,4 +1,4 @@
-"""Key and value states of a module, when they arrive on a device, and the key of stored states."""
+"""KV states of a run of tokens, their arrival on a device, and the key that identifies them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor  # the ledger knows keys, and opens without torch
 
 capture_lock = threading.RLock()
-"""Held while a graph is captured on a stream that computes, and while another thread queues
-anything there, which would become part of the graph."""
+"""Held while a CUDA graph is captured on the compute stream, and by other threads while they queue
+work there. Work queued during a capture would become part of the graph.
+"""
 
 
 class CopyEvent(Protocol):
-    """The end of a queued copy, as `torch.cuda.Event` tells it."""
+    """The end of a queued copy, with the interface of `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def wait(self, stream: Any) -> None: ...
@@ -27,20 +28,25 @@ class CopyEvent(Protocol):
 
 
 class Arrival:
-    """When states that are on their way to a device are there. Those that were copied in one go
-    share an arrival. Thread-safe.
+    """The progress of copies to a device. Thread-safe.
 
-    Sources are kept alive until the copies have ended: a copy reads pinned memory when the device
-    comes to it, not when it is queued.
+    All states of one batch of copies share an arrival. It keeps the sources alive until the copies
+    end: a copy reads pinned memory when the device executes it, not when it is queued.
     """
 
     def __init__(
         self, events: Sequence[CopyEvent], ends: Sequence[int] = (), sources: object = None,
         stream: Any = None,
     ) -> None:  # fmt: skip
-        """events: at least one, in the order in which the copies end; event n follows the layers
-        below ends[n] of all states, and the last one all layers. sources: what the copies read.
-        stream: the one on which the states are written, which needs to wait for nothing."""
+        """Create the arrival of one batch of copies.
+
+        Args:
+            events: At least one event, in the order in which the copies end.
+            ends: Event n follows the layers below `ends[n]` of all states. The last event follows
+                all layers.
+            sources: Objects that the copies read.
+            stream: Stream that writes the states. Work on this stream never has to wait.
+        """
         assert events
         assert len(ends) in (len(events), len(events) - 1)
         self._events, self._ends = tuple(events), tuple(ends)
@@ -48,8 +54,10 @@ class Arrival:
         self._ended = False
 
     def wait(self, stream: Any, layer: int | None = None) -> None:
-        """Makes what is queued on a stream from now on wait for this layer's keys and values, or
-        for those of all layers. The calling thread does not wait."""
+        """Make later work on a stream wait for one layer's keys and values, or for all layers.
+
+        The calling thread does not block.
+        """
         if self.ready(stream):
             return
         last = len(self._events) - 1
@@ -57,7 +65,7 @@ class Arrival:
         self._events[number].wait(stream)
 
     def ready(self, stream: Any = None) -> bool:
-        """Whether everything is there, now or for what is queued on `stream` from now on."""
+        """Return whether all copies have ended, or precede everything queued on `stream` later."""
         if stream is not None and stream == self._stream:
             return True
         if not self._ended and self._events[-1].query():
@@ -65,7 +73,7 @@ class Arrival:
         return self._ended
 
     def synchronize(self) -> None:
-        """Waits in the calling thread until everything is there."""
+        """Block the calling thread until all copies have ended."""
         if not self._ended:
             self._events[-1].synchronize()
             self._end()
@@ -78,55 +86,57 @@ class Arrival:
 class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 
-    keys, values: [L, Hkv, S, D] in the model's `states_dtype`; D of the values is 0 where keys
-    serve as values (latent attention). Rotary keys carry their rotation at those positions; a
-    prompt that holds them elsewhere turns its queries.
-    arrival: of states that are still being copied to a device, which is to be waited for before
-    they are read; None for all others. They have no scales: see `QuantizedStates`.
+    Rotary keys are rotated for those positions. A prompt that places the tokens elsewhere rotates
+    its queries instead.
     """
 
     keys: Tensor
+    """Shape [L, Hkv, S, D], in the model's `states_dtype`."""
     values: Tensor
+    """Shape [L, Hkv, S, D]. D is 0 if the keys also serve as values (latent attention)."""
     start: int
+    """Position of the first token."""
     arrival: Arrival | None = field(default=None, kw_only=True)
+    """Progress of a copy to a device, to wait for before reading. Complete states have no arrival.
+    """
 
     @property
     def key_scales(self) -> None:
-        """None: keys are as they were encoded."""
+        """Always None: the keys are not quantized. See `QuantizedStates`."""
 
     @property
     def value_scales(self) -> None:
-        """None: values are as they were encoded."""
+        """Always None: the values are not quantized."""
 
     @property
     def length(self) -> int:
-        """S, in tokens."""
+        """Number of tokens (S)."""
         return int(self.keys.shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
+        """Size of both tensors in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
     def part(self, begin: int, end: int, start: int) -> KVStates:
-        """Tokens begin:end as states of their own, encoded from position `start` on. A view."""
+        """Return a view of tokens begin:end, encoded from position `start`."""
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         return KVStates(keys, values, start, arrival=self.arrival)
 
     def layer(self, number: int) -> KVStates:
-        """One layer alone. A view."""
+        """Return a view of one layer."""
         here = slice(number, number + 1)
         return KVStates(self.keys[here], self.values[here], self.start, arrival=self.arrival)
 
 
 FORMAT_VERSION = 3
-"""Raised when encoding or the blob format changes, so that older states are not found."""
+"""Version of the encoding and of the blob format. A new version makes older states unreachable."""
 
 
 KVKey = NewType("KVKey", str)
-"""Digest of everything that states depend on: 64 hexadecimal digits.
+"""SHA-256 of everything that states depend on, as 64 hexadecimal digits.
 
-Equal keys mean interchangeable states.
+States with equal keys are interchangeable.
 """
 
 
@@ -134,15 +144,21 @@ def state_key(
     *, model: str, tokenizer: str, scheme: str, mode: str, token_ids: Sequence[int], start: int,
     root: KVKey | None, offsets: Sequence[int] | None = None, salt: str = "",
 ) -> KVKey:  # fmt: skip
-    """The key of the states of `token_ids` encoded from position `start`.
+    """Return the key of the states of `token_ids`, encoded from position `start`.
 
-    model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
-    scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
-    that preceded these while they were encoded (the preamble), if any; offsets: of the tokens'
-    positions from `start`, if they have gaps; salt: of the namespace, so that no other finds them.
+    Args:
+        model: Fingerprint of the weights, the configuration and the dtype.
+        tokenizer: Fingerprint of the tokenizer.
+        scheme: Fingerprint of the position scheme.
+        mode: `rooted` or `isolated`.
+        token_ids: Tokens to encode.
+        start: Position of the first token.
+        root: Key of the preamble that preceded the tokens during encoding, if any.
+        offsets: Offset of each token's position from `start`. Defaults to 0, 1, 2, ...
+        salt: Salt of the namespace. Namespaces with different salts share no states.
     """
     digest = hashlib.sha256()
-    if salt:  # everything else begins with a digit
+    if salt:  # a key without a salt starts with a digit
         digest.update(f"salt {len(salt)}:{salt},".encode())
     names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), root or "")
     for name in names:
@@ -154,5 +170,5 @@ def state_key(
 
 
 def _packed(numbers: Sequence[int]) -> bytes:
-    """As int32, little-endian; of Python's integers in less than half of numpy's time."""
+    """Pack integers as little-endian int32, in less than half the time of numpy."""
     return struct.pack(f"<{len(numbers)}i", *numbers)

@@ -1,8 +1,8 @@
-"""States in eight bits, for the tiers below the GPU: half of the bytes to keep and to move.
+"""States in eight bits: half the bytes to store and to transfer.
 
-Keys are scaled per head and channel, values per head and token, as KIVI (Liu et al., 2024, §3)
-found for keys, whose outliers are in fixed channels, and values, which have none. Measured on the
-embedded reader's states of the example handbook, as |x - x'| / |x| of int8:
+Keys are scaled per head and channel, because their outliers are in fixed channels. Values have no
+such outliers and are scaled per head and token (KIVI, Liu et al., 2024, §3). Relative error |x -
+x'| / |x| of int8 on the embedded reader's states of the example handbook:
 
     keys    per channel 0.55 %    per token 0.67 %    per head 1.02 %
     values  per channel 0.72 %    per token 0.59 %    per head 1.01 %
@@ -22,7 +22,7 @@ from ragcache.openmp import keeps_no_workers
 from ragcache.states.kv import Arrival, KVStates
 
 KVDtype = Literal["model", "int8"]
-"""How a tier keeps states: as the model computed them, or in eight bits with scales."""
+"""Storage format of states in a tier: the model's dtype, or int8 with scales."""
 
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 _LARGEST = 127.0
@@ -30,40 +30,41 @@ _LARGEST = 127.0
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class QuantizedStates:
-    """Quantized keys and values of a run of tokens.
-
-    keys, values: [L, Hkv, S, D], int8. key_scales: [L, Hkv, 1, D] and
-    value_scales: [L, Hkv, S, 1], float32; an element is its number times its scale. dtype: that of
-    the states before. arrival: as in `KVStates`.
-    """
+    """Quantized keys and values of a run of tokens. An element is its number times its scale."""
 
     keys: Tensor
+    """int8 [L, Hkv, S, D]."""
     values: Tensor
+    """int8 [L, Hkv, S, D]."""
     key_scales: Tensor
+    """float32 [L, Hkv, 1, D]."""
     value_scales: Tensor
+    """float32 [L, Hkv, S, 1]."""
     start: int
+    """Position of the first token."""
     dtype: torch.dtype
+    """Dtype before quantization."""
     arrival: Arrival | None = field(default=None, kw_only=True)
+    """As in `KVStates`."""
 
     @property
     def length(self) -> int:
-        """S, in tokens."""
+        """Number of tokens (S)."""
         return int(self.keys.shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all four tensors."""
+        """Size of all four tensors in bytes."""
         return sum(tensor.nbytes for tensor in tensors_of(self).values())
 
     def part(self, begin: int, end: int, start: int) -> QuantizedStates:
-        """Tokens begin:end as states of their own, encoded from position `start` on. A view, with
-        the same scales."""
+        """Return a view of tokens begin:end with the same scales, encoded from position `start`."""
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         scales = self.value_scales[:, :, begin:end]
         return replace(self, keys=keys, values=values, value_scales=scales, start=start)
 
     def layer(self, number: int) -> QuantizedStates:
-        """One layer alone. A view."""
+        """Return a view of one layer."""
         here = slice(number, number + 1)
         return replace(
             self, keys=self.keys[here], values=self.values[here],
@@ -72,10 +73,10 @@ class QuantizedStates:
 
     @keeps_no_workers
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
-        """States in `dtype`, by default the one that they had before, on the same device.
+        """Return the states in `dtype`, by default their dtype before quantization.
 
-        Against the states that were quantized an element is wrong by at most half of its scale, and
-        by the rounding of `dtype`.
+        They stay on their device. The error of an element is at most half of its scale, plus the
+        rounding of `dtype`.
         """
         wait_for_arrival(self)
         dtype = dtype or self.dtype
@@ -85,16 +86,16 @@ class QuantizedStates:
 
 
 StoredStates = KVStates | QuantizedStates
-"""What a tier holds."""
+"""States as a tier stores them: in the model's dtype or quantized."""
 
 
 @keeps_no_workers
 def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
-    """States as a tier of this `kv_dtype` keeps them; the same object where they are so already.
+    """Convert states to a storage format. Returns the same object if nothing changes.
 
-    States that were quantized are restored first: `model` brings them back in their own dtype, but
-    not the bits that were lost. States that are not finite have no scale and stay as the model
-    computed them. Raises `ConfigurationError` for an unknown `kv_dtype`.
+    Converting int8 states to `model` restores their dtype, but not the lost bits. States with
+    values that are not finite cannot be scaled and keep the model's dtype. Raises
+    `ConfigurationError` for an unknown `kv_dtype`.
     """
     check_kv_dtype(kv_dtype)
     if kv_dtype_of(states) == kv_dtype:
@@ -111,7 +112,7 @@ def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
 
 
 def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
-    """The bytes that `quantize` would return, from shapes alone (for finite states)."""
+    """Return the size in bytes that finite states have after `quantize`, from their shapes."""
     if kv_dtype_of(states) == kv_dtype:
         return states.nbytes
     layers, heads, tokens, size = states.keys.shape
@@ -123,41 +124,43 @@ def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
 
 
 def restored(states: StoredStates) -> KVStates:
-    """States that attention can read: these themselves unless they are quantized."""
+    """Return states without quantization: the same object, or a restored copy."""
     return states.restore() if isinstance(states, QuantizedStates) else states
 
 
 def readable(states: StoredStates) -> StoredStates:
-    """States that the attention of their device can read: a GPU's reads int8 where it is."""
+    """Return states as attention on their device reads them: restored, except on a GPU."""
     return states if states.keys.is_cuda else restored(states)
 
 
 def wait_for_arrival(states: StoredStates) -> None:
-    """Waits in the calling thread until states are there, before it reads them itself."""
+    """Block the calling thread until states have arrived."""
     if states.arrival is not None:
         states.arrival.synchronize()
 
 
 def kv_dtype_of(states: StoredStates) -> KVDtype:
-    """How states are kept."""
+    """Return the storage format of states."""
     return "model" if isinstance(states, KVStates) else "int8"
 
 
 def model_dtype(states: StoredStates) -> torch.dtype:
-    """The dtype in which the model computed states."""
+    """Return the dtype in which the model computed states."""
     return states.dtype if isinstance(states, QuantizedStates) else states.keys.dtype
 
 
 def check_kv_dtype(kv_dtype: str) -> KVDtype:
-    """Raises `ConfigurationError` for an unknown kind."""
+    """Return a valid `kv_dtype`. Raises `ConfigurationError` for an unknown one."""
     if kv_dtype not in KV_DTYPES:
         raise ConfigurationError(f"unknown kv_dtype {kv_dtype!r}; kinds: {', '.join(KV_DTYPES)}")
     return cast("KVDtype", kv_dtype)
 
 
 def tensors_of(states: StoredStates) -> dict[str, Tensor]:
-    """Everything that states consist of, by name, in the order in which tiers lay it out: the
-    widest elements first, so that all are aligned."""
+    """Return the tensors of states by name, in storage order.
+
+    Tensors with wider elements go first, so that all tensors are aligned.
+    """
     plain = {"keys": states.keys, "values": states.values}
     if isinstance(states, KVStates):
         return plain
@@ -167,7 +170,10 @@ def tensors_of(states: StoredStates) -> dict[str, Tensor]:
 def rebuild(
     tensors: Mapping[str, Tensor], start: int, dtype: torch.dtype, arrival: Arrival | None = None
 ) -> StoredStates:
-    """The inverse of `tensors_of`. Raises `KeyError` where one is missing."""
+    """Create states from their tensors, the inverse of `tensors_of`.
+
+    Raises `KeyError` if a tensor is missing.
+    """
     keys, values = tensors["keys"], tensors["values"]
     if len(tensors) == 2:
         return KVStates(keys, values, start, arrival=arrival)
@@ -176,9 +182,12 @@ def rebuild(
 
 
 def _scaled(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Numbers [L, Hkv, S, D] and scales with `axis` of size one. A run without tokens has none."""
+    """Quantize [L, Hkv, S, D]. Returns int8 numbers, and scales in which `axis` has size one.
+
+    A run without tokens has no scales.
+    """
     exact = states.float()
     largest = exact.abs().amax(axis, keepdim=True) if exact.numel() else exact.sum(axis, True)
     scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    numbers = (exact / scales).round()  # at most _LARGEST, but for rounding
+    numbers = (exact / scales).round()  # at most _LARGEST, except for rounding
     return numbers.clamp(-_LARGEST, _LARGEST).to(torch.int8), scales

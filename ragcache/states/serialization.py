@@ -1,8 +1,9 @@
-"""States as bytes: one safetensors blob a key, with a checksum that is verified when it is read.
+"""States as safetensors blobs, one blob per key, with a checksum that every read verifies.
 
-A blob is a safetensors file (8 bytes of length, a JSON header padded with spaces, the tensors).
-Its header holds the format version, the key, the start, the dtype before quantization, and an xxh3
-checksum over all of these, the shapes and the tensors. Tensors start at a multiple of 64 bytes.
+A blob is a safetensors file: 8 bytes of length, a JSON header padded with spaces, and the tensors.
+The header contains the format version, the key, the start, the dtype before quantization, and an
+xxh3 checksum over these facts, the shapes and the tensors. The data starts at a multiple of 64
+bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ragcache.states.kv import FORMAT_VERSION, KVKey
 from ragcache.states.quantization import StoredStates, model_dtype, rebuild, tensors_of
 
 Allocate = Callable[[int], Tensor]
-"""Makes room for so many bytes: uint8, [N], in main memory."""
+"""Allocates main memory of a size in bytes: uint8 [N]."""
 
 _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 16
-_CHUNK = 1 << 20  # bytes read and then summed while they are in the processor's cache
+_CHUNK = 1 << 20  # bytes that are read, then hashed while they are in the processor's cache
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int8: "I8",
@@ -40,9 +41,11 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @keeps_no_workers
 def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
-    """The header and the tensors of a blob, to be written one after another; only tensors that are
-    on another device or not contiguous are copied. The key is part of the checksum: a blob cannot
-    replace another."""
+    """Return the header and the tensors of a blob, to be written in order.
+
+    Copies only tensors that are on another device or not contiguous. The checksum covers the key,
+    so that no blob can replace the blob of another key.
+    """
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors_of(states).items()}
     table, end = {}, 0
     for name, tensor in tensors.items():
@@ -62,14 +65,20 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
 
 
 def to_blob(key: KVKey, states: StoredStates) -> bytes:
-    """A whole blob in one piece."""
+    """Return a complete blob."""
     return b"".join(blob_parts(key, states))
 
 
 def map_blob(path: Path, key: KVKey) -> StoredStates:
-    """Maps a file and verifies it where it is: the states stay in the page cache, which all
-    processes share, and outlive the file's name. Raises `StateCorrupt`, `StateMissing`, or
-    `StoreUnreadable` where the system refuses."""
+    """Map a file into memory and verify it there.
+
+    The states stay in the page cache, which all processes share, and outlive the file's name.
+
+    Raises:
+        StateMissing: The file does not exist.
+        StateCorrupt: The content fails its checksum or belongs to another key.
+        StoreUnreadable: The operating system refuses.
+    """
     with _open(path) as file:
         try:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -87,8 +96,10 @@ def map_blob(path: Path, key: KVKey) -> StoredStates:
 
 
 def load_blob(path: Path, key: KVKey, allocate: Allocate) -> StoredStates:
-    """Reads a file into memory of the caller's, which is what is verified: whatever happens to the
-    file later does not reach it. Raises as `map_blob` does, and what `allocate` raises."""
+    """Read a file into memory from `allocate` and verify the copy.
+
+    Later changes to the file do not affect the result. Raises as `map_blob` and `allocate` do.
+    """
     with _open(path) as file:
         try:
             return read_blob(file, key, str(path), allocate)
@@ -99,8 +110,17 @@ def load_blob(path: Path, key: KVKey, allocate: Allocate) -> StoredStates:
 
 
 def read_blob(stream: Stream, key: KVKey, where: str, allocate: Allocate) -> StoredStates:
-    """Reads a stream into memory from `allocate` and verifies it there. where: a name, for errors.
-    Raises `StateCorrupt`, and what the stream and `allocate` raise."""
+    """Read a stream into memory from `allocate` and verify the copy.
+
+    Args:
+        stream: Readable and seekable.
+        key: Expected key.
+        where: Name of the blob in errors.
+        allocate: Provides the memory.
+
+    Raises:
+        StateCorrupt: The content fails its checksum or belongs to another key.
+    """
     length = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     header = _read_header(stream, length, key, where)
@@ -116,7 +136,7 @@ def read_blob(stream: Stream, key: KVKey, where: str, allocate: Allocate) -> Sto
 
 
 class Stream(Protocol):
-    """A file that was opened for reading without a buffer, or bytes in memory."""
+    """An unbuffered file or bytes in memory."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
     def read(self, size: int = -1, /) -> bytes | None: ...
@@ -125,16 +145,20 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a blob says of itself. size: bytes of all tensors."""
+    """The parsed header of a blob."""
 
     table: Mapping[str, Mapping[str, Any]]
+    """Dtype, shape and data offsets of each tensor."""
     facts: Mapping[str, str]
+    """Format version, key, start and dtype."""
     checksum: str
     size: int
+    """Size of all tensors in bytes."""
     where: str
+    """Name of the blob in errors."""
 
     def states(self, payload: Tensor, digest: xxhash.xxh3_128) -> StoredStates:
-        """Views of the payload, uint8 [size]. Raises `StateCorrupt`."""
+        """Return views of the payload, uint8 [size]. Raises `StateCorrupt` on a wrong checksum."""
         if digest.hexdigest() != self.checksum:
             raise StateCorrupt(
                 f"{self.where} fails its checksum: its content changed after it was written"
@@ -156,7 +180,7 @@ def _open(path: Path) -> io.FileIO:
 
 
 def _read_header(stream: Stream, length: int, key: KVKey, where: str) -> _Header:
-    """Raises `StateCorrupt` unless all is as `blob_parts` writes it for this key, to the byte."""
+    """Parse a header. Raises `StateCorrupt` unless it is exactly as `blob_parts` writes it."""
     try:
         frame = stream.read(8) or b""
         begin = 8 + int.from_bytes(frame, "little")
@@ -182,8 +206,11 @@ def _read_header(stream: Stream, length: int, key: KVKey, where: str) -> _Header
 
 
 def _total(table: Mapping[str, Mapping[str, Any]]) -> int:
-    """Bytes of all tensors. Raises `ValueError` unless they are four axes long, as large as they
-    say, and stand one after another."""
+    """Return the size of all tensors in bytes.
+
+    Raises `ValueError` unless each tensor has four axes, the size of its shape, and starts where
+    the tensor before it ends.
+    """
     scales = set(table) - {"keys", "values"}
     if len(table) != 2 + len(scales) or scales not in (set(), {"key_scales", "value_scales"}):
         raise ValueError("it holds other tensors than states do")
@@ -198,14 +225,14 @@ def _total(table: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def _framed(header: Mapping[str, Any]) -> bytes:
-    """The header with its length before it and spaces after it."""
+    """Encode a header: its length, its JSON, and padding."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 def _described(table: Mapping[str, Any], facts: Mapping[str, str]) -> xxhash.xxh3_128:
-    """The checksum so far, before the tensors."""
+    """Return the hash state before the tensors: facts and shapes."""
     return xxhash.xxh3_128(json.dumps([facts, table], sort_keys=True).encode())
 
 

@@ -1,4 +1,4 @@
-"""Places that hold states: each stores and counts."""
+"""Storage tiers. A tier stores states and counts bytes."""
 
 from ragcache.store.tiers.base import Tier
 from ragcache.store.tiers.device import DeviceTier

@@ -1,6 +1,6 @@
-"""The base of all tiers, and files that are written whole.
+"""The base classes of tiers, and atomic writes of files.
 
-A tier stores and counts; admission and eviction are decided above it.
+A tier stores states and counts bytes. Admission and eviction are decided by the store.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from ragcache.tiers import TIERS, TierTraits
 
 
 class Tier(ABC):
-    """States by key, under a budget of bytes. Safe to use from several threads.
+    """States by key, within a budget of bytes. Thread-safe.
 
-    Equal keys mean interchangeable states, so that a reader sees one whole put or none, whichever
-    of several that run at once comes last. Nothing is ever evicted here. The store reads `traits`
-    and calls methods; no code outside a tier's file asks for its class.
+    Equal keys mean interchangeable states: a reader sees one complete put or none, and concurrent
+    puts may finish in any order. A tier never evicts. The store reads `traits` and calls methods.
+    No code outside a tier's file checks its class.
     """
 
     name: str
     """Name in `ragcache.tiers.TIERS`."""
     traits: TierTraits
-    """Facts about this tier: those of its kind, unless an opened tier differs."""
+    """Traits of this tier. An opened tier may differ from the registry."""
     kv_dtype: KVDtype = "model"
-    """How states are kept."""
+    """Storage format of the states."""
     budget_bytes: int | None = None
-    """Bytes that may be allocated at most; never exceeded. None for no limit."""
+    """Maximum of allocated bytes, never exceeded. Defaults to no limit."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes that are allocated now, with what rounding and headers add."""
+        """Allocated bytes, including alignment and headers."""
 
     @abstractmethod
     def size_of(self, states: StoredStates) -> int:
-        """How many bytes `put` would allocate, at most."""
+        """Return the maximum of bytes that `put` would allocate."""
 
     @abstractmethod
     def put(self, key: KVKey, states: StoredStates) -> int:
-        """Store states in place of those that the key had; return the bytes allocated for them.
+        """Store states, in place of earlier states of the key. Returns the allocated bytes.
 
-        After an error the tier is as it was.
+        The tier is unchanged after an error.
 
         Raises:
-            StoreBudgetExceeded: They do not fit beside what is there, which includes the states
-                that the key has already.
+            StoreBudgetExceeded: The states do not fit in addition to all entries, including the
+                earlier states of the key.
             StoreFull: The medium has no room.
             StoreUnwritable: The medium refuses.
             RemoteUnavailable: The remote does not answer.
@@ -72,11 +72,12 @@ class Tier(ABC):
 
     @abstractmethod
     def get(self, key: KVKey) -> StoredStates:
-        """Return the states as they were kept, quantized or not, verified if they were outside of
-        memory. They stay as they are when the key is deleted or put again.
+        """Return states in their storage format. They outlive later changes of the key.
+
+        States from outside of memory are verified.
 
         Raises:
-            StateMissing: The key is not here.
+            StateMissing: The tier does not have the key.
             StateCorrupt: The states fail their checksum.
             StoreUnreadable: The medium refuses.
             RemoteUnavailable: The remote does not answer.
@@ -84,62 +85,66 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, key: KVKey) -> None:
-        """Forget a key, if it is here. Raises `StoreUnwritable` or `RemoteUnavailable`."""
+        """Delete a key if the tier has it. Raises `StoreUnwritable` or `RemoteUnavailable`."""
 
     @abstractmethod
     def __contains__(self, key: KVKey) -> bool:
-        """Whether the tier has a key now, be it sound or not. Raises `RemoteUnavailable`."""
+        """Return whether the tier has a key, without verifying it. Raises `RemoteUnavailable`."""
 
     @abstractmethod
     def keys(self) -> Iterator[KVKey]:
-        """The keys that were here at some moment during the call. Raises `RemoteUnavailable`."""
+        """Return keys that were present during the call. Raises `RemoteUnavailable`."""
 
-    # Behavior that most tiers do not need.
+    # Optional behavior.
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:  # noqa: ARG002
-        """As `get`, but read into memory from `allocate`; a tier that is not `mapped` gets."""
+        """Read states into memory from `allocate`. Tiers that are not `mapped` ignore it."""
         return self.get(key)
 
     def put_all(self, entries: Sequence[tuple[KVKey, StoredStates]]) -> list[int]:
-        """As `put` for each key, all or none of them; for `grouped` tiers."""
+        """Store several states, all or none. For `grouped` tiers."""
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Memory to load states into, uint8 [nbytes], which `put` keeps; for `buffers`."""
+        """Allocate uint8 [nbytes] to load states into, which `put` keeps. For `buffers`."""
         raise NotImplementedError
 
     def begin_copy(self, states: StoredStates) -> StoredStates:
-        """A copy in the tier's memory that is no entry yet; for `buffers`."""
+        """Copy states into the tier's memory without adding an entry. For `buffers`."""
         raise NotImplementedError
 
     def owns(self, states: StoredStates) -> bool:  # noqa: ARG002
-        """Whether states are in this tier's memory already, so that a put copies nothing."""
+        """Return whether states are in this tier's memory, so that `put` copies nothing."""
         return False
 
     def is_computed(self, states: StoredStates) -> bool:  # noqa: ARG002
-        """Whether states were computed on the tier's device, and not loaded for it."""
+        """Return whether states were computed on this tier's device, not loaded for it."""
         return False
 
     def bind(self, stream: Any, keep_free: int) -> None:  # noqa: B027  # a default
-        """Connect with the engine that reads the tier; see `KVStore.bind_device`."""
+        """Connect the tier with the engine that reads it. See `KVStore.bind_device`."""
 
     def settle(self) -> None:  # noqa: B027
-        """Take notice of memory that was released and of copies that have ended."""
+        """Process released memory and finished copies."""
 
     def scan(self, known: Mapping[KVKey, int] | None = None) -> Collection[KVKey]:  # noqa: ARG002
-        """Count all entries anew; return their keys. The sizes of `known` keys need no look."""
+        """Count all entries anew and return their keys. `known` sizes are not measured again."""
         return set(self.keys())
 
     def remove_parts(self, older_than: float) -> None:  # noqa: B027
-        """Remove what writers left unfinished that died `older_than` seconds ago or more."""
+        """Remove unfinished files of writers that died `older_than` seconds ago or more."""
 
     def check_identity(self, ledger: Ledger) -> None:  # noqa: B027
-        """Compare a `shared` tier with the one that the ledger names, or name a new one. Raises
-        `RemoteMismatch`, `RemoteUnavailable` and other `StoreError`s."""
+        """Compare a `shared` tier with the identity in the ledger, or assign one.
+
+        Raises:
+            RemoteMismatch: The ledger names another remote.
+            StoreError: The remote or the ledger does not answer.
+        """
 
 
 class MemoryTier(Tier):
-    """A tier whose entries are objects of this process, by key."""
+    """A tier whose entries are objects of this process."""
 
     def __init__(self) -> None:
         self._states: dict[KVKey, StoredStates] = {}
@@ -164,7 +169,7 @@ class MemoryTier(Tier):
 
 
 def check_budget(name: str, budget: int | None, used: int, nbytes: int) -> None:
-    """Raises `StoreBudgetExceeded` where `nbytes` more do not fit."""
+    """Raise `StoreBudgetExceeded` if `nbytes` more do not fit."""
     if budget is not None and used + nbytes > budget:
         raise StoreBudgetExceeded(
             f"the {name} tier may hold {budget:,} bytes, of which {used:,} are taken; {nbytes:,} "
@@ -180,15 +185,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def key_of(name: str) -> KVKey | None:
-    """The key of a blob's file name; None for any other file."""
+    """Return the key of a blob's file name. Other files have no key."""
     digest = name.removesuffix(SUFFIX)
     known = name.endswith(SUFFIX) and len(digest) == 64 and not set(digest) - _DIGITS
     return KVKey(digest) if known else None
 
 
 def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
-    """Temporary name, fsync, rename, fsync of the folder; returns the bytes allocated. Raises
-    `OSError`; nothing is left then."""
+    """Write a file under a temporary name, sync it and rename it. Returns allocated bytes.
+
+    Raises `OSError` and then leaves no file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{uuid4().hex}{PART}")
     try:
@@ -202,7 +209,7 @@ def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
 
 
 def write_through(path: Path, parts: Sequence[memoryview]) -> None:
-    """Writes a new file and returns when it is on the disk."""
+    """Create a file and return when its content is on the disk."""
     with path.open("xb") as file:
         for part in parts:
             file.write(part)
@@ -211,14 +218,14 @@ def write_through(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def allocated(path: Path) -> int:
-    """Bytes that a file takes on its disk, where the system knows; else its length."""
+    """Return the bytes that a file occupies on its disk, or its length if unknown."""
     found = path.stat()
     blocks = getattr(found, "st_blocks", None)
     return found.st_size if blocks is None else 512 * int(blocks)
 
 
 def named_os_error(error: Exception, where: object) -> StoreError:
-    """Turns an operating-system error into one that says what to do."""
+    """Convert an operating-system error into a `StoreError` that says what to do."""
     if getattr(error, "errno", None) in _FULL:
         return StoreFull(
             f"no space left for states under {where}; free some space or move the state folder. "

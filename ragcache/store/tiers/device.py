@@ -1,4 +1,4 @@
-"""The device tier: states in GPU memory, under a budget of bytes that is reserved once."""
+"""The device tier: states in GPU memory, within a budget that is reserved once."""
 
 from __future__ import annotations
 
@@ -30,32 +30,34 @@ from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, 
 from ragcache.store.tiers.streams import DeviceStreams, indexed
 from ragcache.tiers import TIERS
 
-_PIECE = 1 << 21  # bytes of a copy from which on the bus is nearly as fast as it gets
-_PIECES = 8  # so many at least, where they are that long: a step begins with the first of them
+_PIECE = 1 << 21  # bytes from which a copy nearly reaches the bandwidth of the bus
+_PIECES = 8  # minimum number of pieces of that size: a step starts after the first one
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """An extent in use. arrival: of the states that are copied there, as soon as it is known."""
+    """An extent in use."""
 
     extent: Extent
     arrival: Arrival | None = None
+    """Arrival of the states that are copied into it, once it is known."""
 
 
 @dataclass(slots=True, eq=False)
 class _Freed:
-    """An extent that nothing refers to any longer, but that queued work may still read or write.
-    read: the end of what was queued on the compute stream when it was freed."""
+    """An extent without references that queued work may still read or write."""
 
     memory: _Memory
     read: CopyEvent | None
+    """End of the work that was queued on the compute stream when the extent was freed."""
 
     def is_idle(self) -> bool:
+        """Return whether all work on the extent has ended."""
         arrival = self.memory.arrival
         return (self.read is None or self.read.query()) and (arrival is None or arrival.ready())
 
     def order(self, streams: DeviceStreams) -> None:
-        """Makes everything that is queued from now on come after that work."""
+        """Make work that is queued later wait for the work on the extent."""
         if self.read is not None:
             self.read.wait(streams.upload)
         if self.memory.arrival is not None:
@@ -65,10 +67,11 @@ class _Freed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """States on their way to views of an extent, by name."""
+    """A copy of states to views of an extent."""
 
     source: StoredStates
     target: dict[str, Tensor]
+    """Views of the extent by tensor name."""
     memory: _Memory
 
     @property
@@ -77,11 +80,11 @@ class _Copy:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the keys of one layer, as they cross."""
+        """Bytes of one layer's keys as they are transferred."""
         return self.source.keys.nbytes // max(1, self.num_layers)
 
     def copy_layers(self, begin: int, end: int) -> None:
-        """Queues layers begin:end; numbers that are to be restored are so on the device."""
+        """Queue the copy of layers begin:end. Restores int8 states on the device if needed."""
         layers, source = slice(begin, end), self.source
         parts = {name: tensor[layers] for name, tensor in tensors_of(source).items()}
         if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
@@ -92,23 +95,23 @@ class _Copy:
             self.target[name][layers].copy_(part, non_blocking=True)
 
     def states(self) -> StoredStates:
-        """The states as they will be there."""
+        """Return the copied states, with their arrival."""
         source = self.source
         arrival = self.memory.arrival
         return rebuild(self.target, source.start, model_dtype(source), arrival)
 
 
 class DeviceTier(MemoryTier):
-    """States on one device: views of a slab that is reserved when the tier is made.
+    """States on one device, as views of a slab that is reserved when the tier is created.
 
-    A `put` from main memory queues its copies layer by layer, on a stream of their own, and
-    returns: `KVStates.arrival` says when a layer can be read. Those of one `put_all` are copied
-    side by side, so that a step over all of them follows the copies. What was computed on the
-    device is copied in the order of the engine's stream and needs no waiting there.
+    A `put` from main memory queues its copies layer by layer on an upload stream and returns.
+    `KVStates.arrival` tells when a layer can be read. The entries of one `put_all` are copied side
+    by side, so that a step over all of them can follow the copies. States computed on the device
+    are copied in the order of the engine's stream, which does not have to wait.
 
-    An extent is counted until nothing refers to its states, and written again only behind
-    everything that was queued on the engine's stream until then; the host never waits for it. With
-    `device="cpu"` it is a second host tier, for tests.
+    An extent counts as used until nothing refers to its states. It is written again only after all
+    work that the engine's stream had queued by then. The host never waits for this. With
+    `device="cpu"` the tier is a second host tier, for tests.
     """
 
     name = "device"
@@ -118,9 +121,17 @@ class DeviceTier(MemoryTier):
         self, budget_bytes: int | None, device: torch.device | str, *,
         kv_dtype: KVDtype = "model", streams: DeviceStreams | None = None,
     ) -> None:  # fmt: skip
-        """budget_bytes: None for what is free when `bind` is called. kv_dtype: `model`, or
-        `int8` for a GPU whose attention reads it where it is. Raises `StoreFull` where the device
-        has no room for the budget."""
+        """Create the tier and reserve its budget.
+
+        Args:
+            budget_bytes: Budget. With None, all memory that is free when `bind` is called.
+            device: Device of the states.
+            kv_dtype: `model`, or `int8` for a GPU whose attention reads int8 states.
+            streams: Streams of the device. Defaults to new ones on a GPU.
+
+        Raises:
+            StoreFull: The device has no room for the budget.
+        """
         super().__init__()
         self.budget_bytes: int | None = 0
         self.kv_dtype = kv_dtype
@@ -133,9 +144,9 @@ class DeviceTier(MemoryTier):
         if budget_bytes is not None:
             self._set_budget(budget_bytes)
         self._used = 0
-        self._ended: deque[_Memory] = deque()  # filled by finalizers, at any moment
+        self._ended: deque[_Memory] = deque()  # filled by finalizers at any time
         self._freed: deque[_Freed] = deque()
-        self._arriving: deque[Arrival] = deque()  # which keep their sources
+        self._arriving: deque[Arrival] = deque()  # keep the sources alive
 
     @property
     def used_bytes(self) -> int:
@@ -147,19 +158,23 @@ class DeviceTier(MemoryTier):
         return self._streams is not None and self._streams.holds(states.keys)
 
     def bind(self, stream: Any, keep_free: int) -> None:
-        """Read states on the engine's stream from now on. A tier without a budget gets all memory
-        that is free on the GPU, but for `keep_free` bytes."""
+        """Read states on the engine's stream from now on.
+
+        A tier without a budget reserves all free memory of the GPU except `keep_free` bytes.
+        """
         if self._streams is not None and stream is not None:
             self._streams.compute = stream
         if self.traits.on_gpu and not self.budget_bytes:
-            with capture_lock:  # returning memory waits for the device, which a capture forbids
+            with capture_lock:  # freeing memory synchronizes, which a capture forbids
                 torch.cuda.empty_cache()
                 free, _ = torch.cuda.mem_get_info(self.device)
                 self._set_budget(max(0, free - keep_free))
 
     def _set_budget(self, nbytes: int) -> None:
-        """On a GPU the budget is one slab, reserved now, so that what else is sized by free memory
-        sees it."""
+        """Set the budget. On a GPU, reserve it at once as one slab.
+
+        Components that are sized by free memory then see it as used.
+        """
         self.budget_bytes = nbytes
         slab_bytes = max(nbytes, SLAB_BYTES) if self.traits.on_gpu else SLAB_BYTES
         self._pool = SlabPool(nbytes, self._reserve, slab_bytes)
@@ -180,8 +195,7 @@ class DeviceTier(MemoryTier):
         return self.put_all([(key, states)])[0]
 
     def put_all(self, entries: Sequence[tuple[KVKey, StoredStates]]) -> list[int]:
-        """As `put` for each key, all or none of them: layer l of all is copied before layer l + 1
-        of any."""
+        """Store several states, all or none: layer l of all entries before layer l + 1 of any."""
         sources = [self._quantized(states) for _, states in entries]
         with self._lock:
             copies = self._begin(sources)
@@ -189,7 +203,7 @@ class DeviceTier(MemoryTier):
                 self._copy_computed([copy for copy in copies if self.is_computed(copy.source)])
                 self._upload([copy for copy in copies if not self.is_computed(copy.source)])
             except torch.OutOfMemoryError as error:
-                if self._streams is not None:  # some copies are queued
+                if self._streams is not None:  # some copies may be queued
                     self._note_arrival(copies, [self._streams.record(self._streams.upload)])
                 raise StoreFull(
                     f"{self.device} has no room to restore states beside the {self._used:,} bytes "
@@ -205,23 +219,22 @@ class DeviceTier(MemoryTier):
 
     def _reserve(self, nbytes: int) -> Tensor:
         try:
-            # zeros: whatever is read beside states must be finite
+            # zeros: padding that is read together with states must be finite
             slab = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise StoreFull(
                 f"{self.device} has no room for {nbytes:,} bytes of states; lower device_bytes"
             ) from error
-        if slab.is_cuda:  # other streams write there
+        if slab.is_cuda:  # other streams write to it
             torch.cuda.current_stream(self.device).synchronize()
         return slab
 
     def _quantized(self, states: StoredStates) -> StoredStates:
-        """States as they are copied: those of a tier in the model's dtype are restored on the way,
-        on the device."""
+        """Return states in their format for the copy. The device restores `model` states itself."""
         return states if self.kv_dtype == "model" else quantize(states, self.kv_dtype)
 
     def _begin(self, sources: Sequence[StoredStates]) -> list[_Copy]:
-        """Takes an extent for each of the sources, or raises `StoreBudgetExceeded`."""
+        """Allocate an extent for each source. Raises `StoreBudgetExceeded`."""
         self._settle()
         shapes = [_target_shapes(states, self.kv_dtype) for states in sources]
         sizes = [sum(rounded(nbytes) for _, _, nbytes in each.values()) for each in shapes]
@@ -259,7 +272,7 @@ class DeviceTier(MemoryTier):
             self._settle()
 
     def _settle(self) -> None:
-        ended = len(self._ended)  # before the event: what ends later may be read after it
+        ended = len(self._ended)  # before the event: later ends may have later reads
         if ended:
             streams = self._streams
             read = None if streams is None else streams.record(streams.compute)
@@ -273,14 +286,16 @@ class DeviceTier(MemoryTier):
             self._arriving.popleft()
 
     def _reuse(self, freed: _Freed) -> None:
-        """Makes an extent free before what uses it has ended."""
+        """Return an extent to the pool before the work on it has ended."""
         assert self._streams is not None
         freed.order(self._streams)
         self._pool.give_back(freed.memory.extent)
 
     def _copy_computed(self, copies: Sequence[_Copy]) -> None:
-        """Copies what was computed on this device, after what the calling thread has queued and in
-        the order of the engine's stream."""
+        """Copy states computed on this device, in the order of the engine's stream.
+
+        The copies follow all work that the calling thread has queued.
+        """
         streams = self._streams
         if not copies or streams is None:
             return
@@ -294,8 +309,10 @@ class DeviceTier(MemoryTier):
         self._note_arrival(copies, [event], stream=streams.compute)
 
     def _upload(self, copies: Sequence[_Copy]) -> None:
-        """Queues copies from main memory, with an event after every few layers of all; without
-        streams they have ended."""
+        """Queue copies from main memory, with an event after every few layers of all states.
+
+        Without streams the copies have ended on return.
+        """
         if not copies:
             return
         streams = self._streams
@@ -324,8 +341,11 @@ class DeviceTier(MemoryTier):
 
 
 def _piece_ends(layers: int, fewest: int) -> list[int]:
-    """Where the pieces of a copy end. What a step computes behind the last one is all that the copy
-    does not hide, so they become shorter towards the end, down to `fewest` layers."""
+    """Return the layers at which the pieces of a copy end.
+
+    Work after the last piece is not hidden by the copy. Pieces therefore become shorter towards the
+    end, down to `fewest` layers.
+    """
     ends, end = list[int](), 0
     while end < layers:
         end += max(fewest, min(layers // _PIECES, (layers - end) // 2), 1)
@@ -337,7 +357,7 @@ _Shape = tuple[torch.Size, torch.dtype, int]
 
 
 def _target_shapes(states: StoredStates, kv_dtype: KVDtype) -> dict[str, _Shape]:
-    """Shape, dtype and bytes of each tensor that a tier of this `kv_dtype` keeps."""
+    """Return shape, dtype and bytes of each tensor that a tier of this `kv_dtype` stores."""
     if kv_dtype == "model" or isinstance(states, KVStates):
         dtype, kept = model_dtype(states), {"keys": states.keys, "values": states.values}
         return {name: (t.shape, dtype, t.numel() * dtype.itemsize) for name, t in kept.items()}

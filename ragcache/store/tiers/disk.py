@@ -1,4 +1,4 @@
-"""The disk tier: one safetensors blob a key, mapped into memory when it is read."""
+"""The disk tier: one safetensors blob per key, mapped into memory when it is read."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ragcache.store.tiers.base import (
 )
 from ragcache.tiers import TIERS
 
-_BLOCK = 4096  # bytes: what file systems allocate
-_HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding
+_BLOCK = 4096  # bytes that file systems allocate at once
+_HEADER = 4096  # maximum bytes that a blob adds to its tensors, including rounding
 
 
 class DiskTier(Tier):
-    """Blobs under `folder`, in 256 subfolders by the first digits of their keys.
+    """Blobs under `folder`, in 256 subfolders named by the first digits of the keys.
 
-    Several processes may share the folder: a blob is always whole, and one that is deleted stays
-    mapped for its readers. `used_bytes` counts what the last `scan` found and what this process
-    wrote and deleted since.
+    Several processes may share the folder. A blob is always complete, and a deleted blob stays
+    mapped for its readers. `used_bytes` is the result of the last `scan` plus the changes by this
+    process.
     """
 
     name = "disk"
@@ -51,7 +51,7 @@ class DiskTier(Tier):
     def open(
         cls, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
     ) -> DiskTier:
-        """Opens a tier and scans its folder."""
+        """Create a tier and scan its folder."""
         tier = cls(folder, budget_bytes, kv_dtype=kv_dtype)
         tier.scan()
         return tier
@@ -64,13 +64,13 @@ class DiskTier(Tier):
         return self.folder / key[:2] / f"{key}{SUFFIX}"
 
     def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
-        """Keys and allocated bytes of all blobs, counted anew; `known` sizes are not measured."""
+        """Count all blobs anew. Returns allocated bytes by key; `known` sizes are not measured."""
         sizes, known = {}, known or {}
         for key in self.keys():
             if key in known:
                 sizes[key] = known[key]
                 continue
-            with suppress(FileNotFoundError):  # another process has just deleted it
+            with suppress(FileNotFoundError):  # another process has deleted it
                 sizes[key] = allocated(self.path(key))
         with self._lock:
             self._sizes, self._used = dict(sizes), sum(sizes.values())
@@ -96,16 +96,16 @@ class DiskTier(Tier):
         return nbytes
 
     def _count(self, key: KVKey) -> None:
-        """Counts what is there now: another thread may have deleted what this one has written."""
+        """Update the size of a key from its file, which another thread may have deleted."""
         nbytes = 0
-        with suppress(OSError):  # there is none, or no folder
+        with suppress(OSError):  # there is no file or no folder
             nbytes = allocated(self.path(key))
         self._used += nbytes - self._sizes.pop(key, 0)
         if nbytes:
             self._sizes[key] = nbytes
 
     def get(self, key: KVKey) -> StoredStates:
-        """As `Tier.get`: verified and mapped; nothing is copied."""
+        """Return verified states, mapped from the file without a copy."""
         return map_blob(self.path(key), key)
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:

@@ -1,4 +1,4 @@
-"""The host tier: states in main memory of its own, registered with CUDA where a GPU reads them."""
+"""The host tier: states in main memory, registered with CUDA if a GPU is present."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import downloading
 from ragcache.tiers import TIERS
 
-_PAGE, _LINE = 4096, 64  # bytes: what is pinned as a whole, what a processor fetches
+_PAGE, _LINE = 4096, 64  # bytes of a memory page and of a cache line
 
 
 class HostTier(MemoryTier):
-    """States of every key in one block of memory, which the tier allocates and counts.
+    """States in main memory, one block per key, which the tier allocates and counts.
 
-    A block is counted, with what alignment adds, until nothing refers to it any more: states that
-    were deleted while a request reads them still take their room. Pinned blocks are extents of
-    slabs: ordinary memory registered with CUDA once, because a registration takes 0.1 ms a MB, and
-    CUDA's own allocator rounds up to powers of two.
+    A block counts as used, including alignment, until nothing refers to it: deleted states still
+    occupy their memory while a request reads them. Pinned blocks are extents of slabs, ordinary
+    memory that is registered with CUDA once. A registration takes 0.1 ms per MB, and CUDA's own
+    allocator rounds up to powers of two.
     """
 
     name = "host"
@@ -49,7 +49,14 @@ class HostTier(MemoryTier):
         self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:  # fmt: skip
-        """pinned: None where a GPU is present."""
+        """Create an empty tier.
+
+        Args:
+            budget_bytes: Budget.
+            kv_dtype: Storage format of the states.
+            pinned: Whether to register memory with CUDA. Defaults to whether a GPU is present.
+            slab_bytes: Size of a pinned slab.
+        """
         super().__init__()
         self.budget_bytes: int | None = budget_bytes
         self.kv_dtype = kv_dtype
@@ -57,9 +64,9 @@ class HostTier(MemoryTier):
         self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
         self.traits = replace(self.traits, slabs=self.pinned)
         self._blocks: dict[int, int] = {}  # address to bytes
-        self._freed: deque[int] = deque()  # addresses; filled by finalizers, at any moment
+        self._freed: deque[int] = deque()  # addresses, filled by finalizers at any time
         self._addresses: dict[Extent, int] = {}
-        self._ended: deque[Extent] = deque()  # of slabs; filled in the same way
+        self._ended: deque[Extent] = deque()  # filled in the same way
         self._used = 0
 
     @property
@@ -69,8 +76,12 @@ class HostTier(MemoryTier):
             return self._used
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Memory to load states into, uint8 [nbytes], which `put` then takes as it is. Raises
-        `StoreBudgetExceeded`, or `StoreError` where the system refuses to pin."""
+        """Allocate uint8 [nbytes] to load states into, which `put` keeps without a copy.
+
+        Raises:
+            StoreBudgetExceeded: The budget has no room.
+            StoreError: The operating system refuses to pin memory.
+        """
         size = self._size(nbytes)
         with self._lock:
             self._settle()
@@ -80,10 +91,10 @@ class HostTier(MemoryTier):
             block = np.empty(size, np.uint8)
             begin = -block.ctypes.data % _LINE
             address = block.ctypes.data + begin
-            self._settle()  # this may be the address of a block that was freed just now
+            self._settle()  # the address may be one that was freed just now
             self._blocks[address] = size
             self._used += size
-        # the process takes all at its end
+        # not at exit: the process frees all memory then
         weakref.finalize(block, self._freed.append, address).atexit = False
         return torch.from_numpy(block[begin : begin + nbytes])
 
@@ -105,7 +116,7 @@ class HostTier(MemoryTier):
 
     @keeps_no_workers
     def put(self, key: KVKey, states: StoredStates) -> int:
-        """As `Tier.put`. States in memory from `allocate` are kept as they are, others copied."""
+        """Store states. Keeps memory from `allocate` and copies other memory."""
         kept = quantize(states, self.kv_dtype)
         own = kept if self.owns(kept) else self._copy(kept)
         with self._lock:
@@ -113,13 +124,13 @@ class HostTier(MemoryTier):
         return self._size(own.nbytes)
 
     def _size(self, nbytes: int) -> int:
-        """Bytes of a block that holds so many at an aligned address."""
+        """Return the bytes of a block that holds `nbytes` at an aligned address."""
         if self._pool is not None:
             return rounded(max(1, nbytes))
         return -(-nbytes // _LINE) * _LINE + _LINE
 
     def owns(self, states: StoredStates) -> bool:
-        """Whether states fill a block that `allocate` gave, or `begin_copy`."""
+        """Return whether states fill a block from `allocate` or `begin_copy`."""
         addresses = {t.untyped_storage().data_ptr() for t in tensors_of(states).values()}
         if len(addresses) != 1 or states.keys.device.type != "cpu":
             return False
@@ -127,14 +138,16 @@ class HostTier(MemoryTier):
             return self._blocks.get(addresses.pop()) == self._size(states.nbytes)
 
     def _copy(self, states: StoredStates) -> StoredStates:
-        """A copy in the tier's memory, which is there when this returns."""
+        """Copy states into the tier's memory and wait for the copy."""
         copy = self.begin_copy(states)
         wait_for_arrival(copy)
         return rebuild(tensors_of(copy), states.start, model_dtype(states))
 
     def begin_copy(self, states: StoredStates) -> StoredStates:
-        """A copy in the tier's memory, which is not of the tier. Of states on a GPU it is queued
-        on a stream of its own, and `arrival` says when it is there."""
+        """Copy states into the tier's memory without adding an entry.
+
+        A copy from a GPU is queued on a stream of its own. `arrival` tells when it has ended.
+        """
         block, end = self.allocate(states.nbytes), 0
         copies = {}
         with downloading(states) as download:
@@ -155,8 +168,10 @@ class HostTier(MemoryTier):
 
 
 def pinned_slab(nbytes: int) -> Tensor:
-    """Memory registered with CUDA as long as a tensor refers to it, uint8 [nbytes]. Raises
-    `StoreError` where the system refuses."""
+    """Allocate uint8 [nbytes], registered with CUDA while any tensor refers to it.
+
+    Raises `StoreError` if the operating system refuses.
+    """
     size = -(-nbytes // _PAGE) * _PAGE
     block = np.empty(size + _PAGE, np.uint8)
     begin = -block.ctypes.data % _PAGE
@@ -166,7 +181,7 @@ def pinned_slab(nbytes: int) -> Tensor:
 
 
 def pin(address: int, nbytes: int) -> None:
-    """Registers whole pages. Raises `StoreError` where the system refuses."""
+    """Register whole pages with CUDA. Raises `StoreError` if the operating system refuses."""
     code = int(_runtime().cudaHostRegister(address, nbytes, 0)) if nbytes else 0
     if code:
         raise StoreError(
@@ -176,7 +191,7 @@ def pin(address: int, nbytes: int) -> None:
 
 
 def unpin(address: int) -> None:
-    """Ends a registration; copies from the pages must have ended."""
+    """End a registration, after all copies from the pages."""
     _runtime().cudaHostUnregister(address)
 
 

@@ -1,6 +1,6 @@
-"""The remote tier: blobs under any URL that fsspec knows, shared by several machines.
+"""The remote tier: blobs under any URL that fsspec supports, shared by several machines.
 
-A remote may be slow, broken or away: every call to it ends, with the states or a named error.
+A remote may be slow, broken or unreachable. Every call ends, with a result or a named error.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from ragcache.tiers import TIERS
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_HEADER = 4096  # bytes: the most that a blob adds to its tensors
+_HEADER = 4096  # maximum bytes that a blob adds to its tensors
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Protocols whose objects appear whole, once their upload has ended."""
+"""Protocols of object stores, in which an object appears when its upload has ended."""
 
 PLACE = "place"
-"""The name of the file that holds a remote's identity."""
+"""Name of the file with the remote's identity."""
 
-_CHECKED_SECONDS = 5.0  # for which a remote counts as the same one when blobs are written
+_CHECKED_SECONDS = 5.0  # between checks of the identity when blobs are written
 
 
 class RemoteTier(Tier):
-    """Blobs under a URL, in 256 folders by the first digits of their keys.
+    """Blobs under a URL, in 256 folders named by the first digits of the keys.
 
-    Elsewhere than in an object store, which shows a whole object or none, a blob is written under a
-    temporary name and renamed; the checksum holds in every case. Every call ends: it is given
-    `retry.seconds`, tried `retry.attempts` times, and after the last, calls fail at once for
-    `retry.rest` seconds. `used_bytes` counts what this process wrote; the ledger counts all.
+    Outside of object stores, a blob is written under a temporary name and renamed. Blobs have
+    checksums in any case. A call gets `retry.seconds` and `retry.attempts`. After the last failed
+    attempt, calls fail at once for `retry.rest` seconds. `used_bytes` counts writes of this
+    process; the ledger counts all.
 
-    place: the identity that the remote's own file must hold, once it is known. A folder whose mount
-    is away is empty, and no blob of it counts as missing: calls raise `RemoteMismatch`.
+    The folder of a remote that is not mounted is empty. So that its blobs do not count as missing,
+    calls compare the remote's identity with `place` and raise `RemoteMismatch`.
     """
 
     name = "remote"
@@ -69,13 +69,14 @@ class RemoteTier(Tier):
         self, files: Any, root: str, budget_bytes: int | None = None, *,
         kv_dtype: KVDtype = "model", retry: RetryPolicy | None = None,
     ) -> None:  # fmt: skip
-        """files: an fsspec file system, root: the folder on it."""
+        """Create a tier in the folder `root` of an fsspec file system."""
         self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
         self.files, self.root = files, root.rstrip("/")
         protocol = files.protocol
         self._whole = not _WHOLE.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._calls = RemoteCalls(self.root, retry or RetryPolicy())
         self.place = ""
+        """Expected identity of the remote. Empty until it is known."""
         self._checked = -_CHECKED_SECONDS
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
@@ -87,9 +88,19 @@ class RemoteTier(Tier):
         cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
         retry: RetryPolicy | None = None, **options: Any,
     ) -> RemoteTier:  # fmt: skip
-        """url: such as `s3://bucket/states`; options: fsspec's for its protocol. The remote is not
-        called yet. Raises `ConfigurationError` for a URL that fsspec does not know and
-        `MissingExtra` where its protocol needs a package."""
+        """Create a tier without calling the remote yet.
+
+        Args:
+            url: URL of the folder, such as `s3://bucket/states`.
+            budget_bytes: Budget.
+            kv_dtype: Storage format of the states.
+            retry: Time limits and retries.
+            options: Options of fsspec for the protocol.
+
+        Raises:
+            ConfigurationError: fsspec does not support the URL.
+            MissingExtra: The protocol needs a package that is not installed.
+        """
         from fsspec.core import url_to_fs
 
         try:
@@ -108,7 +119,7 @@ class RemoteTier(Tier):
         return f"{self.root}/{key[:2]}/{key}{SUFFIX}"
 
     def read_place(self) -> str | None:
-        """The identity in the remote, None where there is none. Raises `RemoteUnavailable`."""
+        """Return the identity of the remote, or None. Raises `RemoteUnavailable`."""
         path = f"{self.root}/{PLACE}"
         with suppress(FileNotFoundError):
             content: bytes = self._calls.run("read", lambda: self.files.cat_file(path))
@@ -116,12 +127,12 @@ class RemoteTier(Tier):
         return None
 
     def write_place(self, place: str) -> None:
-        """Gives the remote its identity. Raises `RemoteUnavailable` or `StoreUnwritable`."""
+        """Write the identity of the remote. Raises `RemoteUnavailable` or `StoreUnwritable`."""
         content = place.encode("ascii")
         self._calls.run("write", lambda: self._write(f"{self.root}/{PLACE}", content))
 
     def check_place(self) -> None:
-        """Raises `RemoteMismatch` where the remote is not that of `place`."""
+        """Raise `RemoteMismatch` unless the remote has the identity `place`."""
         if self.place and (found := self.read_place()) != self.place:
             named = "none" if found is None else repr(found)
             raise RemoteMismatch(
@@ -179,13 +190,13 @@ class RemoteTier(Tier):
 
     def delete(self, key: KVKey) -> None:
         with self._turn(key):
-            with suppress(FileNotFoundError):  # another machine may be first
+            with suppress(FileNotFoundError):  # another machine may have deleted it
                 self._calls.run("delete", lambda: self.files.rm_file(self.path(key)))
             with self._lock:
                 self._used -= self._sizes.pop(key, 0)
 
     def _turn(self, key: KVKey) -> threading.Lock:
-        """Threads that write or delete one key take turns, so that its bytes are counted right."""
+        """Return the lock of a key. It keeps the bytes of concurrent writes and deletes right."""
         return self._turns[int(key[:2], 16) % len(self._turns)]
 
     def __contains__(self, key: KVKey) -> bool:
@@ -195,7 +206,7 @@ class RemoteTier(Tier):
         return iter(self._calls.run("list", self._list))
 
     def _write(self, path: str, blob: bytes) -> None:
-        """Overwrites what another machine wrote, which is the same."""
+        """Write a blob. Another machine may have written the same content."""
         folder = path.rpartition("/")[0]
         self.files.makedirs(folder, exist_ok=True)
         if self._whole:
@@ -215,7 +226,7 @@ class RemoteTier(Tier):
         return bool(self.files.exists(path))
 
     def _list(self) -> list[KVKey]:
-        self.files.invalidate_cache()  # other machines write, too
+        self.files.invalidate_cache()  # other machines write as well
         try:
             paths = self.files.find(self.root)
         except FileNotFoundError:
@@ -233,19 +244,20 @@ _FINAL = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """seconds: the time limit of an attempt. attempts: how many there are. pause: seconds before
-    the second, twice as long before each that follows. rest: seconds without calls after the
-    last."""
+    """Time limits and retries of remote calls."""
 
     seconds: float = 10.0
+    """Time limit of an attempt."""
     attempts: int = 3
+    """Maximum number of attempts."""
     pause: float = 0.1
+    """Seconds before the second attempt, doubled for each later one."""
     rest: float = 5.0
+    """Seconds without calls after the last failed attempt."""
 
 
 class RemoteCalls:
-    """Runs operations on one remote: each within a time limit, with retries and a rest after
-    them."""
+    """Runs operations on one remote, with a time limit, retries and a rest after failures."""
 
     def __init__(
         self, where: str, retry: RetryPolicy, clock: Callable[[], float] = time.monotonic
@@ -254,9 +266,15 @@ class RemoteCalls:
         self._rests_until = 0.0
 
     def run(self, verb: str, operation: Callable[[], T]) -> T:
-        """Runs an operation and returns its result. Raises `FileNotFoundError` as it comes,
-        `StoreFull`, `StoreUnwritable` and `StoreUnreadable` at once, and `RemoteUnavailable` after
-        the last attempt, or while the remote has its rest."""
+        """Run an operation and return its result.
+
+        Raises:
+            FileNotFoundError: As raised by the operation.
+            StoreFull: The remote has no room. Not retried.
+            StoreUnwritable: The remote refuses to write. Not retried.
+            StoreUnreadable: The remote refuses to read. Not retried.
+            RemoteUnavailable: The last attempt failed, or the remote rests after failures.
+        """
         left = self._rests_until - self.clock()
         if left > 0:
             raise RemoteUnavailable(
@@ -284,7 +302,10 @@ class RemoteCalls:
             raise named_os_error(error, self.where) from error
 
     def _within(self, operation: Callable[[], T]) -> T:
-        """Runs in a thread that is left behind when its time is up. Raises `TimeoutError`."""
+        """Run an operation in a thread that is abandoned after the time limit.
+
+        Raises `TimeoutError`.
+        """
         done = Future[T]()
 
         def work() -> None:
@@ -300,7 +321,7 @@ class RemoteCalls:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt may succeed. Each protocol has errors of its own."""
+    """Return whether another attempt may succeed. Each protocol has its own errors."""
     final = isinstance(error, FileNotFoundError | PermissionError)
     final = final or getattr(error, "errno", None) in _FINAL
     return isinstance(error, Exception) and not final

@@ -1,7 +1,7 @@
 """Memory that is reserved in large slabs and handed out in extents.
 
-Neither a GPU's allocator nor a registration with CUDA is needed once a key: both take their time,
-and an allocator rounds and fragments. Extents are taken first fit; free neighbors become one.
+A GPU allocation or a registration with CUDA per key would be slow, and an allocator rounds up and
+fragments. Extents are allocated first fit, and free neighbors are merged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 1 << 30
-ALIGNMENT = 512  # bytes: what CUDA's own allocator of torch aligns tensors to
+ALIGNMENT = 512  # bytes, as in torch's CUDA allocator
 
 
 class FreeExtents:
-    """The free extents begin:end of a run of bytes, in order; no two of them touch."""
+    """The free extents begin:end of a range of bytes, in order. No two of them touch."""
 
     def __init__(self, total: int) -> None:
         self._begins: list[int] = [0] if total else []
@@ -27,12 +27,11 @@ class FreeExtents:
 
     @property
     def largest(self) -> int:
-        """The length of the longest one."""
+        """Length of the longest free extent."""
         return max((end - begin for begin, end in self._ends.items()), default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """The begin of the first `nbytes` free bytes, which are taken; None where there are none
-        in one piece."""
+        """Allocate the first free extent of `nbytes`. Returns its begin, or None."""
         for number, begin in enumerate(self._begins):
             end = self._ends[begin]
             if end - begin < nbytes:
@@ -43,7 +42,7 @@ class FreeExtents:
         return None
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Frees an extent that was taken."""
+        """Free an allocated extent."""
         end = begin + nbytes
         after = bisect_left(self._begins, begin)
         assert after == len(self._begins) or end <= self._begins[after], "bytes are freed twice"
@@ -67,20 +66,21 @@ class FreeExtents:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a slab, by the slab's number."""
+    """A range of bytes in a slab."""
 
     slab: int
+    """Number of the slab."""
     begin: int
     nbytes: int
 
 
 class SlabPool:
-    """Slabs under a budget, reserved when they are needed. Not thread-safe."""
+    """Slabs within a budget, reserved on demand. Not thread-safe."""
 
     def __init__(
         self, budget_bytes: int, reserve: Callable[[int], Tensor], slab_bytes: int = SLAB_BYTES
     ) -> None:
-        """reserve: makes a slab, uint8 [N]; what it raises, `take` raises."""
+        """Create a pool. `reserve` creates a slab, uint8 [N]; `take` passes on its errors."""
         self._left = budget_bytes // ALIGNMENT * ALIGNMENT
         self._reserve, self._slab_bytes = reserve, slab_bytes
         self._slabs: list[Tensor] = []
@@ -88,17 +88,19 @@ class SlabPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Size of all slabs in bytes."""
         return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def largest(self) -> int:
-        """The bytes of the largest extent that `take` would give."""
+        """Size of the largest extent that `take` could return."""
         return max([self._left, *(free.largest for free in self._free)])
 
     def take(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes`, at least one, rounded up; None where no slab has it in one piece
-        and the budget has no more slabs."""
+        """Allocate an extent of at least `nbytes`. Without room, return None.
+
+        A free extent must be contiguous. A slab is added if the budget allows.
+        """
         nbytes = rounded(max(1, nbytes))
         for number, free in enumerate(self._free):
             begin = free.take(nbytes)
@@ -111,8 +113,11 @@ class SlabPool:
         return Extent(len(self._free) - 1, begin, nbytes)
 
     def grow(self, nbytes: int) -> bool:
-        """Reserves one more slab, for extents of about `nbytes`, if the budget has that many. A
-        slab holds a whole number of large extents: the rest of it would hardly ever be used."""
+        """Reserve a slab for extents of about `nbytes`. Returns whether the budget allows it.
+
+        A slab for large extents holds a whole number of them, because a remainder would hardly be
+        used.
+        """
         size = self._slab_bytes
         if nbytes > size // 8:
             size = -(-size // nbytes) * nbytes
@@ -125,23 +130,27 @@ class SlabPool:
         return True
 
     def give_back(self, extent: Extent) -> None:
-        """Frees an extent."""
+        """Free an extent."""
         self._free[extent.slab].give_back(extent.begin, extent.nbytes)
 
     def memory(self, extent: Extent, end: Callable[[], object]) -> Tensor:
-        """An extent's bytes, uint8 [nbytes]. end: called when neither this tensor nor any view of
-        it is left, in whichever thread that happens."""
+        """Return the bytes of an extent, uint8 [nbytes].
+
+        `end` is called, in any thread, when neither this tensor nor a view of it is left.
+        """
         part = self._slabs[extent.slab][extent.begin : extent.begin + extent.nbytes]
         handle = _DeviceMemory(part) if part.is_cuda else part.numpy()
-        weakref.finalize(handle, end).atexit = False  # the process takes all
+        weakref.finalize(handle, end).atexit = False  # the process frees all memory
         if isinstance(handle, _DeviceMemory):
             return torch.as_tensor(handle, device=part.device)
         return torch.from_numpy(handle)
 
 
 class _DeviceMemory:
-    """A part of a slab on a GPU, whose tensor has a storage of its own: it keeps this object, not
-    the slab, so that the end of the last view can be seen."""
+    """A part of a slab on a GPU, whose tensor has a storage of its own.
+
+    The storage refers to this object instead of the slab, so that its end can be observed.
+    """
 
     def __init__(self, part: Tensor) -> None:
         self._part = part
@@ -149,5 +158,5 @@ class _DeviceMemory:
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes up to the next boundary."""
+    """Round bytes up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

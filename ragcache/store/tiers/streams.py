@@ -1,4 +1,4 @@
-"""The CUDA streams on which states move, beside the one on which the engine computes."""
+"""CUDA streams that copy states, in addition to the stream on which the engine computes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ragcache.states.quantization import StoredStates
 
 
 class DeviceStreams:
-    """The streams of one device: `compute`, on which the engine reads states, and `upload`, on
-    which they are copied there."""
+    """The streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,26 +27,26 @@ class DeviceStreams:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Queues what follows on a stream, on its device."""
+        """Queue work on a stream, on its device."""
         with self._no_capture(stream), torch.cuda.stream(stream):
             yield
 
     def record(self, stream: Any) -> CopyEvent:
-        """An event after what is queued on a stream."""
+        """Return an event after all work queued on a stream."""
         with self._no_capture(stream), torch.cuda.device(self.device):
             event = new_event()
             event.record(stream)
         return event
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
+        """Return whether a tensor is on the device."""
         return tensor.device == self.device
 
     def _no_capture(self, stream: Any) -> AbstractContextManager[object]:
         return capture_lock if stream == self.compute else nullcontext()
 
     def follow_thread(self) -> None:
-        """Makes the compute stream come after what the calling thread has queued on its own."""
+        """Make the compute stream wait for the work queued by the calling thread."""
         own = torch.cuda.current_stream(self.device)
         if own != self.compute:
             with capture_lock:
@@ -55,7 +54,7 @@ class DeviceStreams:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """A device by its number, as tensors name it."""
+    """Return a device with its number, as tensors name it."""
     number: int | None = device.index
     if device.type == "cuda" and number is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -64,17 +63,21 @@ def indexed(device: torch.device) -> torch.device:
 
 @dataclass(slots=True, eq=False)
 class Download:
-    """Copies from a GPU to main memory. queued: whether they are only queued. arrival: their end,
-    once they are."""
+    """Copies from a GPU to main memory."""
 
     queued: bool = False
+    """Whether the copies are queued. False if they end at once."""
     arrival: Arrival | None = None
+    """End of queued copies, set after they are queued."""
 
 
 @contextmanager
 def downloading(states: StoredStates) -> Iterator[Download]:
-    """Queues the copies of states that are on a GPU on its download stream, behind what computes
-    them and what this thread has queued; of others they are done at once."""
+    """Queue copies of states on the download stream of their GPU.
+
+    The copies follow the computation of the states and the work queued by this thread. States in
+    main memory are copied at once.
+    """
     if not states.keys.is_cuda:
         yield Download()
         return
@@ -92,5 +95,5 @@ def downloading(states: StoredStates) -> Iterator[Download]:
 
 @cache
 def _download_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: copies to main memory come one after another."""
+    """Return the download stream of a device. Downloads run one after another."""
     return new_stream(device)
