@@ -1,7 +1,5 @@
-"""Routes of collections and documents, and of the jobs that ingest documents in the background.
-
-Documents are uploaded as JSON or as the files of a form.
-"""
+"""Collections and their documents, which are uploaded as JSON or as the files of a form, and the
+jobs that ingest them in the background."""
 
 from __future__ import annotations
 
@@ -61,9 +59,9 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
 @router.get("")
-def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
-    """List the collections by name."""
-    listed = context.rag.collections.page(page.cursor, page.limit)
+async def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
+    """The collections, by name."""
+    listed = await off_loop(context.rag.collections.page, page.cursor, page.limit)
     return PageOf[CollectionResponse].model_validate(listed)
 
 
@@ -71,39 +69,42 @@ def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionRes
     "", status_code=201,
     responses={200: {"model": CollectionCreatedResponse, "description": "It existed"}},
 )  # fmt: skip
-def add_collection(
+async def add_collection(
     body: CollectionRequest, context: ContextDep, response: Response
 ) -> CollectionCreatedResponse:  # fmt: skip
-    """Create a collection without documents."""
-    created = context.rag.collections.create(body.name)
+    """Creates a collection without documents."""
+    created = await off_loop(context.rag.collections.create, body.name)
     response.status_code = 201 if created else 200
     return CollectionCreatedResponse(name=body.name, created=created)
 
 
 @router.get("/{collection}/instruction")
-def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
-    """Return the instruction that precedes a collection's documents in prompts."""
-    return InstructionResponse(instruction=context.rag.collections.instruction(collection))
+async def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
+    """What the model is to do with the documents of a collection."""
+    return InstructionResponse(
+        instruction=await off_loop(context.rag.collections.instruction, collection)
+    )
 
 
 @router.put("/{collection}/instruction")
-def set_instruction(
+async def set_instruction(
     collection: Collection, body: InstructionRequest, context: ContextDep
 ) -> InstructionResponse:
-    """Change the instruction of a collection."""
-    context.rag.collections.set_instruction(collection, body.instruction)
-    return get_instruction(collection, context)
+    """Changes what the model is to do with the documents of a collection."""
+    await off_loop(context.rag.collections.set_instruction, collection, body.instruction)
+    return await get_instruction(collection, context)
 
 
 @router.delete("/{collection}")
-def delete_collection(
+async def delete_collection(
     collection: Collection, context: ContextDep, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Delete a collection with its documents. With `dry_run`, report what would be deleted."""
-    collections = context.rag.collections
+    """Deletes a collection with its documents; `dry_run` tells what would go."""
     if dry_run:
-        return DeletionResponse.of(collections.preview_deletion(collection))
-    return DeletedResponse(deleted=collections.delete(collection))
+        return DeletionResponse.of(
+            await off_loop(context.rag.collections.preview_deletion, collection)
+        )
+    return DeletedResponse(deleted=await off_loop(context.rag.collections.delete, collection))
 
 
 _UPLOAD: dict[str, Any] = {
@@ -119,10 +120,8 @@ async def add_documents(
     collection: Collection, context: ContextDep, response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobResponse:  # fmt: skip
-    """Store documents in the background.
-
-    The job shows the progress and, in `report`, the files that could not be read.
-    """
+    """Stores documents in the background; the job shows its progress and, in `report`, the files
+    that could not be read."""
     return await _submit(collection, context, response, idempotency_key, sync=False)
 
 
@@ -131,11 +130,9 @@ async def sync_documents(
     collection: Collection, context: ContextDep, response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobResponse:  # fmt: skip
-    """Make the body the contents of a collection, in the background.
-
-    Changed documents are encoded again, moved ones renamed, and documents that the body lacks
-    deleted. A stored document stays if its file cannot be read.
-    """
+    """Makes the documents of a collection those of the body, in the background: what changed is
+    encoded, others are removed, and what has moved is renamed. Stored versions of files that cannot
+    be read stay."""
     return await _submit(collection, context, response, idempotency_key, sync=True)
 
 
@@ -153,50 +150,55 @@ async def _submit(
 
 
 @router.delete("/{collection}/documents")
-def delete_documents(
+async def delete_documents(
     collection: Collection, context: ContextDep, id: DocumentIds, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Delete documents by their ids, as one change; unknown ids are skipped.
+    """Deletes those documents of these ids that there are, as one change; `dry_run` tells what
+    would go."""
+    return await _delete(context, collection, id, dry_run)
 
-    With `dry_run`, report what would be deleted.
-    """
+
+async def _delete(
+    context: RequestContext, collection: str, ids: list[str], dry_run: bool
+) -> DeletionResponse | DeletedResponse:
     if dry_run:
-        return DeletionResponse.of(context.rag.collections.preview_deletion(collection, id))
-    return DeletedResponse(deleted=context.rag.delete(collection, id))
+        return DeletionResponse.of(
+            await off_loop(context.rag.collections.preview_deletion, collection, ids)
+        )
+    return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, ids))
 
 
 @router.get("/{collection}/documents")
-def list_documents(
+async def list_documents(
     collection: Collection, context: ContextDep, page: PageDep
 ) -> PageOf[DocumentResponse]:
-    """List the documents of a collection by id."""
-    listed = context.rag.documents.page(collection, page.cursor, page.limit)
+    """The documents of a collection, by id."""
+    listed = await off_loop(context.rag.documents.page, collection, page.cursor, page.limit)
     items = [_document_response(row) for row in listed.items]
     return PageOf(items=items, next=listed.next, total=listed.total)
 
 
 @router.get("/{collection}/documents/{document:path}")
-def get_document(
+async def get_document(
     collection: Collection, document: Document, context: ContextDep
 ) -> DocumentResponse:
-    """Return a document, without its text."""
-    for row in context.rag.documents.get(collection, [document]):
-        return _document_response(row)
-    raise _unknown(collection, document)
+    """A document."""
+    found = await off_loop(context.rag.documents.get, collection, [document])
+    if not found:
+        raise _unknown(collection, document)
+    return _document_response(found[0])
 
 
 @router.delete("/{collection}/documents/{document:path}")
-def delete_document(
+async def delete_document(
     collection: Collection, document: Document, context: ContextDep, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Delete a document with its modules, and the states that nothing else needs.
-
-    With `dry_run`, report what would be deleted.
-    """
-    deletion = delete_documents(collection, context, [document], dry_run)
-    if not deletion.deleted:
+    """Deletes a document with its modules, and the states that nothing else needs; `dry_run` tells
+    what would go."""
+    gone = await _delete(context, collection, [document], dry_run)
+    if not gone.deleted:
         raise _unknown(collection, document)
-    return deletion
+    return gone
 
 
 def _unknown(collection: str, document: str) -> HTTPProblem:
@@ -212,15 +214,12 @@ def _document_response(row: DocumentRow) -> DocumentResponse:
 
 
 async def read_documents(request: Request) -> LoadedSources:
-    """Read the documents of an upload.
-
-    Raises:
-        RequestValidationError: The JSON is not a `DocumentsRequest`.
-        HTTPProblem: (400, 415, 422) The body is neither JSON nor a form with readable files.
-    """
+    """The documents of an upload. Raises `RequestValidationError`, or `HTTPProblem` (400, 415,
+    422)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await off_loop(_parse_files, await _form_files(request))
+        files = await _form_files(request)
+        return await off_loop(_parse_files, files)
     if kind == "application/json":
         return await off_loop(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
@@ -239,7 +238,7 @@ def _parse_json(body: bytes) -> LoadedSources:
 
 
 async def _form_files(request: Request) -> list[tuple[str, bytes]]:
-    """Return the names and contents of a form's files."""
+    """Names and contents."""
     found = []
     async with request.form(max_files=_FILES, max_fields=10) as form:
         for field, file in form.multi_items():
@@ -252,11 +251,8 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
 
 
 def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
-    """Parse the files that can be read.
-
-    Raises:
-        HTTPProblem: (422) No file can be read; its `problems` say why for each.
-    """
+    """The documents of those files that can be read. Raises `HTTPProblem` (422), which tells of
+    each file, if there are none."""
     documents, skipped = [], []
     for name, raw in files:
         try:
@@ -267,8 +263,8 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
             skipped.append(SkippedFile(_usable(name), str(error)))
     if not documents:
         detail = "; ".join(f"{file.name}: {file.reason}" for file in skipped)
-        reasons = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
-        raise HTTPProblem(422, "unreadable-document", detail, problems=reasons)
+        told = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
+        raise HTTPProblem(422, "unreadable-document", detail, problems=told)
     present = frozenset(file.name for file in skipped)
     return replace(load_sources(documents), skipped=tuple(skipped), present=present)
 
@@ -285,18 +281,16 @@ def _usable(name: str) -> str:
 
 
 @jobs_router.get("")
-def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
-    """List the ingestion jobs, newest first."""
-    return PageOf[JobResponse].model_validate(context.rag.jobs.list(page.cursor, page.limit))
+async def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
+    """The ingestion jobs, the newest first."""
+    listed = await off_loop(context.rag.jobs.list, page.cursor, page.limit)
+    return PageOf[JobResponse].model_validate(listed)
 
 
 @jobs_router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
 async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
-    """Return an ingestion job.
-
-    With `Accept: text/event-stream`, send an event `progress` for each change until the job ends,
-    or an event `error`.
-    """
+    """An ingestion job. With `Accept: text/event-stream`, an event `progress` for each change until
+    it has ended, or `error`."""
     found = await _job(context, job)
     if "text/event-stream" in context.request.headers.get("accept", ""):
         return EventStream(_progress(context, found))
@@ -304,12 +298,10 @@ async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
 
 
 @jobs_router.delete("/{job}")
-def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
-    """Cancel a waiting or running job, which then stores and removes nothing.
-
-    A job that has ended stays as it is.
-    """
-    return JobResponse.model_validate(context.rag.jobs.cancel(job))
+async def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
+    """Cancels a job that waits or runs; it stores and removes nothing. One that has ended stays as
+    it is."""
+    return JobResponse.model_validate(await off_loop(context.rag.jobs.cancel, job))
 
 
 async def _job(context: RequestContext, public_id: str) -> JobResponse:
@@ -317,7 +309,7 @@ async def _job(context: RequestContext, public_id: str) -> JobResponse:
 
 
 async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator[bytes, None]:
-    """Yield an event for each change of a job. Errors become the last event."""
+    """Events until the job ends, or an error: also where the service ends before the job does."""
     yield format_event(job.model_dump(), "progress")
     try:
         async with aclosing(_changes(context, job)) as changes:
@@ -328,7 +320,7 @@ async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator
 
 
 async def _changes(context: RequestContext, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
-    """Yield the job after each change. Raises `HTTPProblem` (503) if the service ends first."""
+    """The job after each change. Raises `HTTPProblem` (503) if the service ends first."""
     draining = asyncio.Event()
     with context.service.requests.on_drain(draining.set):
         while job.status in _OPEN:

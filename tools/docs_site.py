@@ -1,0 +1,143 @@
+"""Hooks of mkdocs: pages that are generated from the code, and links to files beside the docs.
+
+Command line, REST routes, settings and the list of decisions come from Typer, OpenAPI, the settings
+model and the decision records, so that they are never behind the code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+from typer.models import Context
+
+from ragcache_api.cli.main import app as command_line
+from ragcache_api.http.app import ROUTERS
+from ragcache_api.settings import ServiceSettings
+
+DOCS = Path(__file__).parent.parent / "docs"
+_METHODS = ("get", "post", "put", "patch", "delete")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages of `docs/reference/`."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """List the decisions on their index, and name files outside `docs/` instead of linking them."""
+    if page.file.src_uri == "internals/adr/README.md":
+        markdown += "\n" + decisions()
+    folder = (DOCS / page.file.src_uri).parent
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match[1], match[2].partition("#")[0]
+        path = (folder / target).resolve()
+        if ":" in target or not target or path.is_relative_to(DOCS):
+            return match[0]
+        return f"{text} (`{path.relative_to(DOCS.parent)}`)"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", link, markdown)
+
+
+def decisions() -> str:
+    """A list of all decision records by number, with a link to each."""
+    lines = []
+    for path in sorted((DOCS / "internals" / "adr").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"- [{title}]({path.name})\n")
+    return "".join(lines)
+
+
+def command_line_page() -> str:
+    """Every command with its arguments and options, from Typer."""
+    command = get_command(command_line)
+    text = get_docs_for_click(obj=command, ctx=Context(command), name="ragcache")
+    return text.replace("# `ragcache`", "# Command line", 1)
+
+
+def settings_page() -> str:
+    """Every setting of the service with its default, from `ServiceSettings`."""
+    rows = []
+    for name, field in ServiceSettings.model_fields.items():
+        if name not in ServiceSettings.withheld:
+            default = _cell(field.get_default(call_default_factory=True))
+            meaning = _line(field.description or "")
+            rows.append(f"| `{name}` | `RAGCACHE_{name.upper()}` | {default} | {meaning} |")
+    head = (
+        "# Settings\n\nA setting is an option of `ragcache serve`, an environment variable or a "
+        "line of `ragcache.toml`. The first of these that is given counts.\n\n"
+        "| setting | variable | default | meaning |\n|---|---|---|---|\n"
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _cell(value: object) -> str:
+    return f"`{value}`" if value not in (None, "") else ""
+
+
+def rest_page() -> str:
+    """Every route with its parameters and the fields of its body, from the OpenAPI document."""
+    service = FastAPI(title="ragcache")
+    for router in ROUTERS:
+        service.include_router(router)
+    document = service.openapi()
+    schemas = document.get("components", {}).get("schemas", {})
+    parts = ["# REST\n"]
+    for path, item in document["paths"].items():
+        for method in _METHODS:
+            if method in item:
+                parts += _route(method, path, item[method], schemas)
+    return "\n".join(parts) + "\n"
+
+
+def _route(method: str, path: str, route: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
+    yield f"\n## {method.upper()} {path}\n"
+    yield route.get("description") or route.get("summary", "")
+    parameters = route.get("parameters", [])
+    if parameters:
+        yield "\n| parameter | in | type | meaning |\n|---|---|---|---|"
+    for each in parameters:
+        meaning = _line(each.get("description") or each["schema"].get("description", ""))
+        yield f"| `{each['name']}` | {each['in']} | {_type(each['schema'])} | {meaning} |"
+    for media, content in route.get("requestBody", {}).get("content", {}).items():
+        reference = content["schema"].get("$ref", "").rpartition("/")[2]
+        fields = schemas.get(reference, {}).get("properties", {})
+        if fields:
+            yield f"\nBody, `{media}`:\n\n| field | type | default | meaning |\n|---|---|---|---|"
+        for name, schema in fields.items():
+            meaning = _line(schema.get("description", ""))
+            yield f"| `{name}` | {_type(schema)} | {_cell(schema.get('default'))} | {meaning} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Type of a value in words, such as `string` or `array of integer`."""
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        names = dict.fromkeys(_type(each) for each in schema["anyOf"])
+        return " or ".join(name for name in names if name != "null")
+    kind = str(schema.get("type", "any"))
+    return f"array of {_type(schema.get('items', {}))}" if kind == "array" else kind
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "command-line": command_line_page,
+    "rest": rest_page,
+    "settings": settings_page,
+}
+"""Generated pages by name."""
