@@ -55,7 +55,7 @@ def collect_examples(
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
     extractive: bool | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> list[CalibrationExample]:  # fmt: skip
-    """Asks questions with and without the documents that answer them.
+    """Ask questions with and without the documents that answer them.
 
     Args:
         rag: Where to ask.
@@ -111,8 +111,11 @@ def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
 def fit_calibration(
     examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
 ) -> Calibration:
-    """A logistic model of whether an answer is right, with the `min_confidence` that refuses this
-    share of the right ones. Raises `ConfigurationError` where there are too few examples."""
+    """Return a logistic model of whether an answer is right, with the `min_confidence` that refuses
+    this share of the right ones.
+
+    Raises `ConfigurationError` where there are too few examples.
+    """
     known = [each for each in examples if each.confidence is not None]
     right = sum(each.right for each in known)
     if min(right, len(known) - right) < FEWEST:
@@ -124,7 +127,7 @@ def fit_calibration(
 
 
 def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibration:
-    """The calibration of examples with a confidence, some of which are right and some not."""
+    """Return the calibration of examples with a confidence, some of which are right and some not."""
     right = np.array([each.right for each in known], dtype=np.float64)
     names = [
         name
@@ -148,7 +151,9 @@ def choose_threshold(
     calibration: Calibration, examples: Iterable[CalibrationExample],
     false_refusals: float = FALSE_REFUSALS,
 ) -> Calibration:  # fmt: skip
-    """The calibration with the `min_confidence` that refuses this share of the right answers."""
+    """Return the calibration with the `min_confidence` that refuses this share of the right
+    answers.
+    """
     right = [calibration.confidence(each.evidence) for each in examples if each.right]
     return replace(
         calibration, min_confidence=float(np.quantile(right, false_refusals, method="lower"))
@@ -175,7 +180,7 @@ def _logistic(values: Floats, right: Floats) -> Floats:
 def judge_by(
     calibration: Calibration, examples: Iterable[CalibrationExample]
 ) -> list[CalibrationExample]:
-    """The examples with the confidence that a calibration has in them."""
+    """Return the examples with the confidence that a calibration has in them."""
     return [
         each
         if each.confidence is None
@@ -263,8 +268,9 @@ class RefusalReport:
         return refused / self.answerable if self.answerable else 0.0
 
     def risk_coverage(self) -> tuple[Floats, Floats]:
-        """The share of questions that is answered, and the share of these answers that is not
-        right, as the least confidence falls; questions without an answer are never right."""
+        """Return the share of questions that is answered, and the share of these answers that is
+        not right, as the least confidence falls; questions without an answer are never right.
+        """
         count = np.arange(1, len(self.rights) + 1)
         return count / len(count), 1 - np.cumsum(self.rights) / count
 
@@ -274,7 +280,7 @@ class RefusalReport:
         return float(np.mean(self.risk_coverage()[1]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, without the curves' points."""
+        """Return the figures, without the curves' points."""
         return {
             "answerable": self.answerable, "unanswerable": self.unanswerable, "right": self.right,
             "refused_right": self.refused_right, "refused_wrong": self.refused_wrong,

@@ -91,7 +91,7 @@ class EngineClosed(RequestError):
 
     @classmethod
     def of_folder(cls) -> EngineClosed:
-        """A call of a closed `RagCache`, or of an object that belongs to it."""
+        """Return a call of a closed `RagCache`, or of an object that belongs to it."""
         return cls("the state folder is closed; open it again with RagCache.open")
 
 
@@ -172,7 +172,7 @@ class NoState(StoreError, ValueError):
 
     @classmethod
     def in_folder(cls, folder: object) -> NoState:
-        """The error of a folder without a ledger."""
+        """Return the error of a folder without a ledger."""
         return cls(
             f"there is no ragcache state in {folder}; make one with "
             f"`ragcache ingest COLLECTION PATH --state {folder}`"

@@ -40,7 +40,7 @@ class Fidelity:
 
 
 def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -> Fidelity:
-    """Compares answers to the same prompts in two modes by the model's own distributions of their
+    """Compare answers to the same prompts in two modes by the model's own distributions of their
     first tokens, before penalties, temperature and constraints.
 
     Args:

@@ -63,7 +63,7 @@ def corpus_of_sources(
     model: LoadedModel, sources: Iterable[DocumentSource] | DocumentSource, module_tokens: int,
     progress: Progress = lambda *_: None,
 ) -> Corpus:  # fmt: skip
-    """The corpus of documents, split as ingestion splits them. Raises `DocumentError`."""
+    """Return the corpus of documents, split as ingestion splits them. Raises `DocumentError`."""
     documents = load_sources(sources).documents
     modules: list[array[int]] = []
     for number, document in enumerate(documents, start=1):
@@ -76,7 +76,10 @@ def corpus_of_sources(
 def corpus_of_collection(
     model: LoadedModel, catalog: Catalog, collection: str, progress: Progress = lambda *_: None
 ) -> Corpus:
-    """The corpus of a stored collection, in tokens of the model. Raises `UnknownCollection`."""
+    """Return the corpus of a stored collection, in tokens of the model.
+
+    Raises `UnknownCollection`.
+    """
     rows = catalog.modules(collection)
     modules: list[array[int]] = []
     for start in range(0, len(rows), _ROWS):
@@ -143,8 +146,8 @@ def tier_sizes(
 def break_even_tokens(
     tokens: Sequence[int], compute_s: Sequence[float], load_s: Sequence[float]
 ) -> float | None:
-    """The length in tokens from which on a module is loaded faster than computed: the shortest one
-    if loading is faster at every length, None if it is slower at the longest.
+    """Return the length in tokens from which on a module is loaded faster than computed: the
+    shortest one if loading is faster at every length, None if it is slower at the longest.
 
     tokens: measured lengths, ascending; the gain of loading is linear between two of them.
     compute_s, load_s: seconds to compute and to load a module of each length.
@@ -181,7 +184,7 @@ class Budgets:
         return cls(parse_bytes(host), *map(parse_optional_bytes, (device, disk)))
 
     def limits(self, folder: Path) -> dict[str, int | None]:
-        """The bytes of each tier to plan; `folder` is on the disk."""
+        """Return the bytes of each tier to plan; `folder` is on the disk."""
         disk = shutil.disk_usage(folder).free if self.disk_bytes is None else self.disk_bytes
         device = {} if self.device_bytes is None else {"device": self.device_bytes}
         return {"host": self.host_bytes, "disk": disk, **device}
@@ -237,11 +240,13 @@ class CachePlan:
     break_even_bandwidth: float
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
-        """The sizes of the corpus in a tier, by `kv_dtype`; none if the plan has no such tier."""
+        """Return the sizes of the corpus in a tier, by `kv_dtype`; none if the plan has no such
+        tier.
+        """
         return {size.kv_dtype: size for size in self.tiers if size.tier == tier}
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values, with measured and extrapolated figures apart."""
+        """Return the plan as JSON values, with measured and extrapolated figures apart."""
         plain = asdict(self)
         plain["tiers"] = [asdict(size) | {"share": size.share} for size in self.tiers]
         plain["measured"]["tokens_per_second"] = self.measured.tokens_per_second
@@ -253,9 +258,9 @@ def make_plan(
     model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
     instruction: str | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
-    """Plans the caching of a corpus. folder: the future state folder, which decides the disk to
-    measure; it need not exist. sample: the number of modules to measure. instruction: the
-    text before the documents, as in `RagCache.open`.
+    """Plan the caching of a corpus. folder: the future state folder, which decides the disk to
+    measure; it need not exist. sample: the number of modules to measure. instruction: the text
+    before the documents, as in `RagCache.open`.
 
     Raises `NoDocuments` for a corpus without text, `ConfigurationError` for an instruction that
     cannot be used or a module that does not fit the model's window, `StoreFull` or
@@ -308,8 +313,10 @@ def measure_sample(
     model: CausalLM, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
     progress: Callable[[str], None],
 ) -> SampleTimes:  # fmt: skip
-    """Times encoding and loading of a sample, in a temporary folder on the disk of `folder`. Raises
-    `StoreFull` or `StoreUnwritable`."""
+    """Return times encoding and loading of a sample, in a temporary folder on the disk of `folder`.
+
+    Raises `StoreFull` or `StoreUnwritable`.
+    """
     progress("encoding the preamble")
     [root] = encode(model, [EncodeJob(preamble)])
     longest = max(sample, key=len)
@@ -338,7 +345,9 @@ def _measure_cut(
     model: CausalLM, root: KVStates, tokens: Sequence[int],
     disks: dict[str, DiskTier], host: HostTier,
 ) -> tuple[Cut, bool]:  # fmt: skip
-    """Times of a module, and whether it was loaded from the disk and not from the page cache."""
+    """Return times of a module, and whether it was loaded from the disk and not from the page
+    cache.
+    """
     compute_s = median_seconds(model, lambda: encode_modules(model, root, [tokens]))
     [states] = encode_modules(model, root, [tokens])
     key = KVKey(hashlib.sha256(str(len(tokens)).encode()).hexdigest())
@@ -380,7 +389,7 @@ def median_seconds(model: CausalLM, run: Callable[[], object]) -> float:
 
 
 def drop_pages(path: Path) -> None:
-    """Drops a file from the page cache, if the operating system and the file system support it."""
+    """Drop a file from the page cache, if the operating system and the file system support it."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -421,7 +430,7 @@ def advise(plan: CachePlan) -> list[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time in a readable unit."""
+    """Return a time in a readable unit."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
@@ -432,6 +441,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth in megabytes per second."""
+    """Return a bandwidth in megabytes per second."""
     rate = bytes_per_second / 1e6
     return f"{rate:,.0f} MB/s" if rate >= 10 else f"{rate:.2g} MB/s"

@@ -58,13 +58,17 @@ class Recognizer:
         self._building = threading.Lock()
 
     def find(self, text: str) -> list[RecognizedModule]:
-        """The modules in a text; see `find`. Of equal texts the first one matches, by collection
-        name and module id."""
+        """Return the modules in a text; see `find`.
+
+        Of equal texts the first one matches, by collection name and module id.
+        """
         return find(text, self._current().table)
 
     def _current(self) -> _Index:
-        """The index over the current catalog, which any process may have changed. Costs one query
-        if nothing changed; otherwise only the changed collections are read."""
+        """Return the index over the current catalog, which any process may have changed.
+
+        Costs one query if nothing changed; otherwise only the changed collections are read.
+        """
         if self._index.versions == self._catalog.versions():
             return self._index
         with self._building:  # concurrent threads wait for one index
@@ -92,7 +96,7 @@ class _Index:
 
 
 def find(text: str, table: FingerprintTable) -> list[RecognizedModule]:
-    """The modules in a text, by position; no two overlap.
+    """Return the modules in a text, by position; no two overlap.
 
     Longer matches win, then earlier ones; of equal texts the one that was indexed first. Modules
     of fewer than `WINDOW` characters, without outer whitespace, are not searched for.
@@ -123,7 +127,7 @@ def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow
 
 
 def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> RecognizedModule:
-    """The match extended by the module's outer whitespace, if the text has it too."""
+    """Return the match extended by the module's outer whitespace, if the text has it too."""
     first = begin - (len(module.text) - len(module.text.lstrip()))
     last = first + len(module.text)
     if first >= floor and text.startswith(module.text, first):
@@ -150,8 +154,9 @@ class FingerprintTable:
         self._groups: dict[int, PrefixGroup] = {}
 
     def pairs(self, text: str) -> tuple[Numbers, Numbers]:
-        """Places in order where a module may begin, and the number of the group with the hash of
-        the window there."""
+        """Place in order where a module may begin, and the number of the group with the hash of the
+        window there.
+        """
         nothing = np.empty(0, dtype=np.int64)
         if len(text) < WINDOW or not self._modules:
             return nothing, nothing
@@ -162,7 +167,7 @@ class FingerprintTable:
         return places[same], groups[same]
 
     def standing(self, text: str) -> Iterator[tuple[int, PrefixGroup, int]]:
-        """Every place where modules match, with the group and the number of the longest one."""
+        """Yield every place where modules match, with the group and the number of the longest one."""
         places, groups = self.pairs(text)
         for place, number in zip(places.tolist(), groups.tolist(), strict=True):
             group = self._groups.get(number) or self._ordered(number)
@@ -171,7 +176,7 @@ class FingerprintTable:
                 yield place, group, module
 
     def _ordered(self, number: int) -> PrefixGroup:
-        """Sorts a group. Concurrent threads may both do it, with equal results."""
+        """Sort a group. Concurrent threads may both do it, with equal results."""
         begin, end = self._edges[number : number + 2]
         group = PrefixGroup.of([self._modules[n] for n in self._order[begin:end]])
         return self._groups.setdefault(number, group)
@@ -193,7 +198,7 @@ class PrefixGroup:
 
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
-        """The group of one row or more; of equal texts the first is kept."""
+        """Return the group of one row or more; of equal texts the first is kept."""
         every = [row.text.strip() for row in rows]
         order = sorted(range(len(rows)), key=every.__getitem__)
         order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
@@ -203,7 +208,7 @@ class PrefixGroup:
         return cls([rows[n] for n in order], lengths, shared, max(lengths), _parents(texts))
 
     def at(self, text: str, place: int) -> int:
-        """The number of the longest module at a place of a text, or -1.
+        """Return the number of the longest module at a place of a text, or -1.
 
         A module that matches there does not sort after `here`. The last one that does not lies
         between each match and `here`, so all matches are prefixes of it.
@@ -219,8 +224,8 @@ class PrefixGroup:
         return self.within(last, len(common_prefix(here, self._text(last))))
 
     def within(self, number: int, size: int) -> int:
-        """The longest module of at most `size` characters that equals a module's text or is a
-        prefix of it, or -1.
+        """Return the longest module of at most `size` characters that equals a module's text or is
+        a prefix of it, or -1.
 
         Texts with its first `size` characters as a prefix are adjacent. The first of them equals
         these characters, or its parent is the longest that is shorter.
@@ -252,7 +257,7 @@ def _parents(texts: Sequence[str]) -> list[int]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    """The common prefix of two texts, by bisection over slices."""
+    """Return the common prefix of two texts, by bisection over slices."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -282,7 +287,7 @@ class Fingerprints:
 
     @classmethod
     def joined(cls, parts: Sequence[Fingerprints]) -> Fingerprints:
-        """The fingerprints of all parts, in order."""
+        """Return the fingerprints of all parts, in order."""
         return cls(
             np.concatenate([_NONE, *(part.firsts for part in parts)]),
             tuple(chain.from_iterable(part.modules for part in parts)),

@@ -120,7 +120,7 @@ def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
 def _contexts(
     setting: DecodeSetting, causal: CausalLM, states: Sequence[KVStates]
 ) -> list[Context]:
-    """The same modules in another order for every request."""
+    """Return the same modules in another order for every request."""
     rng = random.Random(2)
     new, contexts = setting.new_tokens, []
     for _ in range(setting.requests):
@@ -131,7 +131,7 @@ def _contexts(
 
 
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
-    """Runs the requests on the engine core and times the steps in which all of them decode."""
+    """Run the requests on the engine core and times the steps in which all of them decode."""
     own = sum(len(r.context.token_ids) + r.max_tokens for r in requests)
     room = (own + 3 * 64 * len(requests)) * causal.computed_bytes_per_token
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))

@@ -68,7 +68,7 @@ class LlamaShape:
         return [rng.randrange(self.vocabulary) for _ in range(count)]
 
     def config(self, dtype: torch.dtype) -> Any:
-        """The configuration of a Hugging Face model of this shape."""
+        """Return the configuration of a Hugging Face model of this shape."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -85,8 +85,9 @@ class LlamaShape:
         )
 
     def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
-        """A Hugging Face model with random weights, drawn in float32 on the CPU: the same on every
-        machine."""
+        """Return a Hugging Face model with random weights, drawn in float32 on the CPU: the same on
+        every machine.
+        """
         from transformers import LlamaForCausalLM
 
         torch.manual_seed(seed)
@@ -114,7 +115,9 @@ class PromptSetting:
 
 
 def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
-    """A model of the shape on the CPU, as `load_model` opens one whose weights are in bfloat16."""
+    """Return a model of the shape on the CPU, as `load_model` opens one whose weights are in
+    bfloat16.
+    """
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
@@ -142,7 +145,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def prefill(model: Any, prompt: Sequence[int]) -> int:
-    """The first token of a prompt of which everything is computed."""
+    """Return the first token of a prompt of which everything is computed."""
     logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
@@ -154,7 +157,7 @@ def in_dtype(states: KVStates, dtype: torch.dtype) -> KVStates:
 
 @torch.inference_mode()
 def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
-    """The first token over the states of every layer, concatenated into a `DynamicCache`."""
+    """Return the first token over the states of every layer, concatenated into a `DynamicCache`."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -68,7 +68,7 @@ class LoadPoint:
 def bench_serve(
     setting: ServeSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Runs the same requests at growing rates through one engine in both modes.
+    """Run the same requests at growing rates through one engine in both modes.
 
     The knee is the highest rate at which the normalized latency stays below the limit, by
     interpolation between the rates. The limit is the same for both modes: twice the latency of a
@@ -112,7 +112,7 @@ def bench_serve(
 
 
 def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request]]:
-    """The same prompts by mode: all of it to compute, or over the states of its documents."""
+    """Return the same prompts by mode: all of it to compute, or over the states of its documents."""
     rng = random.Random(4)
     tokens = partial(setting.shape.draw_tokens, rng)
     preamble = tokens(setting.preamble_tokens)
@@ -135,7 +135,7 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
 
 
 def _offer(engine: LLMEngine, requests: Iterable[Request], rate: float) -> LoadPoint:
-    """Submits the requests as a Poisson process of the rate, and waits for all."""
+    """Submit the requests as a Poisson process of the rate, and waits for all."""
     rng = random.Random(5)
     handles = []
     begin = time.perf_counter()
@@ -161,7 +161,7 @@ def _normalized(completion: RequestOutput) -> float:
 
 
 def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
-    """The rate at which the normalized latency crosses the limit, by linear interpolation."""
+    """Return the rate at which the normalized latency crosses the limit, by linear interpolation."""
     below = loads[0]
     if below.normalized > limit:
         return below.rate * limit / below.normalized

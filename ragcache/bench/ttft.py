@@ -41,7 +41,7 @@ class TtftSetting(PromptSetting):
 def bench_ttft(
     setting: TtftSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Runs the three ways in turn and returns medians in seconds and their ratios.
+    """Run the three ways in turn and returns medians in seconds and their ratios.
 
     The prompt holds the modules in another order than they were encoded in, so that all are moved.
     Times end when the first token is known and include concatenation, which every prompt needs.

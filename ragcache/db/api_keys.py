@@ -87,7 +87,7 @@ class ApiKeys:
     def create(
         self, name: str, role: str = "user", namespace: str = NAMESPACE
     ) -> tuple[ApiKeyRow, str]:
-        """A new key and its secret. Raises `ConfigurationError`."""
+        """Return a new key and its secret. Raises `ConfigurationError`."""
         if role not in ROLES:
             raise ConfigurationError(f"unknown role {role!r}; roles: {', '.join(ROLES)}")
         if not name.strip() or len(name) > _NAME:
@@ -107,13 +107,13 @@ class ApiKeys:
         return made, secret
 
     def list(self) -> list[ApiKeyRow]:
-        """All keys, the revoked ones too, the oldest first."""
+        """Return all keys, the revoked ones too, the oldest first."""
         self.flush()
         with self._database.reading() as session:
             return [_row(*found) for found in session.execute(_select())]
 
     def revoke(self, key: int) -> None:
-        """Refuses a key from now on; one that is revoked stays so. Raises `UnknownKey`."""
+        """Refuse a key from now on; one that is revoked stays so. Raises `UnknownKey`."""
         with self._database.transaction() as session:
             row = session.get(ApiKeyTable, key)
             if row is None:
@@ -126,7 +126,7 @@ class ApiKeys:
         return self._current(_AGE).exist
 
     def check(self, secret: str) -> KeyCheck:
-        """Finds the key of a secret. May read rows. Only digests are compared, in constant time."""
+        """Find the key of a secret. May read rows. Only digests are compared, in constant time."""
         found = self.check_in_memory(secret)
         if found is None:
             known = self._current(_UNKNOWN_AGE)
@@ -144,7 +144,7 @@ class ApiKeys:
         return KeyCheck(known.exist, found)
 
     def flush(self) -> None:
-        """Writes when keys were last used; where that fails, only these times are lost."""
+        """Write when keys were last used; where that fails, only these times are lost."""
         used, self._used = self._used, {}
         if not used:
             return
@@ -171,7 +171,7 @@ class ApiKeys:
         return self._clock() - known.read_at
 
     def _find(self, known: _Known, secret: str) -> ApiKeyRow | None:
-        """Compares all digests, each as a whole, so that the time reveals nothing of either."""
+        """Compare all digests, each as a whole, so that the time reveals nothing of either."""
         digest, found = _digest(secret), None
         for each, row in known.active.items():
             if hmac.compare_digest(each, digest):

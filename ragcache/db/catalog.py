@@ -110,7 +110,7 @@ class Catalog:
         return self._database.answers
 
     def collections(self) -> dict[str, int]:
-        """Names and numbers of documents."""
+        """Return names and numbers of documents."""
         statement = (
             select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
             .join(NamespaceTable)
@@ -218,7 +218,7 @@ class Catalog:
         self, session: Session, collection: str, column: Any = ModuleTable.id,
         values: Iterable[object] | None = None,
     ) -> list[ModuleRow]:  # fmt: skip
-        """All modules of a collection, or the modules whose column has one of the values."""
+        """Return all modules of a collection, or the modules whose column has one of the values."""
         every = self._within(from_modules(ModuleTable, DocumentTable), collection)
         every = every.order_by(ModuleTable.id)
         return [
@@ -227,7 +227,10 @@ class Catalog:
         ]
 
     def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
-        """The texts of those documents that there are, by source id. Raises `UnknownCollection`."""
+        """Return the texts of those documents that there are, by source id.
+
+        Raises `UnknownCollection`.
+        """
         rows = select(DocumentTable.source_id, DocumentTextTable.text)
         every = self._within(rows.join(DocumentTextTable).join(CollectionTable), collection)
         with self._database.reading() as session:
@@ -258,7 +261,7 @@ class Catalog:
         return found
 
     def version(self, collection: str) -> CollectionVersion:
-        """Changes whenever anything of the collection does. Raises `UnknownCollection`."""
+        """Change whenever anything of the collection does. Raises `UnknownCollection`."""
         read = partial(self._read_version, collection)
         unchanged = partial(self._unchanged.read, ("version", collection), read)
         return self._version.read(collection, unchanged)
@@ -298,7 +301,7 @@ class Catalog:
         return CollectionVersion(*found)
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """The versions of all collections, by name."""
+        """Return the versions of all collections, by name."""
         unchanged = partial(self._unchanged.read, "versions", self._read_versions)
         return self._versions.read("", unchanged)
 
@@ -307,14 +310,14 @@ class Catalog:
         return {name: (number, revision) for name, number, revision in rows}
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
-        """Stores token ids of a module that was ingested under another tokenizer."""
+        """Store token ids of a module that was ingested under another tokenizer."""
         tokens = np.asarray(token_ids, dtype="<i4").tobytes()
         values = {"tokenizer": self._tokenizer, "token_ids": tokens}
         with self._database.transaction() as session:
             insert_for_module(session, TokenTable, module_id, **values)
 
     def add_key(self, module_id: int, key: KVKey) -> None:
-        """Notes that states belong to a module."""
+        """Note that states belong to a module."""
         with self._database.transaction() as session:
             insert_for_module(session, EncodingTable, module_id, key=key)
 
@@ -335,8 +338,9 @@ class Catalog:
             return dict(iter(session.execute(statement)))  # a result has `keys`
 
     def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
-        """Deletes documents with all that belongs to them, which open jobs then do not store;
-        returns as `replace_documents`."""
+        """Delete documents with all that belongs to them, which open jobs then do not store;
+        returns as `replace_documents`.
+        """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
@@ -345,13 +349,13 @@ class Catalog:
             return retire(session, delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
-        """Makes a collection without documents; False where it is there already."""
+        """Make a collection without documents; False where it is there already."""
         with self._database.transaction() as session:
             number = insert_returning(session, CollectionTable, self._new(session, collection))
             return number is not None
 
     def set_instruction(self, collection: str, instruction: str | None) -> None:
-        """Changes the instruction of a collection's prompts. Raises `UnknownCollection`."""
+        """Change the instruction of a collection's prompts. Raises `UnknownCollection`."""
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
@@ -378,9 +382,11 @@ class Catalog:
             return None
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
-        """Deletes a collection with all that belongs to it, and cancels its open jobs. Returns the
-        number of its documents, and keys as `replace_documents` does. Raises
-        `UnknownCollection`."""
+        """Delete a collection with all that belongs to it, and cancels its open jobs.
+
+        Returns the number of its documents, and keys as `replace_documents` does. Raises
+        `UnknownCollection`.
+        """
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
@@ -409,8 +415,11 @@ class Catalog:
         return Deletion(len(names), len(modules), *freed)
 
     def rename_document(self, collection: str, source_id: str, to: str) -> None:
-        """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
-        `DocumentError` where there is no such document, or one of the new name already."""
+        """Give a document another id; nothing is encoded.
+
+        Raises `UnknownCollection`, or `DocumentError` where there is no such document, or one of
+        the new name already.
+        """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
@@ -426,8 +435,9 @@ class Catalog:
         return in_collection(statement, self.namespace, collection)
 
     def _change(self, session: Session, name: str) -> int:
-        """The id of a collection, made if need be, whose revision is raised: writers of one
-        collection take turns."""
+        """Return the id of a collection, made if need be, whose revision is raised: writers of one
+        collection take turns.
+        """
         row = self._new(session, name)
         insert_new(session, CollectionTable, row)
         own = CollectionTable.namespace_id == row["namespace_id"]
@@ -437,8 +447,11 @@ class Catalog:
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
 
     def _new(self, session: Session, name: str) -> dict[str, Any]:
-        """The row of a collection. Ids of collections come again; a random epoch does not, so that
-        no version does, whatever the clock says."""
+        """Return the row of a collection.
+
+        Ids of collections come again; a random epoch does not, so that no version does, whatever
+        the clock says.
+        """
         owner = namespace_id(session, self.namespace)
         revision = secrets.randbelow(_EPOCHS) * _EPOCH
         return {"name": name, "namespace_id": owner, "revision": revision}
@@ -473,7 +486,7 @@ class Vectors:
             return {row.module_id: np.frombuffer(row.vector, dtype="<f4") for row in rows}
 
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:
-        """Stores vectors of modules that were ingested under another embedder, or none."""
+        """Store vectors of modules that were ingested under another embedder, or none."""
         with self._database.transaction() as session:
             for number, vector in zip(ids, vectors, strict=True):
                 values = {"embedder": self._embedder, "vector": vector.astype("<f4").tobytes()}

@@ -61,10 +61,12 @@ class Database:
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Opens a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`. Creates a file that does
-        not exist, and the tables of an empty database. Raises `ConfigurationError`, `MissingExtra`
-        without PostgreSQL's driver, `NoState` for a file that is no ledger,
-        `LedgerOfOtherVersion`, or another `StoreError`."""
+        """Open a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
+
+        Creates a file that does not exist, and the tables of an empty database. Raises
+        `ConfigurationError`, `MissingExtra` without PostgreSQL's driver, `NoState` for a file that
+        is no ledger, `LedgerOfOtherVersion`, or another `StoreError`.
+        """
         database = cls.connect(where, busy_seconds)
         with _named_errors(database.name):
             with database._reading.connect() as connection:
@@ -77,12 +79,12 @@ class Database:
 
     @classmethod
     def connect(cls, where: Path | str, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Connects as `open`, and neither checks nor creates tables."""
+        """Connect as `open`, and neither checks nor creates tables."""
         return cls(_engine(database_url(where), busy_seconds))
 
     @classmethod
     def open_existing(cls, path: Path) -> Database:
-        """Opens an existing file. Raises `NoState`."""
+        """Open an existing file. Raises `NoState`."""
         if not path.exists():
             raise NoState.in_folder(path.parent)
         return cls.open(path)
@@ -109,22 +111,26 @@ class Database:
             yield session
 
     def fetch(self, statement: Select[*Ts], **parameters: object) -> Sequence[Row[*Ts]]:
-        """The rows of one statement, in a quarter of the time that a session takes. Raises as
-        `transaction`."""
+        """Return the rows of one statement, in a quarter of the time that a session takes.
+
+        Raises as `transaction`.
+        """
         self._check_open()
         with self._noted(), self._reading_once.connect() as connection:
             return connection.execute(statement, parameters).all()
 
     def changes(self) -> int | None:
-        """A number that is another one once anybody has changed the ledger, in a tenth of the time
-        that a query takes. Returns None if only queries tell: for PostgreSQL, or for a file that
-        does not answer."""
+        """Return a number that is another one once anybody has changed the ledger, in a tenth of
+        the time that a query takes.
+
+        Returns None if only queries tell: for PostgreSQL, or for a file that does not answer.
+        """
         self._check_open()
         return self._watch.version()
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Reads within the block set `answers`."""
+        """Read within the block set `answers`."""
         try:
             with _named_errors(self.name):
                 yield
@@ -230,7 +236,7 @@ class StaleCache(Generic[T]):
 
 
 def database_url(where: Path | str) -> str:
-    """The URL for SQLAlchemy. Raises `ConfigurationError` for another kind of database."""
+    """Return the URL for SQLAlchemy. Raises `ConfigurationError` for another kind of database."""
     scheme, separator, rest = str(where).partition("://")
     if isinstance(where, Path) or not separator:
         return f"sqlite:///{where}"

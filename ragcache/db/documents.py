@@ -132,7 +132,7 @@ class ModuleRow:
 def insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
 ) -> None:
-    """Stores a document in the collection `owner`, which holds none of its name."""
+    """Store a document in the collection `owner`, which holds none of its name."""
     row = DocumentTable(
         collection_id=owner, source_id=document.source_id, uri=document.uri,
         digest=document.digest, attributes=dict(document.attributes),
@@ -159,8 +159,11 @@ def insert_rows(
 
 
 def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
-    """Renames documents of the collection `owner`, by way of names that no document has: one may
-    take the name that another one leaves. Raises `DocumentsChanged`."""
+    """Rename documents of the collection `owner`, by way of names that no document has: one may
+    take the name that another one leaves.
+
+    Raises `DocumentsChanged`.
+    """
     found: list[tuple[DocumentTable, MovedDocument]] = []
     own = select(DocumentTable).where(DocumentTable.collection_id == owner)
     for each in moved:
@@ -183,7 +186,7 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
 
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
+    """Delete documents of the collection `owner`; returns the keys that belonged to them."""
     modules, found = modules_of(session, owner, source_ids)
     own = delete(DocumentTable).where(DocumentTable.collection_id == owner)
     for chunk in chunks(source_ids):
@@ -194,7 +197,7 @@ def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list
 def modules_of(
     session: Session, owner: int, source_ids: Sequence[str]
 ) -> tuple[set[int], list[KVKey]]:
-    """The modules of documents of the collection `owner`, and the keys of their states."""
+    """Return the modules of documents of the collection `owner`, and the keys of their states."""
     encodings = (
         select(ModuleTable.id, EncodingTable.key)
         .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)

@@ -114,7 +114,7 @@ class Jobs:
     namespace: str = DEFAULT_NAMESPACE
 
     def within(self, namespace: str) -> Jobs:
-        """The jobs of another namespace."""
+        """Return the jobs of another namespace."""
         return replace(self, namespace=namespace)
 
     def queue(self, request: JobRequest, budget: int) -> tuple[int, bool]:
@@ -296,7 +296,7 @@ class Jobs:
         return self.get(row.id)
 
     def get(self, job: int | str) -> JobRow:
-        """The job of an id or a public id. Raises `UnknownJob`."""
+        """Return the job of an id or a public id. Raises `UnknownJob`."""
         id_column = JobTable.id if isinstance(job, int) else JobTable.public_id
         mine = (JobTable.namespace == self.namespace) & (id_column == job)
         found = self._rows(select(JobTable).where(mine))
@@ -305,7 +305,7 @@ class Jobs:
         return found[0]
 
     def page(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
-        """The namespace's jobs, the newest first. Raises `InvalidRequest`."""
+        """Return the namespace's jobs, the newest first. Raises `InvalidRequest`."""
         check_limit(limit)
         mine = JobTable.namespace == self.namespace
         rows = select(JobTable).where(mine)
@@ -319,7 +319,7 @@ class Jobs:
         return page_of(read, limit, lambda row: row.public_id, total)
 
     def listed(self) -> list[JobRow]:
-        """All jobs of all namespaces, the oldest first."""
+        """Return all jobs of all namespaces, the oldest first."""
         return self._rows(select(JobTable).order_by(JobTable.id))
 
     def _rows(self, statement: Any) -> list[JobRow]:
@@ -339,7 +339,7 @@ class Jobs:
 
 
 def collection_target(collection: str) -> str:
-    """The target of the jobs that store documents in a collection."""
+    """Return the target of the jobs that store documents in a collection."""
     return f"collection {collection}"
 
 
@@ -389,7 +389,9 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
 
 
 def _is_behind_another() -> ColumnElement[bool]:
-    """The condition on queued jobs that another one of their target runs or is to run before."""
+    """Return the condition on queued jobs that another one of their target runs or is to run
+    before.
+    """
     other = aliased(JobTable)
     same = and_(other.namespace == JobTable.namespace, other.target == JobTable.target)
     earlier = and_(other.status == "queued", other.id < JobTable.id)
@@ -411,7 +413,7 @@ def _check_room(session: Session, job: int, nbytes: int, budget: int) -> None:
 
 
 def _gone(session: Session, job: int) -> JobCanceled | JobTaken:
-    """The error of a job that this session no longer runs."""
+    """Return the error of a job that this session no longer runs."""
     status = session.scalar(select(JobTable.status).where(JobTable.id == job))
     if status == "canceled":
         return JobCanceled(f"the ingestion {job} was canceled; it stored nothing")

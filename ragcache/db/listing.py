@@ -132,7 +132,7 @@ class EvictionRow:
 def collection_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[CollectionRow]:
-    """The collections of a namespace, by name. Raises `InvalidRequest`."""
+    """Return the collections of a namespace, by name. Raises `InvalidRequest`."""
     check_limit(limit)
     inside = DocumentTable.collection_id == CollectionTable.id
     every = select(
@@ -151,7 +151,10 @@ def document_page(
     database: Database, namespace: str, collection: str, cursor: str | None = None,
     limit: int = 100,
 ) -> Page[DocumentRow]:  # fmt: skip
-    """The documents of a collection, by id. Raises `InvalidRequest`, or `UnknownCollection`."""
+    """Return the documents of a collection, by id.
+
+    Raises `InvalidRequest`, or `UnknownCollection`.
+    """
     check_limit(limit)
     modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
     with database.reading() as session:
@@ -191,10 +194,12 @@ def eviction_page(
 
 
 def _owners(namespace: str) -> tuple[ColumnElement[Any], Condition]:
-    """The name of the first module of a namespace that evicted states belong to, and whether a
-    schema of it has them. The owners of each key are read, and compared then: of the sum, unlike of
-    the column, SQLite has no index by which it would rather begin with all that the namespace
-    holds."""
+    """Return the name of the first module of a namespace that evicted states belong to, and whether
+    a schema of it has them.
+
+    The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite has
+    no index by which it would rather begin with all that the namespace holds.
+    """
     number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
     names = from_modules(ModuleTable.name).join(EncodingTable)
     mine = (EncodingTable.key == EvictionTable.key, CollectionTable.namespace_id + 0 == number)
@@ -210,8 +215,11 @@ def _count(table: Any) -> Any:
 def list_modules(
     database: Database, collection: str | None = None, namespace: str = DEFAULT_NAMESPACE
 ) -> list[ModuleListing]:
-    """Every module of a namespace, or of one collection, with the size, tiers and hits of its
-    states. Raises `UnknownCollection`."""
+    """Return every module of a namespace, or of one collection, with the size, tiers and hits of
+    its states.
+
+    Raises `UnknownCollection`.
+    """
     statement = _in_namespace(namespace, ModuleTable.id)
     statement = statement.order_by(CollectionTable.name, ModuleTable.id)
     with database.reading() as session:
@@ -222,8 +230,10 @@ def list_modules(
 
 
 def module_detail(database: Database, module: int | str, namespace: str) -> ModuleDetail:
-    """A module with its text and states, by its id or public id. Raises `UnknownModule`, also for
-    a module of another namespace."""
+    """Return a module with its text and states, by its id or public id.
+
+    Raises `UnknownModule`, also for a module of another namespace.
+    """
     id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
     columns = (
         ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes,
@@ -242,8 +252,10 @@ def module_detail(database: Database, module: int | str, namespace: str) -> Modu
 
 
 def held_keys(database: Database, modules: Sequence[int], namespace: str) -> list[KVKey]:
-    """The keys of the states that tiers hold of modules. Raises `UnknownModule`, also for a module
-    of another namespace."""
+    """Return the keys of the states that tiers hold of modules.
+
+    Raises `UnknownModule`, also for a module of another namespace.
+    """
     keys: dict[KVKey, None] = {}
     with database.reading() as session:
         for ids in chunks(modules):
@@ -258,7 +270,7 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
 
 
 def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
-    """The modules of these ids, in their order, without deleted ones."""
+    """Return the modules of these ids, in their order, without deleted ones."""
     found: dict[int, ModuleListing] = {}
     names = from_modules(
         ModuleTable.id, ModuleTable.public_id, ModuleTable.name,
@@ -277,7 +289,7 @@ def _in_namespace(namespace: str, *columns: Any) -> Select[Any]:
 
 
 def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[Any]]:
-    """The rows of states by module."""
+    """Return the rows of states by module."""
     columns = select(EncodingTable.module_id, *StateTable.__table__.c)
     rows = columns.join(StateTable, StateTable.key == EncodingTable.key)
     states: defaultdict[int, list[Any]] = defaultdict(list)
@@ -310,7 +322,7 @@ def module_page(
     database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
     descending: bool = False, cursor: str | None = None, limit: int = 100,
 ) -> Page[ModuleListing]:  # fmt: skip
-    """A page of a namespace's modules. Raises `InvalidRequest`, or `UnknownCollection`."""
+    """Return a page of a namespace's modules. Raises `InvalidRequest`, or `UnknownCollection`."""
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
     check_limit(limit)
@@ -349,7 +361,7 @@ def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
 
 
 def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
-    """The conditions on a module, besides its collection."""
+    """Yield the conditions on a module, besides its collection."""
     if wanted.document is not None:
         yield DocumentTable.source_id == wanted.document
     if wanted.tier is not None:
@@ -363,7 +375,7 @@ def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
 
 
 def _holding(chosen: Condition) -> Select[Any]:
-    """The modules of some states, which are read once and not for each module."""
+    """Return the modules of some states, which are read once and not for each module."""
     rows = select(EncodingTable.module_id).join(StateTable, StateTable.key == EncodingTable.key)
     return rows.where(chosen)
 

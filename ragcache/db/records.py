@@ -31,9 +31,11 @@ class Records:
         self, keys: Sequence[str], group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
     ) -> None:  # fmt: skip
-        """Records that keys were written now; a known key gets the new time and group. Raises
-        `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where the
-        clock shows a time before `time_at_least`: it was set back."""
+        """Record that keys were written now; a known key gets the new time and group.
+
+        Raises `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where
+        the clock shows a time before `time_at_least`: it was set back.
+        """
         groups = group_ids if group_ids is not None else [None] * len(keys)
         if len(groups) != len(keys):
             raise ConfigurationError(f"{len(keys)} keys have {len(groups)} group_ids")
@@ -78,7 +80,7 @@ class Records:
         return found
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forgets keys; unknown ones are no error."""
+        """Forget keys; unknown ones are no error."""
         with self._database.transaction() as session:
             number = namespace_id(session, self._namespace)
             mine = (RecordTable.namespace_id == number) & (RecordTable.space == self._space)

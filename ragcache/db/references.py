@@ -32,16 +32,19 @@ _OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
 
 
 def is_unowned() -> ColumnElement[bool]:
-    """The condition on rows of `StateTable` that no module, schema, scaffold or job owns them, nor
-    the store itself."""
+    """Return the condition on rows of `StateTable` that no module, schema, scaffold or job owns
+    them, nor the store itself.
+    """
     owned = [exists().where(table.key == StateTable.key) for table in _OWNERS]
     return and_(StateTable.mode != ROOT_MODE, *(~owner for owner in owned))
 
 
 def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
-    """Deletes the rows of keys without an owner, and returns these keys. Rows of memory tiers stay:
-    each process forgets its own, and what it has on its disk, when it reads of the retirement.
-    `KVStore.discard` deletes the blobs after the transaction."""
+    """Delete the rows of keys without an owner, and returns these keys.
+
+    Rows of memory tiers stay: each process forgets its own, and what it has on its disk, when it
+    reads of the retirement. `KVStore.discard` deletes the blobs after the transaction.
+    """
     retired: list[KVKey] = []
     for chunk in chunks(sorted(set(keys))):
         owned = _owned(session, chunk)
@@ -86,7 +89,7 @@ def freed_states(
 
 
 def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
-    """The keys that a module, schema, scaffold or job owns, or the store itself."""
+    """Return the keys that a module, schema, scaffold or job owns, or the store itself."""
     return {key for chunk in chunks(keys) for key in _owned(session, chunk)}
 
 
@@ -94,7 +97,7 @@ def _owned(
     session: Session, keys: list[KVKey], modules: Set[int] = frozenset(),
     scaffolds: Set[int] = frozenset(),
 ) -> set[KVKey]:  # fmt: skip
-    """The keys that anything besides these modules and scaffolds owns."""
+    """Return the keys that anything besides these modules and scaffolds owns."""
     owned: set[KVKey] = set()
     leaving = {EncodingTable: (EncodingTable.module_id, modules),
                ScaffoldTable: (ScaffoldTable.id, scaffolds)}  # fmt: skip

@@ -63,8 +63,11 @@ class Residency:
     _known: dict[Hashable, tuple[float, LocatedStates]] = field(default_factory=dict)
 
     def locate_modules(self, module_ids: Sequence[int]) -> LocatedStates:
-        """The states of modules. One that is encoded in several ways counts once, at its largest,
-        and a session with any of them has it. One without states is left out."""
+        """Return the states of modules.
+
+        One that is encoded in several ways counts once, at its largest, and a session with any of
+        them has it. One without states is left out.
+        """
         ids = list(dict.fromkeys(module_ids))
         known = self._known  # `_remember` may begin a new one, also in another thread
         found = {number: known[number][1] for number in ids if number in known}
@@ -77,7 +80,9 @@ class Residency:
         return _joined(found[number] for number in ids if number in found)
 
     def locate_schema(self, name: str, namespace: str) -> LocatedStates:
-        """All states of a schema: the ledger does not tell them apart by their modules' names."""
+        """Return all states of a schema: the ledger does not tell them apart by their modules'
+        names.
+        """
         schema = namespace, name
         if self._is_old(schema):
             with suppress(LedgerUnavailable):

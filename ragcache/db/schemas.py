@@ -51,8 +51,11 @@ class SchemaTexts:
         keys: Iterable[KVKey] = (),
         job: RunningJob | None = None,
     ) -> list[KVKey]:
-        """Stores a schema with the keys of its modules' states, in place of an earlier one of its
-        name. Returns the keys of states without an owner; their rows are gone already."""
+        """Store a schema with the keys of its modules' states, in place of an earlier one of its
+        name.
+
+        Returns the keys of states without an owner; their rows are gone already.
+        """
         with self._database.transaction() as session:
             freed = self._delete(session, name) or []
             row = SchemaTable(
@@ -67,7 +70,7 @@ class SchemaTexts:
             return retire(session, freed)
 
     def add_keys(self, name: str, keys: Iterable[KVKey]) -> None:
-        """Adds keys of states to a schema, if it still exists."""
+        """Add keys of states to a schema, if it still exists."""
         with self._database.transaction() as session:
             found = session.scalar(self._named(select(SchemaTable.id), name))
             if found is not None:
@@ -80,14 +83,14 @@ class SchemaTexts:
             return None if row is None else SchemaText(row.text, row.placement)
 
     def names(self) -> list[str]:
-        """The names of all schemas, sorted."""
+        """Return the names of all schemas, sorted."""
         statement = select(SchemaTable.name).join(NamespaceTable).order_by(SchemaTable.name)
         with self._database.reading() as session:
             mine = statement.where(NamespaceTable.name == self.namespace)
             return list(session.scalars(mine))
 
     def delete_schema(self, name: str) -> list[KVKey]:
-        """Deletes a schema; returns as `put_schema`. Raises `UnknownSchema`."""
+        """Delete a schema; returns as `put_schema`. Raises `UnknownSchema`."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)
             if freed is None:
@@ -126,15 +129,16 @@ class ScaffoldRows:
         self._database, self._namespace = database, namespace
 
     def read_scaffolds(self, collection: str) -> set[tuple[Members, KVKey]]:
-        """All scaffolds of a collection with the keys of their states; none where it does not
-        exist."""
+        """Return all scaffolds of a collection with the keys of their states; none where it does
+        not exist.
+        """
         columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
         with self._database.reading() as session:
             rows = session.execute(in_collection(columns, self._namespace, collection))
             return {(tuple(members), key) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
-        """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""
+        """Store the key of a scaffold, unless one of its modules was deleted meanwhile."""
         chosen = in_collection(select(CollectionTable.id), self._namespace, collection)
         with self._database.transaction() as session:
             owner = session.scalar(chosen.with_for_update())

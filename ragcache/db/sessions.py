@@ -120,9 +120,10 @@ class Sessions:
         self.reap_dead()
 
     def heartbeat(self) -> bool:
-        """Writes that this process lives, and ends the sessions that died. Returns False where
-        others had ended this one, which was silent for too long: it begins again under the next
-        generation, without its claims and without its rows of memory tiers.
+        """Write that this process lives, and ends the sessions that died.
+
+        Returns False where others had ended this one, which was silent for too long: it begins
+        again under the next generation, without its claims and without its rows of memory tiers.
 
         A process that was silent itself (it was halted, or the ledger was away for all) lets the
         others beat before it ends any.
@@ -142,14 +143,15 @@ class Sessions:
         return alive
 
     def end(self) -> None:
-        """Ends this session with what belonged to it."""
+        """End this session with what belonged to it."""
         with self.database.transaction() as session:
             hand_over(session, [self.id])
             end_sessions(session, [self.id])
 
     def reap_dead(self) -> None:
-        """Ends the sessions that died, and what belongs to no session: a process that was silent
-        may have claimed keys after others ended its session."""
+        """End the sessions that died, and what belongs to no session: a process that was silent may
+        have claimed keys after others ended its session.
+        """
         now = time.monotonic()
         if now < self._reaps_from:
             return
@@ -173,7 +175,7 @@ class Sessions:
 
 
 def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:
-    """Every session, the seconds since its last heartbeat, and whether its process has died."""
+    """Yield every session, the seconds since its last heartbeat, and whether its process has died."""
     silent = clock(session) - SessionTable.heartbeat
     rows = select(SessionTable, silent).order_by(SessionTable.machine, SessionTable.pid)
     for row, seconds in session.execute(rows):
@@ -182,7 +184,7 @@ def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:
 
 
 def _machine() -> str:
-    """Distinguishes process numbers: host, boot and, on Linux, the namespace of the numbers."""
+    """Distinguish process numbers: host, boot and, on Linux, the namespace of the numbers."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -195,8 +197,7 @@ def _started(process: psutil.Process) -> str:
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
-    """Forgets sessions: their memory tiers and claims go, direct ingestions are
-    interrupted."""
+    """Forget sessions: their memory tiers and claims go, direct ingestions are interrupted."""
     if not ids:
         return
     lock_rows(session, SessionTable, SessionTable.id.in_(ids))
@@ -236,7 +237,7 @@ class KeyLocks:
     sessions: Sessions
 
     def acquire(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Claims the keys that no living session has claimed, and returns them."""
+        """Claim the keys that no living session has claimed, and returns them."""
         with self.sessions.database.transaction() as session:
             taken = self.acquire_within(session, keys)
         if len(taken) < len(keys):
@@ -254,7 +255,7 @@ class KeyLocks:
         return [key for key in keys if key not in busy]
 
     def release(self, keys: Iterable[KVKey]) -> None:
-        """Gives claims back."""
+        """Give claims back."""
         keys = list(keys)
         if keys:
             with self.sessions.database.transaction() as session:
@@ -267,8 +268,9 @@ class KeyLocks:
             session.execute(mine.where(ClaimTable.key.in_(chunk)))
 
     def wait_for(self, keys: Sequence[KVKey], seconds: float) -> bool:
-        """Waits until others have released one of the keys; False where none was after so many
-        seconds."""
+        """Wait until others have released one of the keys; False where none was after so many
+        seconds.
+        """
         deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
         while len(self._claimed_by_others(keys)) == len(set(keys)):
             if (left := deadline - time.monotonic()) <= 0:

@@ -59,7 +59,7 @@ def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]
 
 
 def namespace_id(session: Session, name: str) -> int:
-    """The id of a namespace, made if need be."""
+    """Return the id of a namespace, made if need be."""
     insert_new(session, NamespaceTable, {"name": name})
     return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
@@ -75,16 +75,21 @@ def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[st
 
 
 def clock(session: Session) -> ColumnElement[float]:
-    """The database's clock in Unix seconds, which machines that share it agree by. Of a SQLite file
-    it is the machine's."""
+    """Return the database's clock in Unix seconds, which machines that share it agree by.
+
+    Of a SQLite file it is the machine's.
+    """
     if session.get_bind().dialect.name == "postgresql":
         return cast(extract("epoch", func.clock_timestamp()), Double())
     return (func.julianday("now", type_=Double()) - _UNIX_EPOCH) * 86_400.0
 
 
 def lock_rows(session: Session, table: type[Base], *chosen: ColumnElement[bool]) -> None:
-    """Locks rows until the end of the transaction, in the order of their primary key: transactions
-    that change many rows then never wait for each other in a circle. SQLite has one writer."""
+    """Lock rows until the end of the transaction, in the order of their primary key: transactions
+    that change many rows then never wait for each other in a circle.
+
+    SQLite has one writer.
+    """
     if session.get_bind().dialect.name == "postgresql":
         primary = list(table.__table__.primary_key)
         session.execute(select(*primary).where(*chosen).order_by(*primary).with_for_update()).all()
@@ -97,7 +102,7 @@ def table_of(rows: Sequence[Mapping[str, int | float | str]]) -> CTE:
 
 
 def insert_for_module(session: Session, table: type[Base], module_id: int, **values: Any) -> None:
-    """Puts a row of a module, unless another process deleted the module meanwhile."""
+    """Put a row of a module, unless another process deleted the module meanwhile."""
     columns = [table.__table__.c[name] for name in values]
     typed = [literal(v, c.type) for v, c in zip(values.values(), columns, strict=True)]
     rows: Select[Any] = select(ModuleTable.id, *typed).where(ModuleTable.id == module_id)
@@ -142,7 +147,7 @@ def in_collection(statement: Select[*Ts], namespace: str, collection: str) -> Se
 
 
 def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
-    """The id of a collection. Raises `UnknownCollection`, which names the existing ones."""
+    """Return the id of a collection. Raises `UnknownCollection`, which names the existing ones."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
     named = session.execute(rows.where(NamespaceTable.name == namespace))
     found: dict[str, int] = {row.name: row.id for row in named}
@@ -182,8 +187,9 @@ def check_limit(limit: int) -> int:
 def page_of(
     rows: Sequence[ItemT], limit: int, key: Callable[[ItemT], str], total: int | None = None
 ) -> Page[ItemT]:
-    """The page of rows, one more of which were read if there are more. key: the cursor behind a
-    row."""
+    """Return the page of rows, one more of which were read if there are more. key: the cursor
+    behind a row.
+    """
     items = tuple(rows[:limit])
     return Page(items, key(items[-1]) if len(rows) > limit else None, total)
 

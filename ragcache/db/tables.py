@@ -29,7 +29,7 @@ Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only i
 
 
 def owned_by(table: str) -> ForeignKey:
-    """A reference to a row with which this one is deleted."""
+    """Return a reference to a row with which this one is deleted."""
     return ForeignKey(f"{table}.id", ondelete="CASCADE")
 
 

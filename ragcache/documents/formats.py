@@ -66,7 +66,7 @@ class _Content:
 
 
 def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
-    """A file's content as a document.
+    """Return a file's content as a document.
 
     Args:
         name: The document's id; its suffix says what the file is.
@@ -104,8 +104,11 @@ def is_supported(name: str) -> bool:
 
 
 def decode_text(raw: bytes, declared: str = "") -> str:
-    """The text of a file: by its byte order mark, as UTF-8, in the encoding that it declares, or in
-    the one that charset-normalizer finds the likeliest. Raises `UnreadableDocument`."""
+    """Return the text of a file: by its byte order mark, as UTF-8, in the encoding that it
+    declares, or in the one that charset-normalizer finds the likeliest.
+
+    Raises `UnreadableDocument`.
+    """
     for bom, encoding in _BOMS:
         if raw.startswith(bom):
             return _decode(raw, encoding)
@@ -246,7 +249,7 @@ def _scalar(value: Any) -> str:
 
 
 def _read_notebook(raw: bytes, _: str) -> _Content:
-    """A Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
+    """Return a Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
     book = json.loads(decode_text(raw))
     cells = book.get("cells") or [c for sheet in book.get("worksheets", ()) for c in sheet["cells"]]
     language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
@@ -279,7 +282,7 @@ _HEADERS = ("From", "To", "Cc", "Date")
 
 
 def _read_mail(raw: bytes, _: str) -> _Content:
-    """A message with its headers, and each attachment of a known type as a part."""
+    """Return a message with its headers, and each attachment of a known type as a part."""
     message = message_from_bytes(raw, policy=policy.default)
     assert isinstance(message, EmailMessage)
     subject = " ".join(str(message.get("Subject", "")).split())
@@ -311,7 +314,7 @@ def _mail_body(message: EmailMessage) -> str:
 
 
 def _attachment(attachment: Any) -> tuple[str, list[DocumentPart]]:
-    """The name of an attachment, and its parts where it can be read."""
+    """Return the name of an attachment, and its parts where it can be read."""
     name = attachment.get_filename() or "without a name"
     payload = attachment.get_payload(decode=True)
     if not isinstance(payload, bytes) or not is_supported(name):

@@ -29,7 +29,7 @@ class HtmlText:
 
 
 def read_html(markup: str) -> HtmlText:
-    """The text of an HTML or XHTML page as Markdown.
+    """Return the text of an HTML or XHTML page as Markdown.
 
     Scripts, styles, navigation, form controls and what is hidden are left out, as are the targets
     of links and pictures but for their alternative texts. Tables of one column, and those that
@@ -147,7 +147,7 @@ def _is_hidden(element: Any) -> bool:
 
 
 def _whole_block(element: Any) -> str | None:
-    """The block of an element that is read as a whole: a heading, code or a table of data."""
+    """Return the block of an element that is read as a whole: a heading, code or a table of data."""
     tag = element.tag
     if re.fullmatch("h[1-6]", tag):
         text = _flat(element)
@@ -174,5 +174,5 @@ def _cells(row: Any) -> list[str]:
 
 
 def _flat(element: Any) -> str:
-    """The text of an element in one line."""
+    """Return the text of an element in one line."""
     return " ".join(_Writer().write(element).split())

@@ -98,7 +98,7 @@ def load_sources(
     sources: Iterable[DocumentSource] | DocumentSource, files: FileFilter | None = None,
     progress: ReadProgress = lambda *_: None,
 ) -> LoadedSources:  # fmt: skip
-    """Reads all sources.
+    """Read all sources.
 
     Files of a folder have their paths in it as ids; a file given by its own path has its path in
     the working directory, or else its whole path. LangChain documents of one `source` without ids
@@ -170,7 +170,7 @@ class _Loader:
         return found
 
     def read(self, files: Iterable[_File]) -> Iterator[SourceDocument]:
-        """The documents of those files that can be read."""
+        """Yield the documents of those files that can be read."""
         for file in files:
             end = self._done + _size(file.path)
             try:
@@ -202,8 +202,10 @@ class _Loader:
         )
 
     def _walk(self, folder: Path) -> list[_File]:
-        """The files of a folder that are to be read, in the order of their paths. Hidden ones are
-        left out."""
+        """Return the files of a folder that are to be read, in the order of their paths.
+
+        Hidden ones are left out.
+        """
         found: list[Path] = []
         for root, names, files in os.walk(folder, onerror=self._note_folder):
             below = Path(root)
@@ -239,7 +241,7 @@ class _Loader:
         return sanitize_document(read_document(file.id, raw, _address(file.path)))
 
     def _bytes(self, path: Path) -> bytes:
-        """A file's content. Pipes and devices are refused before they are read."""
+        """Return a file's content. Pipes and devices are refused before they are read."""
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
             mode = os.fstat(handle)
@@ -273,8 +275,9 @@ def _address(path: Path) -> str:
 
 
 def _own_id(path: Path, folders: Iterable[Path]) -> str:
-    """The id of a file that is given by its own path: in one of the folders, in the working
-    directory, or in the root."""
+    """Return the id of a file that is given by its own path: in one of the folders, in the working
+    directory, or in the root.
+    """
     whole = _whole(path)
     bases = [*map(_whole, folders), Path.cwd(), Path(whole.anchor)]
     base = next(each for each in bases if whole.is_relative_to(each))

@@ -37,29 +37,32 @@ class Heading:
 
 
 def find_headings(text: str) -> list[Heading]:
-    """The headings of a Markdown text, in order; lines of fenced code are none."""
+    """Return the headings of a Markdown text, in order; lines of fenced code are none."""
     edges = [edge for found in _FENCE.finditer(text) for edge in found.span()]
     found = (Heading(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text))
     return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
 
 
 def headings_above(headings: Sequence[Heading], position: int) -> list[Heading]:
-    """The headings above a position, outermost first."""
+    """Return the headings above a position, outermost first."""
     path = path_after([], [each for each in headings if each.start < position])
     opened = next((each.level for each in headings if each.start == position), None)
     return [each for each in path if opened is None or each.level < opened]
 
 
 def path_after(path: Sequence[Heading], headings: Sequence[Heading]) -> list[Heading]:
-    """The path of headings after some more, outermost first."""
+    """Return the path of headings after some more, outermost first."""
     for heading in headings:
         path = [*(each for each in path if each.level < heading.level), heading]
     return list(path)
 
 
 def hide_comments(text: str) -> str:
-    """The text with another character of no meaning for each `#` that begins a line of fenced code,
-    so that it is not taken for a heading. Places stay the same."""
+    """Return the text with another character of no meaning for each `#` that begins a line of
+    fenced code, so that it is not taken for a heading.
+
+    Places stay the same.
+    """
     return _FENCE.sub(lambda found: re.sub(r"^#", _HIDDEN, found[0], flags=re.MULTILINE), text)
 
 
@@ -73,8 +76,11 @@ def find_tables(text: str) -> Iterator[tuple[int, int]]:
 
 
 def write_table(rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; the first row is its header. Empty rows are left out, short ones filled up.
-    Raises `UnreadableDocument` for one of more than `MAX_CELLS`."""
+    """Return a pipe table; the first row is its header.
+
+    Empty rows are left out, short ones filled up. Raises `UnreadableDocument` for one of more than
+    `MAX_CELLS`.
+    """
     kept = [[_cell(each) for each in row] for row in rows]
     kept = [row for row in kept if any(row)]
     width = max(map(len, kept), default=0)
@@ -94,7 +100,7 @@ def _cell(text: str) -> str:
 
 
 def write_fence(text: str, language: str = "") -> str:
-    """A block of code, between fences that do not occur in it."""
+    """Return a block of code, between fences that do not occur in it."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{text.strip(chr(10))}\n{fence}"

@@ -34,8 +34,10 @@ _HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of
 
 
 def read_pdf(raw: bytes) -> list[DocumentPart]:
-    """The pages of a PDF that hold text. Headings are those of its outline, or else lines that
-    are larger than most text."""
+    """Return the pages of a PDF that hold text.
+
+    Headings are those of its outline, or else lines that are larger than most text.
+    """
     pdfium = _library("pypdfium2")
     with _PDFIUM:
         try:
@@ -70,7 +72,7 @@ class _Line:
 
 
 def _page_lines(page: Any, raw: Any) -> list[_Line]:
-    """The lines of a page that are not blank. raw: pdfium's C functions."""
+    """Return the lines of a page that are not blank. raw: pdfium's C functions."""
     text_page = page.get_textpage()
     lines: list[_Line] = []
     units = bytearray()  # of UTF-16
@@ -98,7 +100,7 @@ def _page_lines(page: Any, raw: Any) -> list[_Line]:
 
 
 def _joined(lines: Sequence[_Line]) -> list[_Line]:
-    """The lines, where a word that a hyphen breaks is one word again."""
+    """Return the lines, where a word that a hyphen breaks is one word again."""
     found: list[_Line] = []
     for line in lines:
         if found and found[-1].text.endswith(tuple(_HYPHENS)):
@@ -110,7 +112,7 @@ def _joined(lines: Sequence[_Line]) -> list[_Line]:
 
 
 def _outline(document: Any) -> list[tuple[int, str, int]]:
-    """The outline of a PDF: page index, title and level."""
+    """Return the outline of a PDF: page index, title and level."""
     found = []
     for entry in document.get_toc():
         target = entry.get_dest()
@@ -125,7 +127,7 @@ Levels = dict[tuple[int, int], int]
 
 
 def _outlined(pages: Sequence[Sequence[_Line]], outline: Iterable[tuple[int, str, int]]) -> Levels:
-    """The lines that are titles of the outline, on their pages."""
+    """Return the lines that are titles of the outline, on their pages."""
     levels: Levels = {}
     for page, title, level in outline:
         for number, line in enumerate(pages[page] if 0 <= page < len(pages) else ()):
@@ -141,7 +143,7 @@ def _bare(text: str) -> str:
 
 
 def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
-    """The lines that are larger than most text: the largest heights are the first levels."""
+    """Return the lines that are larger than most text: the largest heights are the first levels."""
     sizes: Counter[float] = Counter()
     for lines in pages:
         for line in lines:
@@ -190,7 +192,7 @@ _WORD_STYLES = "p[style-name='Title'] => p.title:fresh\np[style-name='Subtitle']
 
 
 def read_docx(raw: bytes) -> list[DocumentPart]:
-    """A Word document with headings, lists, tables and notes."""
+    """Return a Word document with headings, lists, tables and notes."""
     mammoth = _library("mammoth")
     _check_unpacked(raw)
     ignore_pictures = mammoth.images.img_element(lambda _: {})
@@ -209,7 +211,7 @@ def _below_title(markup: str) -> str:
 
 
 def read_pptx(raw: bytes) -> list[DocumentPart]:
-    """The slides of a presentation with their tables and notes; `page` is a slide's number."""
+    """Return the slides of a presentation with their tables and notes; `page` is a slide's number."""
     pptx = _library("pptx")
     _check_unpacked(raw)
     presentation = pptx.Presentation(io.BytesIO(raw))
@@ -244,7 +246,7 @@ def _shape_blocks(shape: Any) -> list[str]:
 
 
 def _chart_blocks(chart: Any) -> list[str]:
-    """A chart as the table of its values."""
+    """Return a chart as the table of its values."""
     title = _flat(chart.chart_title.text_frame.text) if chart.has_title else ""
     rows: list[list[str]] = []
     for plot in chart.plots:
@@ -257,7 +259,9 @@ def _chart_blocks(chart: Any) -> list[str]:
 
 
 def read_xlsx(raw: bytes) -> list[DocumentPart]:
-    """The sheets of a workbook as tables, with the values that formulas had when it was saved."""
+    """Return the sheets of a workbook as tables, with the values that formulas had when it was
+    saved.
+    """
     openpyxl = _library("openpyxl")
     _check_unpacked(raw)
     book = openpyxl.load_workbook(io.BytesIO(raw), read_only=True, data_only=True)
@@ -273,7 +277,10 @@ def read_xlsx(raw: bytes) -> list[DocumentPart]:
 
 
 def _rows(sheet: Any) -> list[list[str]]:
-    """The rows of a sheet that hold anything. A sheet may say that it is as large as it likes."""
+    """Return the rows of a sheet that hold anything.
+
+    A sheet may say that it is as large as it likes.
+    """
     rows, cells = list[list[str]](), 0
     for row in sheet.iter_rows(values_only=True):
         cells += len(row)
@@ -294,7 +301,7 @@ def _value(cell: Any) -> str:
 
 
 def _trimmed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The rows without columns that are empty in all of them."""
+    """Return the rows without columns that are empty in all of them."""
     width = max(map(len, rows), default=0)
     used = [column for column in range(width) if any(row[column : column + 1] != [""] and
             column < len(row) for row in rows)]  # fmt: skip
@@ -306,7 +313,7 @@ _PACKAGE = {"c": "urn:oasis:names:tc:opendocument:xmlns:container",
 
 
 def read_epub(raw: bytes) -> list[DocumentPart]:
-    """The chapters of a book in their order; one without a heading gets its title as one."""
+    """Return the chapters of a book in their order; one without a heading gets its title as one."""
     _check_unpacked(raw)
     with zipfile.ZipFile(io.BytesIO(raw)) as book:
         container = _parse_xml(book.read("META-INF/container.xml"))
@@ -353,7 +360,7 @@ def _flat(text: str) -> str:
 
 
 def _library(name: str) -> Any:
-    """A library of the extra. Raises `MissingExtra`."""
+    """Return a library of the extra. Raises `MissingExtra`."""
     from importlib import import_module
 
     try:

@@ -74,7 +74,7 @@ DocumentSource = str | Path | SourceDocument | Document
 
 
 def sanitize_document(document: SourceDocument) -> SourceDocument:
-    """The document without control characters that PML cannot carry, so that the schema of a
+    """Return the document without control characters that PML cannot carry, so that the schema of a
     collection holds exactly the text that its states were computed from.
 
     Raises:
@@ -96,7 +96,7 @@ def sanitize_document(document: SourceDocument) -> SourceDocument:
 
 
 def check_storable(documents: Iterable[SourceDocument]) -> None:
-    """Checks ids and addresses, UTF-8 without NUL in the database, and metadata, JSON there."""
+    """Check ids and addresses, UTF-8 without NUL in the database, and metadata, JSON there."""
     seen: set[str] = set()
     for document in documents:
         if "\0" in document.id or not is_text(document.id):
@@ -122,8 +122,10 @@ _BITS = 8192  # of an integer; Python refuses to print much longer ones
 
 
 def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = False) -> None:
-    """Checks that JSON can hold the metadata of a document. Other values (dates, paths) are stored
-    as text; `exact` refuses them, since they would not be returned as they were given.
+    """Check that JSON can hold the metadata of a document.
+
+    Other values (dates, paths) are stored as text; `exact` refuses them, since they would not be
+    returned as they were given.
 
     Raises:
         UnstorableMetadata: A number is not finite or too long, a text is not UTF-8, a key is
@@ -164,7 +166,7 @@ def _problem(value: Any, where: str, depth: int, exact: bool) -> str | None:
 
 
 def _first(items: Iterable[tuple[Any, str]], depth: int, exact: bool) -> str | None:
-    """The first problem among the items of a list or mapping."""
+    """Return the first problem among the items of a list or mapping."""
     if depth == 0:
         return f"metadata is nested more than {DEPTH} deep"
     problems = (_problem(each, where, depth - 1, exact) for each, where in items)

@@ -93,7 +93,7 @@ def split_document(
     document: SourceDocument, limit: int, tokenize: Callable[[str], list[int]],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[SplitModule]:  # fmt: skip
-    """The modules of a document; each of its parts is split separately.
+    """Return the modules of a document; each of its parts is split separately.
 
     progress: called with the number of characters that were split.
     """
@@ -120,14 +120,14 @@ def split_document(
 
 
 def _within(places: Places, begin: int, end: int) -> Places:
-    """The places of text[begin:end], for those of a text."""
+    """Return the places of text[begin:end], for those of a text."""
     first = [each for each in places if each[0] <= begin][-1:]
     later = [each for each in places if begin < each[0] < end]
     return tuple((max(a - begin, 0), at + max(begin - a, 0)) for a, at in [*first, *later])
 
 
 def _through(places: Places, length: int, outer: Places) -> Places:
-    """The places of a text of this length in the text around the one where `places` are."""
+    """Return the places of a text of this length in the text around the one where `places` are."""
     ends = [*(begin for begin, _ in places[1:]), length]
     return tuple(
         (begin + inner, at)
@@ -137,7 +137,7 @@ def _through(places: Places, length: int, outer: Places) -> Places:
 
 
 def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
-    """The headings of a text, with their places in the document."""
+    """Return the headings of a text, with their places in the document."""
     found = (_within(places, each.start, each.start + 1) for each in headings)
     return [
         replace(each, at=at[0][1]) if at else each for each, at in zip(headings, found, strict=True)
@@ -145,7 +145,7 @@ def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
 
 
 def _merged(piece: _Piece, document: str) -> Places:
-    """Places of a piece, without places at which a run only goes on."""
+    """Place of a piece, without places at which a run only goes on."""
     kept: list[tuple[int, int]] = []
     for begin, at in piece.places:
         if kept:
@@ -159,7 +159,7 @@ def _merged(piece: _Piece, document: str) -> Places:
 
 
 def split_text(text: str, limit: int, count_tokens: Count) -> list[str]:
-    """Splits a text at headings, paragraphs, sentences, then words; tables stay whole.
+    """Split a text at headings, paragraphs, sentences, then words; tables stay whole.
 
     Every part after the first begins with the headings above it, so that it can be understood,
     retrieved and encoded independently. A table that is longer than a part is cut between rows, and
@@ -211,8 +211,10 @@ def _split(
 def _cut_around_tables(
     text: str, size: int, limit: int, count: Count, language: str
 ) -> Iterator[_Cut]:
-    """Cuts of a text, none of which is blank. A table stays with the text before it where both
-    fit."""
+    """Cut of a text, none of which is blank.
+
+    A table stays with the text before it where both fit.
+    """
     tables = [] if language else list(find_tables(text))
     position = 0
     held: _Cut | None = None  # the last cut before a table
@@ -272,7 +274,7 @@ def _separators(language: str) -> list[str]:
 
 
 def _cut_table(table: str, offset: int, size: int, limit: int, count: Count) -> Iterator[_Cut]:
-    """A table whole, or else in portions of rows with the header above each."""
+    """Yield a table whole, or else in portions of rows with the header above each."""
     if count(table.strip() + _END) <= limit:
         yield _Cut.whole(table, offset)
         return
@@ -313,7 +315,7 @@ def _fitting_rows(
 
 
 def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:
-    """A part, halved until it fits: token counts of pieces may add up to less than the whole."""
+    """Yield a part, halved until it fits: token counts of pieces may add up to less than the whole."""
     if len(piece) == 1 or fits(piece):
         yield piece
         return
@@ -329,7 +331,7 @@ def _only_headings(piece: str) -> bool:
 
 
 def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, ...]:
-    """The titles above the first words of a piece, with those that it begins with."""
+    """Return the titles above the first words of a piece, with those that it begins with."""
     ahead = 0
     for line in piece.splitlines(keepends=True):
         if line.strip() and not is_heading(line.rstrip()):
@@ -369,8 +371,9 @@ _PORTION = 2**18  # characters that are split at once: longer texts would be tok
 def _portions(
     part: DocumentPart, above: Sequence[Heading], headings: Sequence[Heading]
 ) -> Iterator[tuple[_Cut, Sequence[Heading]]]:
-    """A long part in portions that end before one of its headings or else at a blank line, each
-    with the headings above it."""
+    """Yield a long part in portions that end before one of its headings or else at a blank line,
+    each with the headings above it.
+    """
     text = part.text
     if len(text) <= 2 * _PORTION:
         yield _Cut.whole(text, 0), above

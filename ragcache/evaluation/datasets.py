@@ -46,7 +46,7 @@ class Question:
 
     @property
     def filters(self) -> dict[str, Any] | None:
-        """Filters that select the question's own documents. None to ask over the collection."""
+        """Filter that select the question's own documents. None to ask over the collection."""
         return {DOCUMENT: {"$in": list(self.own)}} if self.own else None
 
 
@@ -225,7 +225,7 @@ def _text(value: object, what: str) -> str:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Any]:
-    """The `answers` of a row, which must be a list."""
+    """Return the `answers` of a row, which must be a list."""
     answers = row["answers"]
     if not isinstance(answers, list):
         raise TypeError("answers must be a list of texts, empty where there is no answer")

@@ -45,8 +45,9 @@ def exact_match(given: str, answers: Sequence[str]) -> bool:
 
 
 def f1(given: str, answers: Sequence[str]) -> float:
-    """The best F1 of words over the accepted answers, of which none means that nothing is to be
-    answered."""
+    """Return the best F1 of words over the accepted answers, of which none means that nothing is to
+    be answered.
+    """
     words = normalize(given).split()
     return max(_f1(words, normalize(answer).split()) for answer in answers or ("",))
 
@@ -59,8 +60,9 @@ def _f1(given: list[str], answer: list[str]) -> float:
 
 
 def rouge_l(given: str, answers: Sequence[str]) -> float:
-    """The best ROUGE-L F-measure over the accepted answers: of the longest common subsequence of
-    lower-case words, without stemming."""
+    """Return the best ROUGE-L F-measure over the accepted answers: of the longest common
+    subsequence of lower-case words, without stemming.
+    """
     words = _rouge_words(given)
     return max(_rouge_l(words, _rouge_words(answer)) for answer in answers or ("",))
 
@@ -76,7 +78,7 @@ def _rouge_l(given: list[str], answer: list[str]) -> float:
 
 
 def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
-    """The length of the longest one, in one row of the table at a time."""
+    """Return the length of the longest one, in one row of the table at a time."""
     row = [0] * (len(other) + 1)
     for word in one:
         above_left = 0
@@ -96,7 +98,7 @@ class Interval:
 
 
 def bootstrap_interval(marks: Sequence[float], seed: int = 0) -> Interval:
-    """The percentile bootstrap interval of a mean (Efron, 1979), 95 %.
+    """Return the percentile bootstrap interval of a mean (Efron, 1979), 95 %.
 
     Marks that are all equal give an interval without width: no resample differs.
 
@@ -116,9 +118,10 @@ def bootstrap_interval(marks: Sequence[float], seed: int = 0) -> Interval:
 def paired_bootstrap(
     one: Sequence[float], other: Sequence[float], seed: int = 0
 ) -> tuple[Interval, float]:
-    """The interval of the mean difference `one - other` over the same questions, and the two-sided
-    p-value of no difference (Koehn, 2004): twice the share of resamples on the far side of 0, at
-    most 1."""
+    """Return the interval of the mean difference `one - other` over the same questions, and the
+    two-sided p-value of no difference (Koehn, 2004): twice the share of resamples on the far side
+    of 0, at most 1.
+    """
     differences = np.asarray(one, np.float64) - np.asarray(other, np.float64)
     means = np.concatenate(list(_resampled_means(differences, seed)))
     low, high = np.percentile(means, (2.5, 97.5))

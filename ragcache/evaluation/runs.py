@@ -108,7 +108,9 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, mode: str, marked: Sequence[MarkedAnswer], seed: int = 0) -> EvaluationReport:
-        """The means of marked answers, of which there is at least one. seed: of the bootstrap."""
+        """Return the means of marked answers, of which there is at least one. seed: of the
+        bootstrap.
+        """
         names = (*MARKS, "retrieved", "kl_divergence", "agrees")
         marks = {name: _known([getattr(each, name) for each in marked]) for name in names}
         means = {name: fmean(known) if known else None for name, known in marks.items()}
@@ -171,7 +173,7 @@ def evaluate_modes(
     modes: Sequence[str | ReuseMode], *, setting: Mapping[str, Any] | None = None, seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """Asks the same questions in several modes, and compares these.
+    """Ask the same questions in several modes, and compares these.
 
     Mode `exact` is asked first if it is among them: first tokens of the others are compared with
     its.
@@ -216,9 +218,10 @@ def ask_questions(
     extractive: bool | None = None, reference: Sequence[Choice] | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[MarkedAnswer], list[Choice]]:  # fmt: skip
-    """Asks one question after another, so that the times to first tokens are those of a request
-    alone, and shares no states of questions. One whose documents had to be encoded is asked
-    again, and the second time counts.
+    """Ask one question after another, so that the times to first tokens are those of a request
+    alone, and shares no states of questions.
+
+    One whose documents had to be encoded is asked again, and the second time counts.
 
     Args:
         rag: Where the collection is.
@@ -270,7 +273,7 @@ def ask_questions(
 
 
 def _pasted(question: str, texts: Sequence[str]) -> Message:
-    """A message with the texts of the retrieved modules, as RAG programs write it."""
+    """Return a message with the texts of the retrieved modules, as RAG programs write it."""
     documents = "\n\n".join(text.strip() for text in texts)
     return {"role": "user", "content": PASTED.format(documents=documents, question=question)}
 

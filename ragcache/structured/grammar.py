@@ -81,7 +81,7 @@ class Grammar:
 
     @classmethod
     def of(cls, params: GenerationParams) -> Grammar | None:
-        """The grammar that an answer keeps to, None if any text is allowed.
+        """Return the grammar that an answer keeps to, None if any text is allowed.
 
         Raises:
             InvalidRequest: The grammar is empty, too long, or one that decoding cannot enforce.
@@ -128,8 +128,10 @@ class Grammar:
 
     @classmethod
     def response_format(cls, wanted: Mapping[str, Any] | None) -> Grammar | None:
-        """The grammar of OpenAI's `response_format`; None if any text is allowed. Raises
-        `InvalidRequest` for an unknown type or a missing schema."""
+        """Return the grammar of OpenAI's `response_format`; None if any text is allowed.
+
+        Raises `InvalidRequest` for an unknown type or a missing schema.
+        """
         if wanted is None:
             return None
         kind = wanted.get("type") if isinstance(wanted, Mapping) else None
@@ -149,18 +151,21 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """A text that the whole pattern matches. Patterns have classes, groups, alternatives and
-        repetition, but no look-around and no back references."""
+        """Return a text that the whole pattern matches.
+
+        Patterns have classes, groups, alternatives and repetition, but no look-around and no back
+        references.
+        """
         return cls("regex", pattern)
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:
-        """A text of the rule `root`, in GBNF, the notation of llama.cpp."""
+        """Return a text of the rule `root`, in GBNF, the notation of llama.cpp."""
         return cls("ebnf", text)
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """A text of the rule `start`, in llguidance's variant of Lark."""
+        """Return a text of the rule `start`, in llguidance's variant of Lark."""
         return cls("lark", text)
 
     @property
@@ -182,7 +187,7 @@ class Grammar:
 
 
 def lark_json(schema: dict[str, Any]) -> str:
-    """The JSON of a schema, on one line, as an expression of a rule of `Grammar.lark`."""
+    """Return the JSON of a schema, on one line, as an expression of a rule of `Grammar.lark`."""
     return f"%json {json.dumps({**_closed(schema), 'x-guidance': _JSON}, ensure_ascii=False)}"
 
 
@@ -194,8 +199,9 @@ _JOINING = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 
 
 def _closed(schema: Any) -> Any:
-    """The schema in which objects have only the properties that it names, unless it says otherwise
-    or joins several schemas."""
+    """Return the schema in which objects have only the properties that it names, unless it says
+    otherwise or joins several schemas.
+    """
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
@@ -234,7 +240,7 @@ def _count_joined(grammar: Grammar) -> int:
 
 
 def _check_in_process(source: str) -> str:
-    """Returns the reason for which a grammar cannot be compiled, or "".
+    """Return the reason for which a grammar cannot be compiled, or "".
 
     llguidance intersects the patterns of a schema without a limit: 20 of them take minutes. Nothing
     can end a thread, so that a process checks them, which takes 0.1 s to start.
@@ -300,7 +306,7 @@ T = TypeVar("T")
 
 
 def once_per_model(make: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Keeps what is made for a model at its first use until the model is dropped; thread-safe."""
+    """Keep what is made for a model at its first use until the model is dropped; thread-safe."""
     kept: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
     lock = threading.Lock()
 
@@ -318,8 +324,11 @@ grammar_compiler = once_per_model(ModelGrammarCompiler)
 
 
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
-    """Compiles a grammar for a model's vocabulary; the result makes a constraint for each answer
-    (`engine.Request.constraint`). Raises `InvalidRequest`."""
+    """Compile a grammar for a model's vocabulary; the result makes a constraint for each answer
+    (`engine.Request.constraint`).
+
+    Raises `InvalidRequest`.
+    """
     compiler = grammar_compiler(model)
     compiled = compiler.compile_grammar(grammar)
     words = -(-compiler.tokenizer.vocab_size // 32)

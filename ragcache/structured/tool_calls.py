@@ -70,7 +70,7 @@ class CallScanner:
         return "" if self._begin is None else self.text[self._begin : self._end]
 
     def read(self, text: str) -> int:
-        """Reads text until the object ends. Returns the number of characters read."""
+        """Read text until the object ends. Returns the number of characters read."""
         begin = len(self.text)
         self.text += text
         for part in _PART.finditer(self.text, self._scanned):
@@ -110,7 +110,7 @@ def _string(literal: str) -> str:
 
 
 def parse_call(scan: CallScanner, raw: str) -> ToolCall | InvalidToolCall:
-    """The call of a scanned object. raw: the text as the model wrote it."""
+    """Return the call of a scanned object. raw: the text as the model wrote it."""
     try:
         fields = _loads(scan.text)
         if [key for key in scan.keys if key in ARGUMENTS][1:] or scan.keys.count("name") > 1:
@@ -205,13 +205,13 @@ class ToolCallParser:
         next(self._steps)
 
     def feed(self, text: str) -> list[AnyDelta]:
-        """Reads more text. Returns the deltas that are now certain."""
+        """Read more text. Returns the deltas that are now certain."""
         self.rest += text
         next(self._steps)
         return self._take_deltas()
 
     def finish(self) -> list[AnyDelta]:
-        """Ends the text. Returns the deltas that were held back."""
+        """End the text. Returns the deltas that were held back."""
         self.ended = True
         next(self._steps, None)
         if self._blank and not self.calls:  # white space is text only if there is nothing else
@@ -223,7 +223,7 @@ class ToolCallParser:
         return deltas
 
     def emit_text(self, text: str) -> None:
-        """Emits text; white space at the beginning and after a call only if text follows."""
+        """Emit text; white space at the beginning and after a call only if text follows."""
         text, self._blank = self._blank + text, ""
         if not self._text_emitted and not text.strip():
             self._blank = text
@@ -235,7 +235,7 @@ class ToolCallParser:
             self._deltas.append(TextDelta(text))
 
     def read_text(self, marker: str = "") -> Steps[bool]:
-        """Emits the text before a marker, and skips it. Returns False at the end of the text."""
+        """Emit the text before a marker, and skips it. Returns False at the end of the text."""
         while True:
             text, found, after = self.rest.partition(marker) if marker else (self.rest, "", "")
             kept = 0 if found or self.ended else overlap(text, marker)
@@ -246,20 +246,23 @@ class ToolCallParser:
             yield
 
     def skip(self, characters: str) -> Steps[str]:
-        """Skips these characters. Returns the next one, or "" at the end of the text."""
+        """Skip these characters. Returns the next one, or "" at the end of the text."""
         while not (left := self.rest.lstrip(characters)) and not self.ended:
             yield
         self.rest = left
         return left[:1]
 
     def begin_call(self, scan: CallScanner | None = None) -> _Call:
-        """Begins a call. White space before it is left out."""
+        """Begin a call. White space before it is left out."""
         self._blank, self._text_emitted = "", False
         return _Call(scan)
 
     def read_object(self, call: _Call, *, needs_arguments: bool = False) -> Steps[bool]:
-        """Reads the call's object, and emits it once its name is known and, with `needs_arguments`,
-        the key of its arguments. Returns whether it ended before the text did."""
+        """Read the call's object, and emits it once its name is known and, with `needs_arguments`,
+        the key of its arguments.
+
+        Returns whether it ended before the text did.
+        """
         scan = call.scan = call.scan or CallScanner()
         while True:
             taken = scan.read(self.rest)
@@ -275,8 +278,10 @@ class ToolCallParser:
             yield
 
     def read_junk(self, call: _Call, *markers: str) -> Steps[str]:
-        """Ends the call at the nearest marker, and skips it. Returns that marker, or "" at the end
-        of the text."""
+        """End the call at the nearest marker, and skips it.
+
+        Returns that marker, or "" at the end of the text.
+        """
         while not (found := [m for m in markers if m in self.rest]) and not self.ended:
             yield
         marker = min(found, key=self.rest.find, default="")
@@ -287,7 +292,7 @@ class ToolCallParser:
         return marker
 
     def end_call(self, call: _Call, junk: str = "") -> None:
-        """Ends the call. junk: the text between its object and its end."""
+        """End the call. junk: the text between its object and its end."""
         if call.scan is None:
             wrong = "a call is a JSON object"
         elif not call.scan.done:
@@ -307,7 +312,7 @@ class ToolCallParser:
 
 
 def overlap(text: str, marker: str) -> int:
-    """The number of characters at the end of the text that may begin the marker."""
+    """Return the number of characters at the end of the text that may begin the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
@@ -351,7 +356,7 @@ def _parse_llama(parser: ToolCallParser) -> Steps[None]:
 
 
 def _untagged(text: str, tag: str) -> str:
-    """The text after the tag, if it has one; "" where more text must tell."""
+    """Return the text after the tag, if it has one; "" where more text must tell."""
     return "" if tag.startswith(text) else text.removeprefix(tag).lstrip(SPACE)
 
 
@@ -378,7 +383,7 @@ def _parse_mistral(parser: ToolCallParser) -> Steps[None]:
 
 
 def _parse_list(parser: ToolCallParser, begin: str) -> Steps[None]:
-    """The calls of a list, to its end."""
+    """Return the calls of a list, to its end."""
     while first := (yield from parser.skip(SPACE + ",")):
         if first == "]":
             parser.rest = parser.rest[1:]
@@ -399,7 +404,7 @@ _PARSERS: dict[ToolStyle, Callable[[ToolCallParser], Steps[None]]] = {
 
 
 def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
-    """Separates a text from its tool calls.
+    """Separate a text from its tool calls.
 
     Returns:
         The text without calls and the white space around them, and the calls in order.

@@ -31,8 +31,9 @@ class ToolStyle(StrEnum):
 
 
 def tool_style(tokenizer: Any) -> ToolStyle | None:
-    """The style of a tokenizer's chat template; None if it takes no tools, or writes calls in an
-    unknown notation."""
+    """Return the style of a tokenizer's chat template; None if it takes no tools, or writes calls
+    in an unknown notation.
+    """
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, Mapping):
         templates = templates.get("tool_use", templates.get("default"))
@@ -49,8 +50,8 @@ def tool_style(tokenizer: Any) -> ToolStyle | None:
 
 
 def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalizes a `tool_choice` of OpenAI or LangChain to `auto`, `none`, `required` or the name
-    of a tool; `none` without tools.
+    """Normalize a `tool_choice` of OpenAI or LangChain to `auto`, `none`, `required` or the name of
+    a tool; `none` without tools.
 
     wanted: one of these words, `any`, a boolean, None, a tool's name, or `{"type": "function",
     "function": {"name": ...}}`. Raises `InvalidRequest` for others, and for a call without tools.
@@ -83,7 +84,7 @@ def _named(name: str, names: Collection[object]) -> str:
 
 
 def _name_of(tool: object) -> object:
-    """The name of a tool's function, None where it has none."""
+    """Return the name of a tool's function, None where it has none."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
@@ -92,7 +93,7 @@ def tool_call_grammar(
     tools: Sequence[Mapping[str, Any]], choice: str = "auto", *,
     style: ToolStyle | str = ToolStyle.HERMES, parallel: bool = True, form: Grammar | None = None,
 ) -> Grammar:  # fmt: skip
-    """Makes a grammar in which every call names a tool and its arguments fit the tool's schema.
+    """Make a grammar in which every call names a tool and its arguments fit the tool's schema.
 
     tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or the inner function.
     choice: "auto" allows text, calls, or both (llama: one of them); "required" only calls; a tool's
@@ -125,8 +126,9 @@ _ANY, _NAMED = r"/(.|\n)*/", r'/(.|\n)*\{"name"(.|\n)*/'
 def _calls(
     style: ToolStyle, functions: Mapping[str, Any], *, parallel: bool, in_json: bool
 ) -> tuple[str, list[str]]:
-    """The marker of calls, and the rules `calls` and `tail`: what follows the marker. in_json:
-    whether an answer may be other JSON."""
+    """Return the marker of calls, and the rules `calls` and `tail`: what follows the marker.
+    in_json: whether an answer may be other JSON.
+    """
     marker, ending, key, separator = _NOTATION[style]
     once = style is ToolStyle.HERMES  # or else the marker stands before all calls
     first = _quoted(marker) if marker else ""
@@ -165,7 +167,7 @@ def _form(form: Grammar) -> str:
 
 
 def known_style(style: str) -> ToolStyle:
-    """The style of this name. Raises `InvalidRequest`."""
+    """Return the style of this name. Raises `InvalidRequest`."""
     try:
         return ToolStyle(style)
     except ValueError:
@@ -174,7 +176,7 @@ def known_style(style: str) -> ToolStyle:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema of the arguments of every tool, by its name."""
+    """Return the schema of the arguments of every tool, by its name."""
     functions: dict[str, Any] = {}
     for number, tool in enumerate(tools, start=1):
         name = _name_of(tool)

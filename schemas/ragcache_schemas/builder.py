@@ -30,7 +30,7 @@ def collection_schema(
     name: str, preamble: str, slots: int, collection: str,
     *, question_lead: str = "", question_length: int = 512, epilogue: str = "",
 ) -> Schema:  # fmt: skip
-    """Makes a schema of preamble, slots, question_lead, the parameter `question`, and epilogue.
+    """Make a schema of preamble, slots, question_lead, the parameter `question`, and epilogue.
 
     The texts are usually the model's chat template, cut inside the user turn.
 
@@ -54,7 +54,7 @@ def collection_schema(
 
 
 def document_module(name: str, chunks: Iterable[str]) -> Module:
-    """Makes a module of a document, its chunks modules nested in it.
+    """Make a module of a document, its chunks modules nested in it.
 
     Args:
         name: The module's name; `module_name(title)` makes one.
@@ -70,7 +70,7 @@ def document_module(name: str, chunks: Iterable[str]) -> Module:
 
 
 def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:
-    """Writes the members of every slot out, from `members` by collection.
+    """Write the members of every slot out, from `members` by collection.
 
     A slot becomes a module of its scope's name ("slot-1") around a union, so that the same prompts
     fit both forms and several slots may hold the same document.

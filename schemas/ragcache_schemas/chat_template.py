@@ -37,7 +37,7 @@ class Render(Protocol):
 
 
 def render_schema_turns(schema: Schema, render: Render) -> Schema:
-    """Replaces the turns of a schema by the template's text.
+    """Replace the turns of a schema by the template's text.
 
     A turn that the schema leaves open gets no text after it; the prompt goes on from there.
 
@@ -52,7 +52,7 @@ def render_schema_turns(schema: Schema, render: Render) -> Schema:
 
 
 def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
-    """Replaces the turns of a prompt by the template's text, as they follow those of its schema.
+    """Replace the turns of a prompt by the template's text, as they follow those of its schema.
 
     After a closed user turn comes the template's start of the answer, whether the prompt or the
     schema closes it.
@@ -110,7 +110,7 @@ def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
 
 
 def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]:
-    """The text before each turn of a schema, and after the last."""
+    """Return the text before each turn of a schema, and after the last."""
     last, roles = turns[-1], [turn.role for turn in turns]
     # A turn more, since some templates write the system turn only inside a user turn.
     follower: Role = "assistant" if last.role == "user" else "user"
@@ -128,7 +128,7 @@ def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]
 def _marked(
     roles: Sequence[Role], render: Render, turn: Chat, *, generate: bool = False
 ) -> list[str]:
-    """The template's text around the contents of messages with these roles."""
+    """Return the template's text around the contents of messages with these roles."""
     marks = [f"\ue000{number}\ue001" for number in range(len(roles))]
     try:
         text = render(list(zip(roles, marks, strict=True)), generate=generate)
@@ -149,7 +149,7 @@ def _mismatch(turn: Chat, problem: str) -> TurnMismatch:
 
 
 def _turns(nodes: Sequence[Node]) -> Iterator[Chat]:
-    """The turns that have content, in the order of the text."""
+    """Yield the turns that have content, in the order of the text."""
     for node in nodes:
         if isinstance(node, Chat) and node.children:
             yield node

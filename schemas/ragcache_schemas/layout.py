@@ -68,7 +68,7 @@ class Layout:
 
 
 def lay_out(schema: Schema, count_tokens: CountTokens, placement: Placement = "schema") -> Layout:
-    """Lays a schema out, in time linear in its size.
+    """Lay a schema out, in time linear in its size.
 
     Args:
         schema: The schema.
@@ -96,7 +96,7 @@ class _Walk:
         self.spans: list[PositionSpan] = []
 
     def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
-        """Lays out the content of one module or schema; returns where it ends."""
+        """Lay out the content of one module or schema; returns where it ends."""
         return self._content(path, children, start, {"#": count(), "|": count()})
 
     def _content(
@@ -136,7 +136,7 @@ class _Walk:
         return node.length
 
     def _nested(self, own: Path, outer: Path, node: Module | Union, start: int) -> int:
-        """Lays out a module or, beginning together in the scope `outer`, the members of a union."""
+        """Lay out a module or, beginning together in the scope `outer`, the members of a union."""
         index = len(self.spans)
         self._span(own, start, 0)
         if isinstance(node, Module):

@@ -60,7 +60,7 @@ def lint_schema(
     text: str | bytes, *, source: str = "<string>", count_tokens: CountTokens | None = None,
     render: Render | None = None,
 ) -> list[Finding]:  # fmt: skip
-    """Lists the findings in a schema; goes on after errors, unless it is not well-formed.
+    """List the findings in a schema; goes on after errors, unless it is not well-formed.
 
     Args:
         text: PML.
@@ -93,7 +93,7 @@ def lint_schema(
 def lint_prompt(
     text: str | bytes, index: SchemaIndex | None = None, *, source: str = "<string>"
 ) -> list[Finding]:
-    """Lists the findings in a prompt; with `index`, also those against its schema."""
+    """List the findings in a prompt; with `index`, also those against its schema."""
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:

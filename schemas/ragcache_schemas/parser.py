@@ -55,7 +55,7 @@ from ragcache_schemas.validate import prompt_problems, schema_problems
 def parse_schema(
     text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Schema:
-    """Parses a schema.
+    """Parse a schema.
 
     Args:
         text: PML; bytes are decoded as their byte order mark or XML declaration says.
@@ -128,8 +128,10 @@ class XMLDocument:
 
 
 def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLDocument:
-    """Parses `text` as XML with entities, DTD and network off. Raises PMLSyntaxError,
-    ForbiddenMarkup or LimitExceeded."""
+    """Parse `text` as XML with entities, DTD and network off.
+
+    Raises PMLSyntaxError, ForbiddenMarkup or LimitExceeded.
+    """
     text = decode_text(text, source, limits)
     tags = scan_tags(text, source, limits)
     text, tags, warnings = balance_turns(text, tags)
@@ -206,14 +208,16 @@ class ElementReader(Generic[N]):
         self._turn: str | None = None
 
     def next_tag(self) -> Tag:
-        """The next tag in the text."""
+        """Return the next tag in the text."""
         self._last = next(self._tags)
         return self._last
 
     def children(
         self, element: Element, tag: Tag, make: Callable[[Element, Tag], N | None]
     ) -> list[N]:
-        """The content of `element`, whose start tag is `tag`; `make` turns elements into nodes."""
+        """Return the content of `element`, whose start tag is `tag`; `make` turns elements into
+        nodes.
+        """
         outer = self._preserve
         self._preserve = self._keeps_space(element, tag)
         flow = _Flow[N](self._preserve)
@@ -235,7 +239,7 @@ class ElementReader(Generic[N]):
         return flow.nodes
 
     def no_children(self, element: Element, tag: Tag) -> None:
-        """Reports anything inside `element`, which must be empty."""
+        """Report anything inside `element`, which must be empty."""
         for node in self.children(element, tag, self.skip):
             if isinstance(node, Text):
                 expected = f"close it as <{tag.name} .../> and put the text outside"
@@ -243,7 +247,7 @@ class ElementReader(Generic[N]):
                 self.report(MisplacedText(problem, node.location, tag.name, expected))
 
     def skip(self, element: Element, tag: Tag, expected: str = "") -> None:
-        """Reports a misplaced element and passes over it."""
+        """Report a misplaced element and passes over it."""
         self.misplaced(element, tag, expected)
         self.pass_over(element, tag)
 
@@ -255,20 +259,20 @@ class ElementReader(Generic[N]):
             self.next_tag()
 
     def misplaced(self, element: Element, tag: Tag, expected: str = "") -> None:
-        """Reports an element that its parent may not hold."""
+        """Report an element that its parent may not hold."""
         parent = element.getparent()
         within = f" inside <{parent.tag!s}>" if parent is not None else ""
         expected = expected or f"remove it; in text, {CDATA_ADVICE}"
         self.report(UnknownElement(f"<{tag.name}>{within}", tag.location, tag.name, expected))
 
     def invalid(self, tag: Tag, problem: str, expected: str) -> None:
-        """Reports an attribute of a tag."""
+        """Report an attribute of a tag."""
         self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
 
     def chat(
         self, element: Element, tag: Tag, role: Role, make: Callable[[Element, Tag], N | None]
     ) -> Chat | None:
-        """A turn; turns do not nest."""
+        """Return a turn; turns do not nest."""
         if self._turn:
             self.skip(element, tag, f"end the <{self._turn}> turn first")
             return None
@@ -284,7 +288,7 @@ class ElementReader(Generic[N]):
         self, element: Element, tag: Tag, required: tuple[str, ...] = (),
         *, optional: tuple[str, ...] = (),
     ) -> dict[str, str]:  # fmt: skip
-        """The attributes of `element`; reports the missing and the unknown."""
+        """Return the attributes of `element`; reports the missing and the unknown."""
         found = attributes_of(element)
         for name in required:
             if name not in found:
@@ -298,7 +302,7 @@ class ElementReader(Generic[N]):
         return found
 
     def unnamed(self, tag: Tag) -> str:
-        """A name for an element that lacks one, so that it is reported once."""
+        """Return a name for an element that lacks one, so that it is reported once."""
         return f"_unnamed-{tag.location.line}-{tag.location.column}"
 
     def _flag(self, found: dict[str, str], name: str, tag: Tag, yes: str, no: str) -> bool:
@@ -316,7 +320,7 @@ class ElementReader(Generic[N]):
 
 
 def attributes_of(element: Element) -> dict[str, str]:
-    """The attributes of `element`, without xml:space and attributes of XML Schema instances."""
+    """Return the attributes of `element`, without xml:space and attributes of XML Schema instances."""
     found = {str(name): str(value) for name, value in element.attrib.items()}
     return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
 
@@ -328,7 +332,7 @@ class SchemaReader(ElementReader[SchemaNode]):
     """Builds one Schema."""
 
     def schema(self) -> Schema:
-        """The tree of the document, whose root must be <schema>."""
+        """Return the tree of the document, whose root must be <schema>."""
         tag = self.next_tag()
         self._scaffolds: list[Scaffold] = []
         if self.root.tag != "schema":
@@ -414,7 +418,7 @@ class PromptReader(ElementReader[PromptNode]):
     """Builds one Prompt."""
 
     def prompt(self) -> Prompt:
-        """The tree of the document, whose root must be <prompt>."""
+        """Return the tree of the document, whose root must be <prompt>."""
         tag = self.next_tag()
         if self.root.tag != "prompt":
             self.misplaced(self.root, tag, 'a prompt begins with <prompt schema="...">')

@@ -119,7 +119,7 @@ class PromptProgram(Generic[P]):
         return found
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Namespace:
-        """The names that a call with these arguments sees."""
+        """Return the names that a call with these arguments sees."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return visible_names(self.function) | bound.arguments
@@ -134,7 +134,7 @@ def prompt_program(
 def prompt_program(
     function: Callable[P, Content] | None = None, *, name: str | None = None
 ) -> PromptProgram[P] | Callable[[Callable[P, Content]], PromptProgram[P]]:
-    """Compiles a function that yields text to a schema (§3.2.4).
+    """Compile a function that yields text to a schema (§3.2.4).
 
     `if` becomes a module; `if`/`else`, `match` and `a if c else b` a union; a call of another
     program a nested module; a parameter with `MaxTokens` a parameter.
@@ -177,7 +177,7 @@ class Translator:
         self.names: Namespace = visible_names(program.function)
 
     def steps(self) -> tuple[Step, ...]:
-        """The steps of the whole function."""
+        """Return the steps of the whole function."""
         body = self.source.tree.body
         if ast.get_docstring(self.source.tree, clean=False) is not None:
             body = body[1:]
@@ -187,12 +187,12 @@ class Translator:
         return steps
 
     def error(self, problem: str, node: ast.AST, expected: str) -> ProgramError:
-        """The error for `node`."""
+        """Return the error for `node`."""
         name = self.source.tree.name
         return ProgramError(f"in {name!r}: {problem}", self.source.at(node), name, expected)
 
     def body(self, statements: Sequence[ast.stmt], names: ScopeNames) -> tuple[Step, ...]:
-        """The steps of a block; `names` are those of the module that it belongs to."""
+        """Return the steps of a block; `names` are those of the module that it belongs to."""
         steps: list[Step] = []
         for statement in statements:
             match statement:
@@ -211,7 +211,7 @@ class Translator:
         return tuple(steps)
 
     def content(self, value: ast.expr, names: ScopeNames) -> list[Step]:
-        """The steps of a yielded value."""
+        """Return the steps of a yielded value."""
         match value:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return [*self.content(left, names), *self.content(right, names)]
@@ -228,7 +228,7 @@ class Translator:
         return [self._value(whole, value, names)]
 
     def _part(self, part: ast.expr, whole: ast.JoinedStr, names: ScopeNames) -> list[Step]:
-        """The steps of one part of an f-string."""
+        """Return the steps of one part of an f-string."""
         if isinstance(part, ast.Constant):
             return [self._text(str(part.value), whole)]
         assert isinstance(part, ast.FormattedValue)
@@ -265,7 +265,7 @@ class Translator:
     def _value(
         self, part: ast.FormattedValue, place: ast.expr, names: ScopeNames
     ) -> TextStep | ParameterStep:
-        """A value in a text: a constant, or the argument of one parameter."""
+        """Return a value in a text: a constant, or the argument of one parameter."""
         shown = ast.unparse(part.value)
         used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
         location = self.source.at(place)
@@ -301,7 +301,7 @@ class Translator:
             raise self.error(problem, place, expected) from error
 
     def _program(self, call: ast.Call) -> PromptProgram[Any] | None:
-        """The prompt program that `call` calls, or None."""
+        """Return the prompt program that `call` calls, or None."""
         names = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
         if names & self.parameters or not isinstance(call.func, ast.Name | ast.Attribute):
             return None
@@ -311,7 +311,7 @@ class Translator:
     def _call(
         self, program: PromptProgram[Any], call: ast.Call, place: ast.expr, names: ScopeNames
     ) -> CallStep:
-        """A call of another program: a nested module."""
+        """Return a call of another program: a nested module."""
         if program.compiling:
             problem = f"{program.name!r} calls itself"
             raise self.error(problem, place, "a schema is finite: write each level out")
@@ -454,7 +454,7 @@ class ScopeNames:
         self.parameters: set[str] = set()
 
     def module(self, *wanted: str) -> str:
-        """The first of `wanted` that is free, else the last with a number."""
+        """Return the first of `wanted` that is free, else the last with a number."""
         return _free_name(map(module_name, wanted), self.modules)
 
     def parameter(self, wanted: str) -> str:
@@ -463,7 +463,7 @@ class ScopeNames:
 
 
 def _free_name(wanted: Iterable[str], taken: set[str]) -> str:
-    """Takes the first of `wanted` that is free, else the last with a number."""
+    """Take the first of `wanted` that is free, else the last with a number."""
     name = ""
     for name in wanted:
         if name not in taken:
@@ -482,7 +482,7 @@ def condition_name(test: ast.expr) -> str:
 
 
 def else_name(test: ast.expr) -> str:
-    """The name of the branch taken where `test` is false."""
+    """Return the name of the branch taken where `test` is false."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return condition_name(test.operand)
     return "not-" + condition_name(test)

@@ -63,7 +63,7 @@ class MaxTokens:
 
 
 def turn(role: Role) -> AbstractContextManager[None]:
-    """Puts what the `with` block yields into a turn of the conversation.
+    """Put what the `with` block yields into a turn of the conversation.
 
     Example:
         with turn("user"):
@@ -133,7 +133,7 @@ Step: TypeAlias = TextStep | ParameterStep | BranchStep | CallStep | TurnStep
 
 
 def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
-    """The children of the schema or module that `steps` make."""
+    """Return the children of the schema or module that `steps` make."""
     nodes: list[SchemaNode] = []
     for step in steps:
         place = step.location
@@ -159,7 +159,7 @@ def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
 def prompt_content(
     steps: Iterable[Step], names: Namespace
 ) -> tuple[Arguments, tuple[PromptNode, ...]]:
-    """The arguments and imports that call `steps` with `names`."""
+    """Return the arguments and imports that call `steps` with `names`."""
     arguments: list[tuple[str, str]] = []
     nodes: list[PromptNode] = []
     for step in steps:
@@ -211,7 +211,7 @@ class FunctionSource:
 
 
 def read_function(function: Callable[..., Any]) -> FunctionSource:
-    """Parses the source of `function`. Raises ProgramError."""
+    """Parse the source of `function`. Raises ProgramError."""
     name = getattr(function, "__name__", repr(function))
     try:
         lines, first = inspect.getsourcelines(function)
@@ -234,7 +234,7 @@ def read_function(function: Callable[..., Any]) -> FunctionSource:
 
 
 def visible_names(function: Callable[..., Any]) -> Namespace:
-    """The global and enclosing names that `function` sees now."""
+    """Return the global and enclosing names that `function` sees now."""
     names: Namespace = dict(function.__globals__)
     free = function.__code__.co_freevars
     for name, cell in zip(free, function.__closure__ or (), strict=True):

@@ -153,7 +153,7 @@ class SchemaIndex:
         cls, schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
         *, lookup: ModuleLookup | None = None,
     ) -> SchemaIndex:  # fmt: skip
-        """Validates, lays out and indexes a schema, in time linear in its size.
+        """Validate, lays out and indexes a schema, in time linear in its size.
 
         Args:
             schema: The schema, its turns rendered (`render_schema_turns`).
@@ -170,7 +170,7 @@ class SchemaIndex:
         return cls(schema, layout, root, count_tokens, lookup)
 
     def find_scope(self, scope: Scope, name: str) -> Scope | None:
-        """The module `name` in `scope`, from `lookup` if `scope` is a slot."""
+        """Return the module `name` in `scope`, from `lookup` if `scope` is a slot."""
         if scope.slot is None:
             return scope.children.get(name)
         module = self.lookup(scope.slot.collection, name) if self.lookup else None
@@ -259,7 +259,7 @@ _Entry: TypeAlias = tuple[TreeOrder, Piece]
 
 
 def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
-    """Resolves a prompt against its schema.
+    """Resolve a prompt against its schema.
 
     Takes time in the size of the prompt and of the text that is always included, not of the schema.
 
@@ -283,7 +283,7 @@ class _Resolution:
         self.new: list[TreeOrder] = []
 
     def scope(self, scope: Scope, node: Prompt | Import) -> None:
-        """Includes one module, or the schema."""
+        """Include one module, or the schema."""
         self._arguments(scope, node.arguments, node.location)
         items = _flat(node.children, None)
         found = self._imports(scope, [item for item, _ in items])
@@ -384,7 +384,7 @@ class _Resolution:
         return UnknownName(problem, node.location, node.name, _known(node.name, scope.children))
 
     def plan(self) -> Plan:
-        """Gives every piece its positions."""
+        """Give every piece its positions."""
         layout = self.index.layout
         crowded = self._close_up() if layout.placement == "compact" else self._fill_gaps()
         pieces = tuple(piece for _, piece in self.entries)
@@ -404,7 +404,7 @@ class _Resolution:
         return []
 
     def _fill_gaps(self) -> list[Piece]:
-        """Places the new texts; all else has the positions of the layout."""
+        """Place the new texts; all else has the positions of the layout."""
         crowded: list[Piece] = []
         position = 0  # where the new texts so far end
         for place in sorted(self.new):
@@ -423,7 +423,7 @@ class _Resolution:
 
 
 def _flat(nodes: Sequence[object], role: Role | None) -> list[tuple[Import | Text, Role | None]]:
-    """The imports and texts of one level, each with its turn."""
+    """Return the imports and texts of one level, each with its turn."""
     out: list[tuple[Import | Text, Role | None]] = []
     for node in nodes:
         if isinstance(node, Chat):

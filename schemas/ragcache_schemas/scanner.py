@@ -76,7 +76,7 @@ class Tag:
 
 
 def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
-    """The text with LF line ends, without BOM, its XML declaration replaced by spaces."""
+    """Return the text with LF line ends, without BOM, its XML declaration replaced by spaces."""
     start = Location(1, 1, source)
     _check_size(len(text), start, limits)  # a str has at least as many bytes as characters
     if isinstance(text, bytes):
@@ -321,7 +321,7 @@ class _TurnBalancer:
             raise _mismatch(tag, self.stack)
 
     def balanced(self) -> str:
-        """The text with everything that was inserted."""
+        """Return the text with everything that was inserted."""
         parts: list[str] = []
         done = 0
         for offset, insert in sorted(self.inserts, key=itemgetter(0)):

@@ -62,7 +62,7 @@ _BREAKS = re.compile("\n?[\v\f]+\n?")
 
 
 def sanitize_text(text: str) -> str:
-    """Removes the characters that XML, and so PML, cannot carry.
+    """Remove the characters that XML, and so PML, cannot carry.
 
     A form feed or vertical tab becomes a line break, unless there is one beside it. A lone
     surrogate becomes U+FFFD. Other control characters, which no reader would see, are removed.
@@ -101,7 +101,7 @@ def is_name(name: str) -> bool:
 def name_problem(
     name: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """The error of naming a `what` ("module" or "parameter") `name`; None if it is allowed."""
+    """Return the error of naming a `what` ("module" or "parameter") `name`; None if it is allowed."""
     if not is_name(name):
         return InvalidName(
             f"{name!r} cannot be the name of a {what}",
@@ -123,7 +123,9 @@ def name_problem(
 def title_problem(
     title: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """The error of naming a `what` (schema, collection, slot) `title`; None if it is allowed."""
+    """Return the error of naming a `what` (schema, collection, slot) `title`; None if it is
+    allowed.
+    """
     if _TITLE.fullmatch(title):
         return None
     expected = "give one line of text without white space around it"
@@ -131,7 +133,7 @@ def title_problem(
 
 
 def module_name(text: str) -> str:
-    """Makes a valid module name from a file name or a title; the same on every run.
+    """Make a valid module name from a file name or a title; the same on every run.
 
     Different texts may give the same name; `module_names` keeps them apart.
 
@@ -146,7 +148,7 @@ def module_name(text: str) -> str:
 
 
 def module_names(texts: Iterable[str]) -> dict[str, str]:
-    """Makes a unique module name for each of `texts`, that of `module_name` where it is free.
+    """Make a unique module name for each of `texts`, that of `module_name` where it is free.
 
     Of several texts with one name, the text equal to it keeps it, and each of the others gets a
     suffix made from itself. So the order of `texts` does not matter.

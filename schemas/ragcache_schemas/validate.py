@@ -37,7 +37,7 @@ _DEPTH = 200  # of trees that programs build; `ScanLimits` holds for texts
 
 
 def schema_problems(schema: Schema) -> Iterator[PMLError]:
-    """Every problem of `schema`, without stopping at the first."""
+    """Yield every problem of `schema`, without stopping at the first."""
     if problem := title_problem(schema.name, "schema", schema.location, "schema"):
         yield problem
     scopes: list[tuple[int, Iterable[Node]]] = [(1, schema.children)]
@@ -59,14 +59,14 @@ def schema_problems(schema: Schema) -> Iterator[PMLError]:
 
 
 def validate_schema(schema: Schema) -> Schema:
-    """Returns `schema` itself, or raises its first problem, a PMLError."""
+    """Return `schema` itself, or raises its first problem, a PMLError."""
     for problem in schema_problems(schema):
         raise problem
     return schema
 
 
 def scope_members(children: Iterable[Node]) -> Iterator[tuple[Node, Union | None]]:
-    """The nodes of one scope in order, each with the union that it is a member of."""
+    """Yield the nodes of one scope in order, each with the union that it is a member of."""
     for node in children:
         if isinstance(node, Union):
             for member in node.members:
@@ -156,7 +156,7 @@ def _named(children: Iterable[Node]) -> dict[str, tuple[Node, Union | None]]:
 
 
 def prompt_problems(prompt: Prompt) -> Iterator[PMLError]:
-    """Every problem of `prompt` that shows without its schema."""
+    """Yield every problem of `prompt` that shows without its schema."""
     if problem := title_problem(prompt.schema, "schema", prompt.location, "prompt"):
         yield problem
     yield from _argument_problems(prompt.arguments, prompt)

@@ -35,7 +35,7 @@ _INDENT = "  "
 
 
 def write_schema(schema: Schema) -> str:
-    """Writes a schema as PML.
+    """Write a schema as PML.
 
     Raises:
         PMLError: The tree could not be parsed back.
@@ -48,7 +48,7 @@ def write_schema(schema: Schema) -> str:
 
 
 def write_prompt(prompt: Prompt) -> str:
-    """Writes a prompt as PML.
+    """Write a prompt as PML.
 
     Raises:
         PMLError: The tree could not be parsed back.
@@ -129,7 +129,7 @@ def _tidy_already(nodes: Sequence[Node | Scaffold]) -> bool:
 
 
 def _parts(node: Node | Scaffold) -> tuple[str, Arguments, Sequence[Node] | None]:
-    """The element of a node: its name, attributes and content. An empty element has None."""
+    """Return the element of a node: its name, attributes and content. An empty element has None."""
     match node:
         case Parameter():
             scaffold = _optional("scaffold", node.scaffold)
