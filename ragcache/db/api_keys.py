@@ -34,13 +34,14 @@ _UNKNOWN_AGE = 1.0  # where a secret is not known: another process may just have
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyRow:
-    """A key. prefix: the first characters of its secret. Times in Unix seconds."""
+    """An API key, without its secret. Times are Unix seconds."""
 
     id: int
     name: str
     role: str
     namespace: str
     prefix: str
+    """First characters of the secret."""
     created_at: float
     last_used: float | None
     revoked_at: float | None
@@ -51,9 +52,9 @@ class KeyCheck:
     """Result of checking a secret."""
 
     exist: bool
-    """Whether a key was ever made. Then every request needs one, even if all are revoked."""
+    """Whether a key was ever made. Every request then needs one, even if all are revoked."""
     key: ApiKeyRow | None
-    """Key of the secret. None for an unknown or a revoked one."""
+    """Key of the secret, unless it is unknown or revoked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,15 @@ class _Known:
 class ApiKeys:
     """The keys of all namespaces. Thread-safe.
 
-    A check reads no row: all keys stay in memory for ten seconds, after which a key that another
-    process has revoked is refused. One that is revoked here is refused at once.
+    All keys stay in memory for ten seconds, so that a check reads no row. A key that another
+    process has revoked is refused after that time, one revoked by this process at once.
     """
 
     def __init__(
         self, database: Database, clock: Callable[[], float] = time.monotonic,
         stale_seconds: float = 0.0,
     ) -> None:  # fmt: skip
-        """stale_seconds: how old the keys may be while the ledger does not answer."""
+        """Read keys that are up to `stale_seconds` old while the ledger does not answer."""
         self._read_keys = StaleCache[_Known](stale_seconds, clock)
         self._database, self._clock = database, clock
         self._known: _Known | None = None
@@ -87,7 +88,7 @@ class ApiKeys:
     def create(
         self, name: str, role: str = "user", namespace: str = NAMESPACE
     ) -> tuple[ApiKeyRow, str]:
-        """Return a new key and its secret. Raises `ConfigurationError`."""
+        """Create a key, and return it with its secret. Raises `ConfigurationError`."""
         if role not in ROLES:
             raise ConfigurationError(f"unknown role {role!r}; roles: {', '.join(ROLES)}")
         if not name.strip() or len(name) > _NAME:
@@ -107,13 +108,13 @@ class ApiKeys:
         return made, secret
 
     def list(self) -> list[ApiKeyRow]:
-        """Return all keys, the revoked ones too, the oldest first."""
+        """Return all keys, including revoked ones, the oldest first."""
         self.flush()
         with self._database.reading() as session:
             return [_row(*found) for found in session.execute(_select())]
 
     def revoke(self, key: int) -> None:
-        """Refuse a key from now on; one that is revoked stays so. Raises `UnknownKey`."""
+        """Refuse a key from now on. Does nothing if it is revoked. Raises `UnknownKey`."""
         with self._database.transaction() as session:
             row = session.get(ApiKeyTable, key)
             if row is None:
@@ -126,7 +127,7 @@ class ApiKeys:
         return self._current(_AGE).exist
 
     def check(self, secret: str) -> KeyCheck:
-        """Find the key of a secret. May read rows. Only digests are compared, in constant time."""
+        """Look up the key of a secret. May read rows. Compares digests in constant time."""
         found = self.check_in_memory(secret)
         if found is None:
             known = self._current(_UNKNOWN_AGE)
@@ -134,7 +135,7 @@ class ApiKeys:
         return found
 
     def check_in_memory(self, secret: str) -> KeyCheck | None:
-        """Check without waiting. Returns None if rows must be read first."""
+        """Check without waiting. Returns None when rows must be read first."""
         known = self._known
         if known is None or self._age(known) > _AGE:
             return None
@@ -144,7 +145,7 @@ class ApiKeys:
         return KeyCheck(known.exist, found)
 
     def flush(self) -> None:
-        """Write when keys were last used; where that fails, only these times are lost."""
+        """Write the times of last use. If that fails, only these times are lost."""
         used, self._used = self._used, {}
         if not used:
             return
@@ -171,7 +172,7 @@ class ApiKeys:
         return self._clock() - known.read_at
 
     def _find(self, known: _Known, secret: str) -> ApiKeyRow | None:
-        """Compare all digests, each as a whole, so that the time reveals nothing of either."""
+        """Compare all digests, each as a whole, so that the time reveals nothing."""
         digest, found = _digest(secret), None
         for each, row in known.active.items():
             if hmac.compare_digest(each, digest):
@@ -193,7 +194,7 @@ class ApiKeys:
 
 
 def _digest(secret: str) -> str:
-    """Secrets are random numbers of 256 bits, which need no slow hash."""
+    """Return the SHA-256 of a secret. A random number of 256 bits needs no slow hash."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 

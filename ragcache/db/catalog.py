@@ -1,7 +1,7 @@
-"""The catalog: collections, documents, their modules and the vectors of these.
+"""The catalog: collections, documents, their modules, and the modules' vectors.
 
-The document is the unit of change: it is stored, replaced and deleted with all that belongs to it,
-in one transaction.
+The document is the unit of change: it is stored, replaced and deleted with everything that belongs
+to it, in one transaction.
 """
 
 from __future__ import annotations
@@ -70,19 +70,23 @@ _VERSIONS = (
 
 
 class CollectionVersion(NamedTuple):
-    """State of a collection, which every change of it makes another one: its id, its revision, and
-    the id of its newest scaffold, 0 without one; the instruction of its prompts, None for the
-    folder's; and the calibrations of its answers, as `ragcache.answers.confidence` writes them."""
+    """Version of a collection. Every change of the collection changes it."""
 
     collection: int
+    """Id of the collection."""
     revision: int
     scaffold: int = 0
+    """Id of the newest scaffold. 0 without one."""
     instruction: str | None = None
+    """Instruction of its prompts. Defaults to the folder's instruction."""
     calibrations: str | None = None
+    """Calibrations of its answers, as `ragcache.answers.confidence` writes them."""
 
     def covers(self, other: CollectionVersion) -> bool:
-        """Whether the documents at this version are as new as at another one of one collection.
-        Revisions are compared within an epoch: ids of collections come again."""
+        """Whether documents at this version are at least as new as at another version.
+
+        Revisions are only compared within an epoch: ids of deleted collections are used again.
+        """
         mine, its = self.revision, other.revision
         same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
         return same and mine >= its
@@ -95,8 +99,15 @@ class Catalog:
         self, database: Database, tokenizer: str, embedder: str | None,
         namespace: str = DEFAULT_NAMESPACE, stale_seconds: float = 0.0,
     ) -> None:  # fmt: skip
-        """tokenizer, embedder: the names under which token ids and vectors are kept.
-        stale_seconds: how old the versions may be while the ledger does not answer."""
+        """Create the catalog of a namespace.
+
+        Args:
+            database: The database.
+            tokenizer: Name under which token ids are stored.
+            embedder: Name under which vectors are stored.
+            namespace: The namespace.
+            stale_seconds: Maximum age of versions while the ledger does not answer.
+        """
         self._version = StaleCache[CollectionVersion](stale_seconds)
         self._versions = StaleCache[dict[str, tuple[int, int]]](stale_seconds)
         self._unchanged = Unchanged(database)
@@ -106,11 +117,11 @@ class Catalog:
 
     @property
     def answers(self) -> bool:
-        """Whether the ledger did when it was last read (`Database.answers`)."""
+        """Whether the ledger answered the last read (`Database.answers`)."""
         return self._database.answers
 
     def collections(self) -> dict[str, int]:
-        """Return names and numbers of documents."""
+        """Return the number of documents by collection."""
         statement = (
             select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
             .join(NamespaceTable)
@@ -125,8 +136,10 @@ class Catalog:
     def documents(
         self, collection: str, source_ids: Sequence[str] | None = None
     ) -> dict[str, DocumentRow]:
-        """Read documents of a collection, all by default, by source id. An unknown collection has
-        none."""
+        """Read documents of a collection by source id. Reads all by default.
+
+        An unknown collection has none.
+        """
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
         every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
@@ -139,10 +152,10 @@ class Catalog:
         self, collection: str, documents: Sequence[NewDocument], *, removed: Sequence[str] = (),
         moved: Sequence[MovedDocument] = (), job: RunningJob | None = None,
     ) -> list[KVKey]:  # fmt: skip
-        """Store documents, each in place of an earlier one of its name, in one transaction.
+        """Store documents in one transaction. Replaces earlier documents of the same names.
 
         Args:
-            collection: Collection to change. Created if need be.
+            collection: Collection to change. Created if it does not exist.
             documents: Documents to store.
             removed: Ids of documents to delete.
             moved: Documents to rename.
@@ -170,8 +183,11 @@ class Catalog:
             return retire(session, freed)
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
-        """Read all modules of a collection in the order of ids, or the named ones in the order of
-        the names, without unknown ones. Raises `UnknownCollection`."""
+        """Read modules of a collection. Raises `UnknownCollection`.
+
+        Reads all by default, in the order of ids, or the named ones in the order of the names.
+        Unknown names are left out.
+        """
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             wanted = None if names is None else dict.fromkeys(names)
@@ -184,9 +200,10 @@ class Catalog:
     def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> Contents:
         """Read the version and all modules of a collection, the known ones first, in their order.
 
-        Known modules are read again only where their document was renamed: nothing else of a module
-        changes, and ids are not used again. Token ids of a few new modules are read along, since
-        questions ask for them next. Raises `UnknownCollection`."""
+        Known modules are read again only if their document was renamed: nothing else of a module
+        changes, and ids are not used again. The token ids of a few new modules are read as well,
+        since questions ask for them next. Raises `UnknownCollection`.
+        """
         with self._database.reading() as session:
             version = self._version_of(session, collection)
             return self._contents(session, collection, version, known)
@@ -227,9 +244,9 @@ class Catalog:
         ]
 
     def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
-        """Return the texts of those documents that there are, by source id.
+        """Return the texts of documents by source id. Raises `UnknownCollection`.
 
-        Raises `UnknownCollection`.
+        Unknown documents are left out.
         """
         rows = select(DocumentTable.source_id, DocumentTextTable.text)
         every = self._within(rows.join(DocumentTextTable).join(CollectionTable), collection)
@@ -239,7 +256,7 @@ class Catalog:
             return dict(iter(rows_of(session, every, DocumentTable.source_id, wanted)))
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Token ids under this catalog's tokenizer, of the modules that have them."""
+        """Return the token ids of modules under this catalog's tokenizer, where stored."""
         known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
         missing = [number for number in module_ids if number not in known]
         if missing:
@@ -261,7 +278,7 @@ class Catalog:
         return found
 
     def version(self, collection: str) -> CollectionVersion:
-        """Change whenever anything of the collection does. Raises `UnknownCollection`."""
+        """Return the version of a collection. Raises `UnknownCollection`."""
         read = partial(self._read_version, collection)
         unchanged = partial(self._unchanged.read, ("version", collection), read)
         return self._version.read(collection, unchanged)
@@ -269,8 +286,16 @@ class Catalog:
     def version_and_changes(
         self, collection: str, before: CollectionVersion, known: Mapping[int, ModuleRow]
     ) -> tuple[CollectionVersion, Contents | None]:
-        """Read the version of a collection and, if it has changed since `before`, its contents as
-        `reread_modules` does, in one snapshot. Raises `UnknownCollection`."""
+        """Read the version of a collection in one snapshot with its contents, if it has changed.
+
+        Args:
+            collection: The collection.
+            before: Version to compare with.
+            known: Modules at that version, by id; see `reread_modules`.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+        """
         changes: list[Contents] = []
 
         def read() -> CollectionVersion:
@@ -301,7 +326,7 @@ class Catalog:
         return CollectionVersion(*found)
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """Return the versions of all collections, by name."""
+        """Return the id and the revision of each collection, by name."""
         unchanged = partial(self._unchanged.read, "versions", self._read_versions)
         return self._versions.read("", unchanged)
 
@@ -310,14 +335,14 @@ class Catalog:
         return {name: (number, revision) for name, number, revision in rows}
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
-        """Store token ids of a module that was ingested under another tokenizer."""
+        """Store token ids of a module that was ingested with another tokenizer."""
         tokens = np.asarray(token_ids, dtype="<i4").tobytes()
         values = {"tokenizer": self._tokenizer, "token_ids": tokens}
         with self._database.transaction() as session:
             insert_for_module(session, TokenTable, module_id, **values)
 
     def add_key(self, module_id: int, key: KVKey) -> None:
-        """Note that states belong to a module."""
+        """Record that states belong to a module."""
         with self._database.transaction() as session:
             insert_for_module(session, EncodingTable, module_id, key=key)
 
@@ -325,8 +350,11 @@ class Catalog:
         self, collection: str, source_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
     ) -> dict[KVKey, int]:  # fmt: skip
-        """Read the keys of the states of a collection's modules, each with a module that has it.
-        By default of all modules; else of some documents or names. Raises `UnknownCollection`."""
+        """Read the keys of states of modules, each with the id of one module that has it.
+
+        Reads all modules of the collection, or the modules of the given documents and names. Raises
+        `UnknownCollection`.
+        """
         columns = from_modules(EncodingTable.key, ModuleTable.id)
         statement = self._within(columns.join(EncodingTable), collection)
         if source_ids is not None:
@@ -338,8 +366,10 @@ class Catalog:
             return dict(iter(session.execute(statement)))  # a result has `keys`
 
     def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
-        """Delete documents with all that belongs to them, which open jobs then do not store;
-        returns as `replace_documents`.
+        """Delete documents and everything that belongs to them.
+
+        Open jobs will not store them either. Returns keys as `replace_documents` does. Raises
+        `UnknownCollection`.
         """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
@@ -349,7 +379,7 @@ class Catalog:
             return retire(session, delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
-        """Make a collection without documents; False where it is there already."""
+        """Create a collection without documents. Returns whether it is new."""
         with self._database.transaction() as session:
             number = insert_returning(session, CollectionTable, self._new(session, collection))
             return number is not None
@@ -364,8 +394,10 @@ class Catalog:
     def change_calibrations(
         self, collection: str, change: Callable[[str | None], str | None]
     ) -> None:
-        """Replace the calibrations of a collection's answers with a function of the present ones.
-        Raises `UnknownCollection`."""
+        """Replace the calibrations of a collection's answers with a function of the current ones.
+
+        Raises `UnknownCollection`.
+        """
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             own = CollectionTable.id == owner
@@ -374,15 +406,14 @@ class Catalog:
             session.execute(update(CollectionTable).where(own).values(calibrations=change(before)))
 
     def instruction(self, collection: str) -> str | None:
-        """Instruction of a collection's prompts. None, also for a collection that does not exist
-        yet, means the folder's instruction."""
+        """Return the instruction of a collection's prompts, if it has one of its own."""
         try:
             return self.version(collection).instruction
         except UnknownCollection:
             return None
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
-        """Delete a collection with all that belongs to it, and cancels its open jobs.
+        """Delete a collection and everything that belongs to it, and cancel its open jobs.
 
         Returns the number of its documents, and keys as `replace_documents` does. Raises
         `UnknownCollection`.
@@ -401,8 +432,11 @@ class Catalog:
             return len(names), retire(session, freed)
 
     def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:
-        """Count what deleting documents would take, or the whole collection by default. Unknown ids
-        count nothing. Raises `UnknownCollection`."""
+        """Count the documents, modules and states that a deletion would remove.
+
+        Counts the whole collection by default. Unknown ids count nothing. Raises
+        `UnknownCollection`.
+        """
         with self._database.reading() as session:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
@@ -415,10 +449,11 @@ class Catalog:
         return Deletion(len(names), len(modules), *freed)
 
     def rename_document(self, collection: str, source_id: str, to: str) -> None:
-        """Give a document another id; nothing is encoded.
+        """Change the id of a document, without encoding anything.
 
-        Raises `UnknownCollection`, or `DocumentError` where there is no such document, or one of
-        the new name already.
+        Raises:
+            UnknownCollection: There is no such collection.
+            DocumentError: There is no such document, or the new id is taken.
         """
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
@@ -435,8 +470,9 @@ class Catalog:
         return in_collection(statement, self.namespace, collection)
 
     def _change(self, session: Session, name: str) -> int:
-        """Return the id of a collection, made if need be, whose revision is raised: writers of one
-        collection take turns.
+        """Raise the revision of a collection, created if need be, and return its id.
+
+        Writers of one collection wait for each other here.
         """
         row = self._new(session, name)
         insert_new(session, CollectionTable, row)
@@ -447,10 +483,9 @@ class Catalog:
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
 
     def _new(self, session: Session, name: str) -> dict[str, Any]:
-        """Return the row of a collection.
+        """Return the row of a new collection, whose revisions begin at a random epoch.
 
-        Ids of collections come again; a random epoch does not, so that no version does, whatever
-        the clock says.
+        Ids of deleted collections are used again. The epoch keeps versions from repeating.
         """
         owner = namespace_id(session, self.namespace)
         revision = secrets.randbelow(_EPOCHS) * _EPOCH
@@ -476,8 +511,10 @@ class Vectors:
     def read_vectors(
         self, collection: str, ids: Sequence[int] | None = None
     ) -> dict[int, np.ndarray]:
-        """Read vectors [D] float32 of a collection's modules under this embedder, by the modules'
-        ids; of all modules by default. D varies only if the embedder changed under its name."""
+        """Read vectors [D] float32 of a collection's modules by module id. Reads all by default.
+
+        D varies only if the embedder changed under its name.
+        """
         columns = from_modules(VectorTable.module_id, VectorTable.vector).join(VectorTable)
         own = columns.where(VectorTable.embedder == self._embedder)
         statement = in_collection(own, self._namespace, collection).order_by(VectorTable.module_id)
@@ -486,7 +523,7 @@ class Vectors:
             return {row.module_id: np.frombuffer(row.vector, dtype="<f4") for row in rows}
 
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:
-        """Store vectors of modules that were ingested under another embedder, or none."""
+        """Store vectors of modules that were ingested with another embedder, or with none."""
         with self._database.transaction() as session:
             for number, vector in zip(ids, vectors, strict=True):
                 values = {"embedder": self._embedder, "vector": vector.astype("<f4").tobytes()}

@@ -41,16 +41,17 @@ _SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # of PostgreSQL; SQLite read
 
 
 class Database:
-    """One database. SQLite runs in WAL mode with foreign keys enforced; writers take turns from the
-    begin of their transactions, so that none fails half-way.
+    """One database, a SQLite file or PostgreSQL.
 
-    answers: whether it did when it was last read. What can be done without is not asked of one that
-    did not: it may hang, and the store's upkeep asks again every second.
+    SQLite runs in WAL mode with foreign keys enforced. Writers wait for their turn at the begin of
+    a transaction, so that none fails half-way.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.answers = True
+        """Whether the database answered the last read. Optional reads are skipped while it does
+        not: they may hang, and the store's upkeep tries again every second."""
         self._closed = False
         self._writes = sessionmaker(engine, expire_on_commit=False)
         shared = engine.dialect.name == "postgresql"
@@ -61,11 +62,16 @@ class Database:
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Open a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
+        """Open a database: a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
 
-        Creates a file that does not exist, and the tables of an empty database. Raises
-        `ConfigurationError`, `MissingExtra` without PostgreSQL's driver, `NoState` for a file that
-        is no ledger, `LedgerOfOtherVersion`, or another `StoreError`.
+        Creates a file that does not exist, and the tables of an empty database.
+
+        Raises:
+            ConfigurationError: The URL names another kind of database.
+            MissingExtra: PostgreSQL's driver is not installed.
+            NoState: The file is not a ledger.
+            LedgerOfOtherVersion: Another version of ragcache made the tables.
+            StoreError: The database cannot be read or written.
         """
         database = cls.connect(where, busy_seconds)
         with _named_errors(database.name):
@@ -79,7 +85,7 @@ class Database:
 
     @classmethod
     def connect(cls, where: Path | str, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Connect as `open`, and neither checks nor creates tables."""
+        """Connect as `open` does, without checking or creating tables."""
         return cls(_engine(database_url(where), busy_seconds))
 
     @classmethod
@@ -91,27 +97,34 @@ class Database:
 
     @property
     def name(self) -> str:
-        """The file, or the URL without its password."""
+        """Path of the file, or the URL without its password."""
         url = self.engine.url
         return str(url.database) if url.get_backend_name() == "sqlite" else str(url)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that commits at the end, or rolls back on an error. Raises `StoreError`s, and
-        `EngineClosed` after `close`."""
+        """Open a session that commits at the end, or rolls back on an error.
+
+        Raises:
+            StoreError: The database cannot be written.
+            EngineClosed: `close` was called.
+        """
         self._check_open()
         with _named_errors(self.name), self._writes.begin() as session:
             yield session
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that reads one snapshot, and waits for no writer. Raises as `transaction`."""
+        """Open a session that reads one snapshot and waits for no writer.
+
+        Raises as `transaction`.
+        """
         self._check_open()
         with self._noted(), self._reads.begin() as session:
             yield session
 
     def fetch(self, statement: Select[*Ts], **parameters: object) -> Sequence[Row[*Ts]]:
-        """Return the rows of one statement, in a quarter of the time that a session takes.
+        """Return the rows of one statement, in a quarter of the time of a session.
 
         Raises as `transaction`.
         """
@@ -120,17 +133,17 @@ class Database:
             return connection.execute(statement, parameters).all()
 
     def changes(self) -> int | None:
-        """Return a number that is another one once anybody has changed the ledger, in a tenth of
-        the time that a query takes.
+        """Return a number that differs after anybody has changed the ledger.
 
-        Returns None if only queries tell: for PostgreSQL, or for a file that does not answer.
+        Takes a tenth of the time of a query. Returns None for PostgreSQL and for a file that does
+        not answer: only queries tell then.
         """
         self._check_open()
         return self._watch.version()
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Read within the block set `answers`."""
+        """Set `answers` from the reads within the block."""
         try:
             with _named_errors(self.name):
                 yield
@@ -150,8 +163,10 @@ class Database:
 
 
 class _Watch:
-    """A connection to a file of SQLite that never writes, so that all changes are others'.
-    Thread-safe."""
+    """A connection to a SQLite file that never writes, so that all changes are others'.
+
+    Thread-safe.
+    """
 
     def __init__(self, file: str | None) -> None:
         # a file that is gone is not made again
@@ -160,7 +175,7 @@ class _Watch:
         self._lock = threading.Lock()
 
     def version(self) -> int | None:
-        """SQLite's `data_version`. Returns None without a file, or if it does not answer."""
+        """Return SQLite's `data_version`, or None without a file or an answer."""
         if self._uri is None:
             return None
         with self._lock:
@@ -180,14 +195,14 @@ class _Watch:
 
 
 class Unchanged:
-    """Results of queries by name, which hold until anybody changes the ledger. Thread-safe."""
+    """Results of queries by name, valid until anybody changes the ledger. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._values: dict[Hashable, tuple[int, Any]] = {}
 
     def read(self, name: Hashable, query: Callable[[], T]) -> T:
-        """Return the last result under this name, or else run the query. Raises its errors."""
+        """Return the last result of this name, or else run the query. Raises its errors."""
         changes = self._database.changes()  # before the query, which may see more
         known = self._values.get(name)
         if known is not None and known[0] == changes:
@@ -200,22 +215,23 @@ class Unchanged:
 
 
 class StaleCache(Generic[T]):
-    """Results of queries by name, which stand in for a while for a ledger that does not answer.
-    Thread-safe.
+    """Results of queries by name, to use while the ledger does not answer. Thread-safe.
 
-    A ledger that has just failed is left alone for a second: where it is not refused but hangs,
-    every question would wait for it.
+    A ledger that has just failed is not asked for a second: if it hangs, every question would wait
+    for it.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        """seconds: how old a value may be; 0 for none."""
+        """Create an empty cache of values up to `seconds` old. With 0 it never serves a value."""
         self._seconds, self._now = seconds, now
         self._values: dict[str, tuple[float, T]] = {}
         self._failed = -math.inf
 
     def read(self, name: str, query: Callable[[], T]) -> T:
-        """Run the query. If the ledger does not answer, return the last result under this name.
-        Raises the query's errors, and `LedgerUnavailable` if the last result is too old."""
+        """Run the query. If the ledger does not answer, return the last result of this name.
+
+        Raises the query's errors, and `LedgerUnavailable` if there is no result that is new enough.
+        """
         known, now = self._values.get(name), self._now()
         fresh = known is not None and now - known[0] <= self._seconds
         if known is not None and fresh and now - self._failed < _REST_SECONDS:
@@ -273,8 +289,10 @@ def _configure(connection: Any, _: Any) -> None:
 
 
 def _begin(connection: Any) -> None:
-    """A writer waits for its turn here, not at its first write: SQLite would refuse one that has
-    read what another writer has changed since."""
+    """Begin a transaction. A writer waits for its turn here, not at its first write.
+
+    SQLite would refuse a writer whose reads another writer has outdated.
+    """
     begin = connection.get_execution_options().get("ragcache_begin", "BEGIN IMMEDIATE")
     if begin is not None:
         connection.exec_driver_sql(begin)

@@ -1,6 +1,6 @@
 """Documents and modules as rows: how they are stored, read and deleted.
 
-The functions run in the transaction of a `Catalog`, in the collection `owner`.
+The functions run in the transaction of a `Catalog`. `owner` is the id of a collection.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from ragcache.states import KVKey
 
 @dataclass(frozen=True, slots=True)
 class NewModule:
-    """A nested module to store. key: the states that it was encoded to; details: its metadata;
-    places: where runs of its text stand in the document's."""
+    """A nested module to store."""
 
     name: str
     text: str
     token_ids: Sequence[int]
     key: KVKey
+    """Key of its states."""
     vector: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata of the module itself."""
     places: Sequence[tuple[int, int]] = ()
+    """Positions of runs of its text, as pairs of characters: in the module, in the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
-    give it back; modules may repeat headings and leave out space."""
+    """A document to store, which replaces an earlier one of the same `source_id`."""
 
     source_id: str
     uri: str
@@ -52,11 +53,12 @@ class NewDocument:
     modules: Sequence[NewModule]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+    """Whole text of the document. Its modules may repeat headings and leave out space."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedDocument:
-    """A stored document that gets another id and address; nothing else of it changes."""
+    """A stored document that gets another id and address and is otherwise unchanged."""
 
     source_id: str
     to: str
@@ -76,20 +78,22 @@ class Deletion:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tiers."""
+        """Bytes in all tiers."""
         return sum(self.tiers.values())
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRow:
-    """A stored document. attributes: its metadata; modules: how many it has."""
+    """A stored document."""
 
     id: int
     source_id: str
     uri: str
     digest: str
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Metadata of the document."""
     modules: int = 0
+    """Number of its modules."""
 
     @classmethod
     def of(cls, row: DocumentTable, modules: int) -> DocumentRow:
@@ -98,9 +102,7 @@ class DocumentRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """A stored module, with its document's name, address and metadata (`attributes`). details: its
-    own metadata, such as its page and the headings above it; places: where runs of its text
-    stand in the document's, as pairs of characters in the module and in the document."""
+    """A stored module, with the name, address and metadata of its document."""
 
     id: int
     name: str
@@ -108,8 +110,11 @@ class ModuleRow:
     uri: str
     text: str
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Metadata of the document."""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Metadata of the module itself, such as its page and the headings above it."""
     places: Sequence[tuple[int, int]] = field(default=(), hash=False)
+    """Positions of runs of its text, as pairs of characters: in the module, in the document."""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -118,13 +123,13 @@ class ModuleRow:
 
     @property
     def page(self) -> int | None:
-        """The page or slide that the module is from, if its document has such."""
+        """Page or slide that the module is from, if its document has any."""
         page = self.metadata.get("page")
         return page if isinstance(page, int) else None
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """The titles above the module, outermost first."""
+        """Titles above the module, outermost first."""
         headings = self.details.get("headings", ())  # a loader may have metadata of this name too
         return tuple(map(str, headings)) if isinstance(headings, list) else ()
 
@@ -132,7 +137,7 @@ class ModuleRow:
 def insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
 ) -> None:
-    """Store a document in the collection `owner`, which holds none of its name."""
+    """Store a document whose name is free in the collection."""
     row = DocumentTable(
         collection_id=owner, source_id=document.source_id, uri=document.uri,
         digest=document.digest, attributes=dict(document.attributes),
@@ -159,8 +164,7 @@ def insert_rows(
 
 
 def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
-    """Rename documents of the collection `owner`, by way of names that no document has: one may
-    take the name that another one leaves.
+    """Rename documents of a collection. Two documents may swap names.
 
     Raises `DocumentsChanged`.
     """
@@ -186,7 +190,7 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
 
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Delete documents of the collection `owner`; returns the keys that belonged to them."""
+    """Delete documents of a collection. Returns the keys of states that belonged to them."""
     modules, found = modules_of(session, owner, source_ids)
     own = delete(DocumentTable).where(DocumentTable.collection_id == owner)
     for chunk in chunks(source_ids):
@@ -197,7 +201,7 @@ def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list
 def modules_of(
     session: Session, owner: int, source_ids: Sequence[str]
 ) -> tuple[set[int], list[KVKey]]:
-    """Return the modules of documents of the collection `owner`, and the keys of their states."""
+    """Return the ids of the modules of documents, and the keys of their states."""
     encodings = (
         select(ModuleTable.id, EncodingTable.key)
         .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)

@@ -1,9 +1,9 @@
 """Ingestion jobs: one queue in the ledger, which all processes over it share.
 
-Jobs of one target run in the order of their ids. A queued request keeps its documents in the
-ledger until it has ended: where its process dies, another one takes it over. A direct call waits in
-the same queue, but runs in the process that made it. States that are encoded for documents which
-are not stored yet belong to their job.
+Jobs of one target run in the order of their ids. The ledger keeps the documents of a queued request
+until it has ended: if its process dies, another one takes it over. A direct call waits in the same
+queue, but runs in the calling process. States that are encoded for documents before these are
+stored belong to the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, or_, s
 from sqlalchemy.orm import Session, aliased
 
 from ragcache.db.database import Database
-from ragcache.db.sql import Page, check_cursor, check_limit, insert_new, insert_returning, page_of
+from ragcache.db.sql import Page, insert_new, insert_returning, read_page
 from ragcache.db.tables import DEFAULT_NAMESPACE, JobDocumentTable, JobStateTable, JobTable
 from ragcache.errors import (
     EngineClosed,
@@ -40,28 +40,33 @@ NOBODY = ""  # the session of a job that waits for any process
 MAX_JOBS = 256  # open requests
 PROGRESS_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between looks at the queue
+_HELD = select(func.count()).where(JobStateTable.job_id == JobTable.id)
+_JOBS = select(JobTable, _HELD.scalar_subquery())
 _IS_REQUEST = JobTable.request_digest != ""  # no direct call, whose documents only its process has
 
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """An ingestion. target: `collection NAME` or `schema NAME`. status: queued, running, done,
-    failed, canceled or interrupted. done, total: its modules, 0 while they are not known. states:
-    that it still holds. report: files that were skipped, and documents that vanished, were removed
-    or were renamed. Times in Unix seconds."""
+    """An ingestion. Times are Unix seconds."""
 
     id: int
     public_id: str
     target: str
+    """`collection NAME` or `schema NAME`."""
     status: str
+    """`queued`, `running`, `done`, `failed`, `canceled` or `interrupted`."""
     done: int
+    """Number of modules that are stored."""
     total: int
+    """Number of modules. 0 until it is known."""
     states: int
+    """Number of states that the job still owns."""
     error: str
     created_at: float
     started_at: float | None
     finished_at: float | None
     report: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Skipped files, and documents that vanished, were removed or were renamed."""
 
     @property
     def ended(self) -> bool:
@@ -70,13 +75,15 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A request to queue. documents: their contents, for the process that stores them; options:
-    what else that must know. digest: of all of it, by which a repeated request is recognized."""
+    """A request to queue."""
 
     target: str
     digest: str
+    """Digest of the whole request, by which a repeated request is recognized."""
     documents: Sequence[str]
+    """Contents of the documents."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """How to store the documents, for the process that does."""
     report: Mapping[str, Any] = field(default_factory=dict, hash=False)
     idempotency_key: str | None = None
 
@@ -105,8 +112,8 @@ class Jobs:
     """The ingestions of one session in one namespace. Every method is one transaction.
 
     States are encoded before the rows of their documents are written. Until then they belong to the
-    job, and if it fails they still do: the next ingestion of the same target finds them, and ends
-    the earlier job's hold.
+    job, even if it fails: the next ingestion of the same target uses them and ends the job's
+    ownership.
     """
 
     database: Database
@@ -120,7 +127,8 @@ class Jobs:
     def queue(self, request: JobRequest, budget: int) -> tuple[int, bool]:
         """Queue a request, or find the request of the same idempotency key.
 
-        Returns the job's id, and whether it is queued now: new, or tried again under its number.
+        Returns:
+            The job's id, and whether it was queued by this call: as a new job, or as another try.
 
         Raises:
             IdempotencyConflict: The key came with another request before.
@@ -158,8 +166,11 @@ class Jobs:
             return number, True
 
     def take(self) -> TakenJob | None:
-        """Begin to run the next request of any namespace: one of this session, or one whose process
-        has ended. Namespaces take turns; the earlier jobs of its target have ended."""
+        """Begin to run the next request, of any namespace, if there is one.
+
+        Takes requests of this session and of processes that have ended, after the earlier jobs of
+        their target. Namespaces take turns.
+        """
         with self.database.reading() as session:
             if session.scalar(self._next()) is None:
                 return None
@@ -192,8 +203,10 @@ class Jobs:
 
     @contextmanager
     def turn(self, target: str) -> Iterator[int]:
-        """The id of a new job, which is the block: it runs when the earlier jobs of its target have
-        ended. An error in the block ends the job; its states are left to the next one."""
+        """Queue a job for the block, wait until its target is free, and yield the job's id.
+
+        An error in the block ends the job; its states are left to the next one.
+        """
         with self._ended_by_errors(self.begin(target, 0, status="queued")) as job:
             pause = _FIRST_WAIT
             while not self._start(job):
@@ -215,7 +228,7 @@ class Jobs:
 
     @contextmanager
     def running(self, target: str, modules: int) -> Iterator[int]:
-        """The id of a new job, which is the block and begins at once. Ends as in `turn`."""
+        """Begin a job for the block at once, and yield its id. Errors end it as in `turn`."""
         with self._ended_by_errors(self.begin(target, modules)) as job:
             yield job
 
@@ -228,7 +241,7 @@ class Jobs:
             raise
 
     def begin(self, target: str, modules: int, *, status: str = "running") -> int:
-        """Begin a job at once; returns its id."""
+        """Insert a job of this session, and return its id."""
         row = JobTable(
             **self._new(target), session=self.session, status=status, modules=modules,
             started_at=time.time() if status == "running" else None,
@@ -239,20 +252,18 @@ class Jobs:
             return row.id
 
     def describe(self, job: int, modules: int, report: Mapping[str, Any]) -> None:
-        """Note how many modules a running job stores, and what becomes of files and documents that
-        are not simply stored. Raises as `expect`."""
+        """Set the number of modules of a running job, and its report. Raises as `expect`."""
         self._set(job, modules=modules, done=0, report=dict(report))
 
     def finish(self, job: int) -> None:
-        """End a job that had nothing to store; one that has ended stays as it is."""
+        """End a job that had nothing to store. Does nothing if it has ended."""
         with self.database.transaction() as session:
             row = session.get_one(JobTable, job)
             if row.status in OPEN and row.session == self.session:
                 _end(session, job, "done", "")
 
     def progress(self, job: int) -> Callable[[int], None]:
-        """Return a function that writes how many modules of a job are done, once a second at
-        most."""
+        """Return a function that writes how many modules are done, at most once a second."""
         written = time.monotonic()
 
         def note(done: int) -> None:
@@ -264,8 +275,12 @@ class Jobs:
         return note
 
     def expect(self, job: int, keys: Iterable[KVKey]) -> None:
-        """Make a running job an owner of states, before they are encoded. Raises `JobCanceled` or
-        `JobTaken` where it is no longer this session's."""
+        """Make a running job an owner of states, before they are encoded.
+
+        Raises:
+            JobCanceled: The job was canceled.
+            JobTaken: Another process runs the job.
+        """
         rows = [{"job_id": job, "key": key} for key in dict.fromkeys(keys)]
         with self.database.transaction() as session:
             mine = and_(JobTable.id == job, JobTable.session == self.session)
@@ -274,8 +289,11 @@ class Jobs:
             insert_new(session, JobStateTable, rows)
 
     def fail(self, job: int, error: BaseException) -> None:
-        """End a job that was not completed; its states stay for the next one. One that ends because
-        the folder is closed is interrupted, one that has ended stays as it is."""
+        """End a job that was not completed. Its states stay for the next one.
+
+        A job that ends because the folder is closed is interrupted. Does nothing if the job has
+        ended.
+        """
         stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
         status = "interrupted" if stopped else "failed"
         try:
@@ -287,9 +305,11 @@ class Jobs:
             logger.warning("%s; the job counts as running until this process ends", unwritten)
 
     def cancel(self, job: int | str) -> JobRow:
-        """End an open job of this namespace, by its id or public id; one that has ended stays as it
-        is. The process that runs it stops before its next portion of modules, and stores nothing.
-        Raises `UnknownJob`."""
+        """End an open job, by its id or public id. Does nothing if it has ended.
+
+        The process that runs it stops before its next portion of modules, and stores nothing.
+        Raises `UnknownJob`.
+        """
         row = self.get(job)
         with self.database.transaction() as session:
             cancel_jobs(session, JobTable.id == row.id)
@@ -299,33 +319,25 @@ class Jobs:
         """Return the job of an id or a public id. Raises `UnknownJob`."""
         id_column = JobTable.id if isinstance(job, int) else JobTable.public_id
         mine = (JobTable.namespace == self.namespace) & (id_column == job)
-        found = self._rows(select(JobTable).where(mine))
+        found = self._rows(_JOBS.where(mine))
         if not found:
             raise UnknownJob(f"there is no job {job}")
         return found[0]
 
     def page(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
         """Return the namespace's jobs, the newest first. Raises `InvalidRequest`."""
-        check_limit(limit)
         mine = JobTable.namespace == self.namespace
-        rows = select(JobTable).where(mine)
         with self.database.reading() as session:
-            total = session.scalar(select(func.count()).select_from(JobTable).where(mine))
-            if cursor is not None:
-                last = session.scalar(select(JobTable.id).where(mine, JobTable.public_id == cursor))
-                check_cursor(last, cursor)
-                rows = rows.where(JobTable.id < last)
-        read = self._rows(rows.order_by(JobTable.id.desc()).limit(limit + 1))
-        return page_of(read, limit, lambda row: row.public_id, total)
+            column = JobTable.public_id
+            return read_page(session, _JOBS.where(mine), column, _row, cursor, limit, mine)
 
     def listed(self) -> list[JobRow]:
         """Return all jobs of all namespaces, the oldest first."""
-        return self._rows(select(JobTable).order_by(JobTable.id))
+        return self._rows(_JOBS.order_by(JobTable.id))
 
     def _rows(self, statement: Any) -> list[JobRow]:
-        held = select(func.count()).where(JobStateTable.job_id == JobTable.id).scalar_subquery()
         with self.database.reading() as session:
-            return [_row(row, n) for row, n in session.execute(statement.add_columns(held))]
+            return [_row(*row) for row in session.execute(statement)]
 
     def _new(self, target: str) -> dict[str, Any]:
         return {"target": target, "namespace": self.namespace, "created_at": time.time()}
@@ -344,14 +356,14 @@ def collection_target(collection: str) -> str:
 
 
 def cancel_jobs(session: Session, *chosen: ColumnElement[bool]) -> None:
-    """End the open ones of some jobs, whoever runs them."""
+    """End the open jobs among the chosen ones, in whichever session."""
     rows = select(JobTable.id).where(JobTable.status.in_(OPEN), *chosen).order_by(JobTable.id)
     for job in session.scalars(rows.with_for_update()):
         _end(session, job, "canceled", "")
 
 
 def note_deleted(session: Session, namespace: str, target: str, source_ids: Sequence[str]) -> None:
-    """Tell the open jobs of a target that documents were deleted, which they then do not store."""
+    """Record in the open jobs of a target that documents were deleted and must not be stored."""
     same = (JobTable.namespace == namespace) & (JobTable.target == target)
     rows = select(JobTable).where(same, JobTable.status.in_(OPEN)).order_by(JobTable.id)
     for row in session.scalars(rows.with_for_update()):
@@ -360,21 +372,28 @@ def note_deleted(session: Session, namespace: str, target: str, source_ids: Sequ
 
 
 def deleted_meanwhile(session: Session, job: int) -> frozenset[str]:
-    """Documents that were deleted since a job was queued."""
+    """Return the documents that were deleted since a job was queued."""
     options = session.scalars(select(JobTable.options).where(JobTable.id == job)).one()
     return frozenset(options.get("deleted", ()))
 
 
 def hand_over(session: Session, sessions: Sequence[str]) -> None:
-    """Leave the requests of sessions that end to any other process."""
+    """Release the requests of sessions that end, so that any process may run them."""
     chosen = JobTable.session.in_(sessions) & JobTable.status.in_(OPEN) & _IS_REQUEST
     again = {"status": "queued", "session": NOBODY, "started_at": None}
     session.execute(update(JobTable).where(chosen).values(again))
 
 
 def complete(session: Session, job: RunningJob) -> list[KVKey]:
-    """End a job in the transaction that stores its documents. Returns the keys that were held by it
-    and by the ended jobs of its target. Raises `JobCanceled` or `JobTaken`."""
+    """End a job in the transaction that stores its documents.
+
+    Returns:
+        Keys that the job and earlier, ended jobs of its target owned.
+
+    Raises:
+        JobCanceled: The job was canceled.
+        JobTaken: Another process runs the job.
+    """
     done = session.get_one(JobTable, job.id, with_for_update=True)
     if (done.session, done.status) != (job.session, "running"):
         raise _gone(session, job.id)
@@ -389,9 +408,7 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
 
 
 def _is_behind_another() -> ColumnElement[bool]:
-    """Return the condition on queued jobs that another one of their target runs or is to run
-    before.
-    """
+    """Return the condition on queued jobs that another job of their target goes first."""
     other = aliased(JobTable)
     same = and_(other.namespace == JobTable.namespace, other.target == JobTable.target)
     earlier = and_(other.status == "queued", other.id < JobTable.id)

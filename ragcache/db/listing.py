@@ -1,7 +1,7 @@
-"""Lists of collections, documents, modules and evictions, page by page, for operators.
+"""Lists of collections, documents, modules and evictions, page by page.
 
-The size and the uses of a module are the largest of any of its states, and it is sorted by these;
-modules without states come last in either direction.
+A module may have several encodings. Its size and its uses are the largest of any of them. In sorted
+lists, modules without states come last.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from ragcache.db.database import Database
 from ragcache.db.documents import DocumentRow
 from ragcache.db.sql import (
     Page,
-    check_cursor,
     check_limit,
     chunks,
     collection_id,
     count_rows,
     from_modules,
-    page_of,
+    read_page,
 )
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
@@ -49,20 +48,19 @@ Condition = ColumnElement[bool]
 
 @dataclass(frozen=True, slots=True)
 class ModuleFilter:
-    """Which modules; None for any. search: a part of their name or of their document's, in either
-    case."""
+    """Conditions on modules. None allows all values."""
 
     collection: str | None = None
     document: str | None = None
     tier: str | None = None
     pinned: bool | None = None
     search: str | None = None
+    """Part of the module's name or of its document's, in upper or lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleListing:
-    """A module as it is listed. nbytes, tokens, hits: the most of any of its states. used_at: when
-    a prompt last read them; expires_at: both in Unix seconds, None for never."""
+    """A module in a list."""
 
     id: int
     public_id: str
@@ -70,38 +68,47 @@ class ModuleListing:
     document: str
     collection: str
     tokens: int
+    """Number of tokens of its longest states."""
     nbytes: int
+    """Bytes of its largest states."""
     tiers: tuple[str, ...]
     hits: int
+    """Uses of its most used states."""
     used_at: float | None
+    """Time of the last prompt that read its states, in Unix seconds, if any."""
     pinned: bool
     expires_at: float | None
+    """Time at which the first of its states expire, in Unix seconds, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """States of a module in one tier. mode: how they were encoded."""
+    """States of a module in one tier."""
 
     key: str
     tier: str
     mode: str
+    """Encoding mode."""
     kv_dtype: str
     tokens: int
     nbytes: int
     hits: int
     used_at: float | None
+    """Time of the last use in Unix seconds, if any."""
     pinned: bool
     expires_at: float | None
+    """Unix seconds. Unset without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleDetail:
-    """A module in full. attributes: its document's metadata."""
+    """A module with its text, metadata and states."""
 
     listing: ModuleListing
     text: str
     uri: str
     attributes: Mapping[str, Any]
+    """Metadata of its document and of the module."""
     states: tuple[HeldState, ...]
 
 
@@ -116,35 +123,32 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class EvictionRow:
-    """States that left a tier. module: the name of one that they belong
-    to, None where none is left or they are a schema's. at: Unix seconds."""
+    """States that left a tier."""
 
     id: int
     public_id: str
     key: str
     module: str | None
+    """Name of a module that they belong to. Unset without one, and for states of a schema."""
     tier: str
     reason: str
     nbytes: int
     at: float
+    """Unix seconds."""
 
 
 def collection_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[CollectionRow]:
     """Return the collections of a namespace, by name. Raises `InvalidRequest`."""
-    check_limit(limit)
     inside = DocumentTable.collection_id == CollectionTable.id
-    every = select(
+    rows = select(
         CollectionTable.name,
         _count(DocumentTable).where(inside).scalar_subquery(),
         _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
     ).join(NamespaceTable).where(NamespaceTable.name == namespace)  # fmt: skip
-    rows = every if cursor is None else every.where(CollectionTable.name > cursor)
     with database.reading() as session:
-        ordered = rows.order_by(CollectionTable.name).limit(limit + 1)
-        found = [CollectionRow(*row) for row in session.execute(ordered)]
-        return page_of(found, limit, lambda row: row.name, count_rows(session, every))
+        return read_page(session, rows, CollectionTable.name, CollectionRow, cursor, limit)
 
 
 def document_page(
@@ -155,27 +159,23 @@ def document_page(
 
     Raises `InvalidRequest`, or `UnknownCollection`.
     """
-    check_limit(limit)
     modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
+    rows = select(DocumentTable, modules.scalar_subquery())
     with database.reading() as session:
-        owner = collection_id(session, collection, namespace)
-        chosen = DocumentTable.collection_id == owner
-        rows = select(DocumentTable, modules.scalar_subquery()).where(chosen)
-        if cursor is not None:
-            rows = rows.where(DocumentTable.source_id > cursor)
-        ordered = session.execute(rows.order_by(DocumentTable.source_id).limit(limit + 1))
-        found = [DocumentRow.of(row, count) for row, count in ordered]
-        total = session.scalar(_count(DocumentTable).where(chosen))
-    return page_of(found, limit, lambda row: row.source_id, total)
+        rows = rows.where(
+            DocumentTable.collection_id == collection_id(session, collection, namespace)
+        )
+        return read_page(session, rows, DocumentTable.source_id, DocumentRow.of, cursor, limit)
 
 
 def eviction_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[EvictionRow]:
-    """Evictions of states that belong to the namespace, the newest first. The default namespace
-    also lists states that nothing owns any more, of which only a digest is left. They are not
-    counted. Raises `InvalidRequest`."""
-    check_limit(limit)
+    """Return evictions of states that belong to a namespace, the newest first, uncounted.
+
+    The default namespace also lists evicted states that no longer belong to anything. Raises
+    `InvalidRequest`.
+    """
     row, module, schema = EvictionTable, *_owners(namespace)
     visible = module.is_not(None) | schema
     if namespace == DEFAULT_NAMESPACE:
@@ -184,21 +184,14 @@ def eviction_page(
     columns = (row.id, row.public_id, row.key, module, row.tier, row.reason, row.nbytes, row.at)
     rows = select(*columns).where(visible)
     with database.reading() as session:
-        if cursor is not None:
-            last = session.scalar(select(row.id).where(row.public_id == cursor))
-            check_cursor(last, cursor)
-            rows = rows.where(row.id < last)
-        ordered = session.execute(rows.order_by(row.id.desc()).limit(limit + 1))
-        found = [EvictionRow(*each) for each in ordered]
-    return page_of(found, limit, lambda row: row.public_id)
+        return read_page(session, rows, row.public_id, EvictionRow, cursor, limit, counted=False)
 
 
 def _owners(namespace: str) -> tuple[ColumnElement[Any], Condition]:
-    """Return the name of the first module of a namespace that evicted states belong to, and whether
-    a schema of it has them.
+    """Return two columns: the first module of evicted states, and whether a schema has them.
 
-    The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite has
-    no index by which it would rather begin with all that the namespace holds.
+    The second is whether a schema of the namespace has the states. The query finds the owners of
+    each key first: `+ 0` keeps SQLite from an index by which it would read the whole namespace.
     """
     number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
     names = from_modules(ModuleTable.name).join(EncodingTable)
@@ -215,11 +208,7 @@ def _count(table: Any) -> Any:
 def list_modules(
     database: Database, collection: str | None = None, namespace: str = DEFAULT_NAMESPACE
 ) -> list[ModuleListing]:
-    """Return every module of a namespace, or of one collection, with the size, tiers and hits of
-    its states.
-
-    Raises `UnknownCollection`.
-    """
+    """Return all modules of a namespace or a collection. Raises `UnknownCollection`."""
     statement = _in_namespace(namespace, ModuleTable.id)
     statement = statement.order_by(CollectionTable.name, ModuleTable.id)
     with database.reading() as session:
@@ -230,9 +219,9 @@ def list_modules(
 
 
 def module_detail(database: Database, module: int | str, namespace: str) -> ModuleDetail:
-    """Return a module with its text and states, by its id or public id.
+    """Return a module by its id or public id. Raises `UnknownModule`.
 
-    Raises `UnknownModule`, also for a module of another namespace.
+    A module of another namespace is unknown.
     """
     id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
     columns = (
@@ -252,9 +241,9 @@ def module_detail(database: Database, module: int | str, namespace: str) -> Modu
 
 
 def held_keys(database: Database, modules: Sequence[int], namespace: str) -> list[KVKey]:
-    """Return the keys of the states that tiers hold of modules.
+    """Return the keys of modules' states in any tier. Raises `UnknownModule`.
 
-    Raises `UnknownModule`, also for a module of another namespace.
+    A module of another namespace is unknown.
     """
     keys: dict[KVKey, None] = {}
     with database.reading() as session:
@@ -284,7 +273,7 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
 
 
 def _in_namespace(namespace: str, *columns: Any) -> Select[Any]:
-    """Columns of the modules of a namespace."""
+    """Select columns of the modules of a namespace."""
     return from_modules(*columns).join(NamespaceTable).where(NamespaceTable.name == namespace)
 
 
@@ -322,7 +311,7 @@ def module_page(
     database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
     descending: bool = False, cursor: str | None = None, limit: int = 100,
 ) -> Page[ModuleListing]:  # fmt: skip
-    """Return a page of a namespace's modules. Raises `InvalidRequest`, or `UnknownCollection`."""
+    """Return a page of a namespace's modules. Raises `InvalidRequest` or `UnknownCollection`."""
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
     check_limit(limit)
@@ -348,7 +337,7 @@ def _offset(cursor: str | None) -> int:
 
 
 def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
-    """Modules in order. Modules without states come last."""
+    """Sort modules. Modules without states come last."""
     if sort in ("id", "name"):
         column = getattr(ModuleTable, sort)
     else:
@@ -361,7 +350,7 @@ def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
 
 
 def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
-    """Yield the conditions on a module, besides its collection."""
+    """Yield the conditions of a filter, except the collection."""
     if wanted.document is not None:
         yield DocumentTable.source_id == wanted.document
     if wanted.tier is not None:
@@ -375,13 +364,16 @@ def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
 
 
 def _holding(chosen: Condition) -> Select[Any]:
-    """Return the modules of some states, which are read once and not for each module."""
+    """Select the modules of some states. One query reads all of them."""
     rows = select(EncodingTable.module_id).join(StateTable, StateTable.key == EncodingTable.key)
     return rows.where(chosen)
 
 
 def _contains(session: Session, column: Any, search: str) -> Condition:
-    """SQLite's LIKE ignores the case of ASCII letters as it is."""
+    """Return the condition that a column contains a text, in upper or lower case.
+
+    SQLite's LIKE ignores the case of ASCII letters by default.
+    """
     for sign in "\\%_":
         search = search.replace(sign, f"\\{sign}")
     like = column.ilike if session.get_bind().dialect.name == "postgresql" else column.like

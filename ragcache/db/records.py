@@ -15,13 +15,13 @@ from ragcache.errors import ConfigurationError, LedgerUnavailable
 
 
 class Records:
-    """The records of one indexing, `space`, in a namespace. Every method is one transaction."""
+    """The records of one indexing in a namespace. Every method is one transaction."""
 
     def __init__(self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE) -> None:
         self._database, self._space, self._namespace = database, space, namespace
 
     def now(self) -> float:
-        """Unix seconds by the clock that all writers of the ledger share."""
+        """Return Unix seconds by the clock that all writers of the ledger share."""
         if self._database.engine.dialect.name != "postgresql":
             return time.time()
         with self._database.reading() as session:
@@ -31,10 +31,11 @@ class Records:
         self, keys: Sequence[str], group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
     ) -> None:  # fmt: skip
-        """Record that keys were written now; a known key gets the new time and group.
+        """Record that keys were written now, with their groups.
 
-        Raises `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where
-        the clock shows a time before `time_at_least`: it was set back.
+        Raises:
+            ConfigurationError: There are not as many groups as keys.
+            LedgerUnavailable: The clock was set back: its time is before `time_at_least`.
         """
         groups = group_ids if group_ids is not None else [None] * len(keys)
         if len(groups) != len(keys):
@@ -52,7 +53,7 @@ class Records:
             upsert(session, RecordTable, rows, ("group_id", "updated_at"))
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is known."""
+        """Return for each key whether it has a record."""
         with self._database.reading() as session:
             mine = self._mine(select(RecordTable.key))
             found = {key for (key,) in rows_of(session, mine, RecordTable.key, keys)}
@@ -62,8 +63,14 @@ class Records:
         self, *, before: float | None = None, after: float | None = None,
         group_ids: Sequence[str] | None = None, limit: int | None = None,
     ) -> list[str]:  # fmt: skip
-        """Keys that were last written before or after a time, the oldest first. group_ids: only of
-        these groups."""
+        """Return keys by the time of their last writing, the oldest first.
+
+        Args:
+            before: Only keys written before this time, in Unix seconds.
+            after: Only keys written after this time.
+            group_ids: Only keys of these groups.
+            limit: Maximum number of keys.
+        """
         chosen = self._mine(select(RecordTable.key))
         if before is not None:
             chosen = chosen.where(RecordTable.updated_at < before)
@@ -80,7 +87,7 @@ class Records:
         return found
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget keys; unknown ones are no error."""
+        """Delete the records of keys. Unknown keys are ignored."""
         with self._database.transaction() as session:
             number = namespace_id(session, self._namespace)
             mine = (RecordTable.namespace_id == number) & (RecordTable.space == self._space)

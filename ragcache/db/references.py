@@ -1,5 +1,7 @@
-"""References to states: what owns them. States that lose their last owner are retired in the same
-transaction."""
+"""Owners of states: modules, schemas, scaffolds and jobs.
+
+States that lose their last owner are retired in the same transaction.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,23 @@ from ragcache.tiers import memory_tiers
 
 RETIREMENTS_KEPT = 3600.0  # seconds
 ROOT_MODE = "root"
-"""The mode of preambles, which belong to the store: other states are encoded after them."""
+"""Mode of preambles, which belong to the store: other states are encoded after them."""
 
 # Jobs come first: what one hands over to a module while the tables are read is seen in either.
 _OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
 
 
 def is_unowned() -> ColumnElement[bool]:
-    """Return the condition on rows of `StateTable` that no module, schema, scaffold or job owns
-    them, nor the store itself.
-    """
+    """Return the condition on rows of `StateTable` that nothing owns them, nor the store itself."""
     owned = [exists().where(table.key == StateTable.key) for table in _OWNERS]
     return and_(StateTable.mode != ROOT_MODE, *(~owner for owner in owned))
 
 
 def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
-    """Delete the rows of keys without an owner, and returns these keys.
+    """Delete the rows of keys without an owner, and return these keys.
 
-    Rows of memory tiers stay: each process forgets its own, and what it has on its disk, when it
-    reads of the retirement. `KVStore.discard` deletes the blobs after the transaction.
+    Rows of memory tiers stay: each process removes its own copies, in memory and on its disk, when
+    it reads of the retirement. `KVStore.discard` deletes the blobs after the transaction.
     """
     retired: list[KVKey] = []
     for chunk in chunks(sorted(set(keys))):
@@ -62,7 +62,10 @@ def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
 
 
 def _announce(session: Session, keys: Sequence[KVKey]) -> None:
-    """Tell all processes. A process that was silent for an hour looks for itself."""
+    """Announce retired keys to all processes.
+
+    Announcements are kept for an hour: a process that was silent for longer searches the ledger.
+    """
     if keys:
         now = session.scalars(select(clock(session))).one()
         rows = [{"key": key, "at": now} for key in keys]
@@ -75,8 +78,11 @@ def _announce(session: Session, keys: Sequence[KVKey]) -> None:
 def freed_states(
     session: Session, keys: Iterable[KVKey], modules: Set[int], scaffolds: Set[int]
 ) -> tuple[int, dict[str, int]]:
-    """How many of these keys have states that nothing besides the modules and scaffolds owns, and
-    the bytes of these states by tier, on all machines."""
+    """Return the number and the bytes of states that only these modules and scaffolds own.
+
+    Returns:
+        The number of keys that have such states, and their bytes by tier, on all machines.
+    """
     number, sizes = 0, Counter[str]()
     for chunk in chunks(sorted(set(keys))):
         kept = _owned(session, chunk, modules, scaffolds)
@@ -97,7 +103,7 @@ def _owned(
     session: Session, keys: list[KVKey], modules: Set[int] = frozenset(),
     scaffolds: Set[int] = frozenset(),
 ) -> set[KVKey]:  # fmt: skip
-    """Return the keys that anything besides these modules and scaffolds owns."""
+    """Return the keys that have an owner besides these modules and scaffolds."""
     owned: set[KVKey] = set()
     leaving = {EncodingTable: (EncodingTable.module_id, modules),
                ScaffoldTable: (ScaffoldTable.id, scaffolds)}  # fmt: skip

@@ -1,8 +1,7 @@
-"""Residency: which sessions have states in memory, from the rows that they write themselves.
+"""Residency: which sessions hold states in memory, from the rows that the sessions write.
 
-Each process writes what its memory gains and loses once a second, so any other one can ask for the
-modules of a request when it comes: no events can be lost, and nothing is built again after a
-restart.
+Each process writes once a second which states its memory gained and lost. Any process can look up
+the modules of a request when it arrives: no event can be lost, and a restart rebuilds nothing.
 """
 
 from __future__ import annotations
@@ -39,34 +38,31 @@ _key_of = attrgetter("key")
 
 @dataclass(frozen=True, slots=True)
 class LocatedStates:
-    """The modules of a request and, by their keys, the sessions that have each in memory, with its
-    tier: `device`, or `host` where it is not on the device."""
+    """The modules of a request, and the sessions that hold their states in memory."""
 
     modules: tuple[RoutedModule, ...] = ()
     holds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Tier of the states, `device` or `host`, by key and session. `device` if a session has
+    both."""
 
 
 @dataclass(slots=True)
 class Residency:
-    """Locates the states of requests. Thread-safe.
-
-    Attributes:
-        database: Where sessions write their rows.
-        seconds: The age from which on a module's rows are read again. Where the ledger does not
-            answer, older ones count, and unknown modules are nowhere.
-        clock: Seconds; `time.monotonic` by default.
-    """
+    """Locates the states of requests. Thread-safe."""
 
     database: Database
     seconds: float = 1.0
+    """Age from which a module's rows are read again. While the ledger does not answer, older rows
+    count, and modules without rows are nowhere."""
     clock: Callable[[], float] = time.monotonic
+    """Monotonic clock, in seconds."""
     _known: dict[Hashable, tuple[float, LocatedStates]] = field(default_factory=dict)
 
     def locate_modules(self, module_ids: Sequence[int]) -> LocatedStates:
-        """Return the states of modules.
+        """Locate the states of modules. Modules without states are left out.
 
-        One that is encoded in several ways counts once, at its largest, and a session with any of
-        them has it. One without states is left out.
+        A module with several encodings counts once, with the size of the largest. A session holds
+        it if it holds any of them.
         """
         ids = list(dict.fromkeys(module_ids))
         known = self._known  # `_remember` may begin a new one, also in another thread
@@ -80,8 +76,9 @@ class Residency:
         return _joined(found[number] for number in ids if number in found)
 
     def locate_schema(self, name: str, namespace: str) -> LocatedStates:
-        """Return all states of a schema: the ledger does not tell them apart by their modules'
-        names.
+        """Locate all states of a schema.
+
+        The ledger does not record which module each belongs to.
         """
         schema = namespace, name
         if self._is_old(schema):

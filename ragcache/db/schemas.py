@@ -32,7 +32,7 @@ from ragcache.states import KVKey
 
 @dataclass(frozen=True, slots=True)
 class SchemaText:
-    """The text of a schema, and where its prompts place its modules."""
+    """The text of a schema and the placement of its modules in prompts."""
 
     text: str
     placement: str
@@ -51,10 +51,10 @@ class SchemaTexts:
         keys: Iterable[KVKey] = (),
         job: RunningJob | None = None,
     ) -> list[KVKey]:
-        """Store a schema with the keys of its modules' states, in place of an earlier one of its
-        name.
+        """Store a schema with the keys of its modules' states, and replace one of the same name.
 
-        Returns the keys of states without an owner; their rows are gone already.
+        Returns:
+            Keys of states without an owner. Their rows are deleted already.
         """
         with self._database.transaction() as session:
             freed = self._delete(session, name) or []
@@ -77,7 +77,7 @@ class SchemaTexts:
                 _own(session, found, keys)
 
     def get_schema(self, name: str) -> SchemaText | None:
-        """Read a schema. Returns None if there is none of the name."""
+        """Read a schema, or return None without one of this name."""
         with self._database.reading() as session:
             row = session.scalar(self._named(select(SchemaTable), name))
             return None if row is None else SchemaText(row.text, row.placement)
@@ -90,7 +90,7 @@ class SchemaTexts:
             return list(session.scalars(mine))
 
     def delete_schema(self, name: str) -> list[KVKey]:
-        """Delete a schema; returns as `put_schema`. Raises `UnknownSchema`."""
+        """Delete a schema. Returns keys as `put_schema` does. Raises `UnknownSchema`."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)
             if freed is None:
@@ -98,7 +98,7 @@ class SchemaTexts:
             return retire(session, freed)
 
     def _delete(self, session: Session, name: str) -> list[KVKey] | None:
-        """Delete a schema and return the keys that it owned. None if there is no such schema."""
+        """Delete a schema, if it exists, and return the keys that it owned, or None."""
         found = session.scalar(self._named(select(SchemaTable.id), name))
         if found is None:
             return None
@@ -129,8 +129,9 @@ class ScaffoldRows:
         self._database, self._namespace = database, namespace
 
     def read_scaffolds(self, collection: str) -> set[tuple[Members, KVKey]]:
-        """Return all scaffolds of a collection with the keys of their states; none where it does
-        not exist.
+        """Return the scaffolds of a collection with the keys of their states.
+
+        An unknown collection has none.
         """
         columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
         with self._database.reading() as session:
@@ -138,7 +139,7 @@ class ScaffoldRows:
             return {(tuple(members), key) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
-        """Store the key of a scaffold, unless one of its modules was deleted meanwhile."""
+        """Store the key of a scaffold, unless one of its modules has been deleted."""
         chosen = in_collection(select(CollectionTable.id), self._namespace, collection)
         with self._database.transaction() as session:
             owner = session.scalar(chosen.with_for_update())
@@ -153,13 +154,16 @@ class ScaffoldRows:
 
 
 def scaffolds_of(session: Session, owner: int, modules: Set[int]) -> list[ScaffoldTable]:
-    """Scaffolds of a collection that hold any of these modules."""
+    """Return the scaffolds of a collection that contain any of these modules."""
     rows = session.scalars(select(ScaffoldTable).where(ScaffoldTable.collection_id == owner))
     return [row for row in rows if not modules.isdisjoint(row.members)]
 
 
 def delete_scaffolds(session: Session, owner: int, modules: Set[int]) -> list[KVKey]:
-    """Delete the scaffolds of a collection that hold any of these modules. Returns their keys."""
+    """Delete the scaffolds of a collection that contain any of these modules.
+
+    Returns their keys.
+    """
     gone = scaffolds_of(session, owner, modules)
     for row in gone:
         session.delete(row)

@@ -1,7 +1,7 @@
 """Sessions, one for each process that has the store open, and their claims on keys.
 
-Rows of memory tiers, claims and running jobs belong to a session and end with it. Whether a session
-of another machine lives is decided by the database's clock: machines' clocks need not agree.
+Rows of memory tiers, claims and running jobs belong to a session and end with it. The database's
+clock decides whether a session of another machine lives, so that machines' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another sess
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from later ones of the same number."""
+    """A process, distinguished from later processes with the same number."""
 
     machine: str
     pid: int
     started: str
-    """Seconds from the machine's boot to the start of the process: its clock may be set."""
+    """Seconds from the machine's boot to the start of the process. Setting the clock does not
+    change it."""
 
     @classmethod
     def here(cls) -> ProcessIdentity:
@@ -76,15 +77,15 @@ class LedgerStatus:
     """Revision of a ledger, and the processes that use it."""
 
     revision: str | None
-    """Revision of its tables. None if it is empty."""
+    """Revision of its tables, if it has any."""
     head: str
-    """Revision that this ragcache reads and writes. It refuses every other one."""
+    """Revision that this version of ragcache reads and writes. It refuses every other one."""
     sessions: tuple[LivingSession, ...]
     """Processes that have the ledger open. Empty for a ledger of another revision."""
 
 
 def ledger_status(where: Path | str) -> LedgerStatus:
-    """Read the revision of a ledger and who has it open, and change nothing.
+    """Read the revision of a ledger and the processes that have it open. Changes nothing.
 
     Args:
         where: Path or URL, as for `Database.open`.
@@ -104,29 +105,32 @@ def ledger_status(where: Path | str) -> LedgerStatus:
 
 @dataclass(slots=True)
 class Sessions:
-    """This process's session in a ledger. generation: how often it has begun."""
+    """The session of the current process in a ledger."""
 
     database: Database
     id: str = field(default_factory=lambda: uuid4().hex)
     generation: int = 1
+    """Number of times that the session has begun."""
     _last_beat: float = field(default_factory=time.monotonic)
     _last_look: float = -_LEFTOVER_SECONDS
     _reaps_from: float = 0.0
 
     def begin(self) -> None:
-        """Write this session's row and end the sessions that died."""
+        """Write the row of this session, and end sessions whose process has died."""
         with self.database.transaction() as session:
             session.add(self._row(session))
         self.reap_dead()
 
     def heartbeat(self) -> bool:
-        """Write that this process lives, and ends the sessions that died.
+        """Record that this process lives, and end sessions whose process has died.
 
-        Returns False where others had ended this one, which was silent for too long: it begins
-        again under the next generation, without its claims and without its rows of memory tiers.
+        A process that was silent itself, because it was halted or the ledger did not answer, first
+        gives the others time for a heartbeat.
 
-        A process that was silent itself (it was halted, or the ledger was away for all) lets the
-        others beat before it ends any.
+        Returns:
+            Whether the session was still alive. If others had ended it because it was silent for
+            too long, it begins again under the next generation, without its claims and its rows of
+            memory tiers.
         """
         with self.database.transaction() as session:
             mine = update(SessionTable).where(SessionTable.id == self.id)
@@ -143,14 +147,15 @@ class Sessions:
         return alive
 
     def end(self) -> None:
-        """End this session with what belonged to it."""
+        """End this session and everything that belongs to it."""
         with self.database.transaction() as session:
             hand_over(session, [self.id])
             end_sessions(session, [self.id])
 
     def reap_dead(self) -> None:
-        """End the sessions that died, and what belongs to no session: a process that was silent may
-        have claimed keys after others ended its session.
+        """End the sessions whose process has died, and delete claims and rows without a session.
+
+        A process that was silent may have claimed keys after others ended its session.
         """
         now = time.monotonic()
         if now < self._reaps_from:
@@ -175,7 +180,7 @@ class Sessions:
 
 
 def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:
-    """Yield every session, the seconds since its last heartbeat, and whether its process has died."""
+    """Yield every session, the seconds since its last heartbeat, and whether it is dead."""
     silent = clock(session) - SessionTable.heartbeat
     rows = select(SessionTable, silent).order_by(SessionTable.machine, SessionTable.pid)
     for row, seconds in session.execute(rows):
@@ -184,7 +189,7 @@ def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:
 
 
 def _machine() -> str:
-    """Distinguish process numbers: host, boot and, on Linux, the namespace of the numbers."""
+    """Return the scope of process numbers: host, boot and, on Linux, their namespace."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -197,7 +202,7 @@ def _started(process: psutil.Process) -> str:
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
-    """Forget sessions: their memory tiers and claims go, direct ingestions are interrupted."""
+    """Delete sessions with their claims and rows of memory tiers. Interrupts their ingestions."""
     if not ids:
         return
     lock_rows(session, SessionTable, SessionTable.id.in_(ids))
@@ -227,17 +232,16 @@ def _without_session() -> ColumnElement[bool]:
 
 @dataclass(frozen=True, slots=True)
 class KeyLocks:
-    """The claims of one session on the ledger's keys, so that no two processes touch a blob at
-    once.
+    """The claims of one session on keys, so that no two processes touch a blob at once.
 
-    A blob of a shared tier is written or deleted under the claim on its key, which is given back in
-    the transaction that changes the row, or after it.
+    A blob of a shared tier is written or deleted under the claim on its key. The claim is released
+    in the transaction that changes the row, or after it.
     """
 
     sessions: Sessions
 
     def acquire(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Claim the keys that no living session has claimed, and returns them."""
+        """Claim the keys that no living session has claimed, and return them."""
         with self.sessions.database.transaction() as session:
             taken = self.acquire_within(session, keys)
         if len(taken) < len(keys):
@@ -255,7 +259,7 @@ class KeyLocks:
         return [key for key in keys if key not in busy]
 
     def release(self, keys: Iterable[KVKey]) -> None:
-        """Give claims back."""
+        """Release claims."""
         keys = list(keys)
         if keys:
             with self.sessions.database.transaction() as session:
@@ -268,8 +272,9 @@ class KeyLocks:
             session.execute(mine.where(ClaimTable.key.in_(chunk)))
 
     def wait_for(self, keys: Sequence[KVKey], seconds: float) -> bool:
-        """Wait until others have released one of the keys; False where none was after so many
-        seconds.
+        """Wait until a key is free of other sessions' claims.
+
+        Returns whether one was within `seconds`.
         """
         deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
         while len(self._claimed_by_others(keys)) == len(set(keys)):
@@ -281,8 +286,7 @@ class KeyLocks:
         return True
 
     def held_among(self, session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
-        """Keys that this session has claimed, of the given ones. Their claims are locked until the
-        end of the transaction."""
+        """Return the keys that this session has claimed. Locks the claims for the transaction."""
         held: set[KVKey] = set()
         for chunk in chunks(sorted(keys)):
             mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(chunk)

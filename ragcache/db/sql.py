@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
@@ -52,14 +53,14 @@ def insert_new(session: Session, table: type[Base], rows: Rows) -> None:
 
 
 def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]) -> int | None:
-    """Insert a row. Returns its id, or None if its key or unique name exists already."""
+    """Insert a row. Returns its id, unless its key or unique name exists already."""
     statement = _insert(session, table).on_conflict_do_nothing()
     number: int | None = session.scalar(statement.values(row).returning(table.__table__.c.id))
     return number
 
 
 def namespace_id(session: Session, name: str) -> int:
-    """Return the id of a namespace, made if need be."""
+    """Return the id of a namespace, and create the namespace if it does not exist."""
     insert_new(session, NamespaceTable, {"name": name})
     return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
@@ -75,9 +76,9 @@ def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[st
 
 
 def clock(session: Session) -> ColumnElement[float]:
-    """Return the database's clock in Unix seconds, which machines that share it agree by.
+    """Return the database's clock in Unix seconds, which all machines that share it agree on.
 
-    Of a SQLite file it is the machine's.
+    A SQLite file has the clock of its machine.
     """
     if session.get_bind().dialect.name == "postgresql":
         return cast(extract("epoch", func.clock_timestamp()), Double())
@@ -85,10 +86,10 @@ def clock(session: Session) -> ColumnElement[float]:
 
 
 def lock_rows(session: Session, table: type[Base], *chosen: ColumnElement[bool]) -> None:
-    """Lock rows until the end of the transaction, in the order of their primary key: transactions
-    that change many rows then never wait for each other in a circle.
+    """Lock rows until the end of the transaction, in the order of their primary key.
 
-    SQLite has one writer.
+    The order keeps transactions that change many rows from deadlocks. SQLite has one writer and
+    needs no locks.
     """
     if session.get_bind().dialect.name == "postgresql":
         primary = list(table.__table__.primary_key)
@@ -96,13 +97,13 @@ def lock_rows(session: Session, table: type[Base], *chosen: ColumnElement[bool])
 
 
 def table_of(rows: Sequence[Mapping[str, int | float | str]]) -> CTE:
-    """Rows of numbers and texts as a table, to update others from in one statement."""
+    """Return a table of numbers and texts, from which one statement updates other tables."""
     columns = [column(name, _TYPES[type(value)]) for name, value in rows[0].items()]
     return values(*columns, name="given").data([tuple(row.values()) for row in rows]).cte("given")
 
 
 def insert_for_module(session: Session, table: type[Base], module_id: int, **values: Any) -> None:
-    """Put a row of a module, unless another process deleted the module meanwhile."""
+    """Insert or replace a row of a module, unless another process has deleted the module."""
     columns = [table.__table__.c[name] for name in values]
     typed = [literal(v, c.type) for v, c in zip(values.values(), columns, strict=True)]
     rows: Select[Any] = select(ModuleTable.id, *typed).where(ModuleTable.id == module_id)
@@ -112,7 +113,7 @@ def insert_for_module(session: Session, table: type[Base], module_id: int, **val
 
 
 def chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Split items into lists of at most as many as one statement takes."""
+    """Split items into lists that fit into one statement."""
     every = list(items)
     return (every[i : i + CHUNK] for i in range(0, len(every), CHUNK))
 
@@ -120,8 +121,10 @@ def chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
 def rows_of(
     session: Session, statement: Select[*Ts], column: Any, values: Iterable[object] | None
 ) -> Iterator[Row[*Ts]]:
-    """Rows of a statement whose column has one of the values, in as many statements as that takes.
-    None reads all rows."""
+    """Yield the rows of a statement whose column has one of the values. None selects all rows.
+
+    Runs as many statements as the values need.
+    """
     if values is None:
         yield from session.execute(statement)
     else:
@@ -141,7 +144,7 @@ def from_modules(*columns: Any) -> Select[Any]:
 
 
 def in_collection(statement: Select[*Ts], namespace: str, collection: str) -> Select[*Ts]:
-    """Rows of one collection, of a statement that has joined the collections."""
+    """Restrict a statement that has joined the collections to one collection."""
     named = (NamespaceTable.name == namespace) & (CollectionTable.name == collection)
     return statement.join(NamespaceTable).where(named)
 
@@ -171,35 +174,70 @@ class Page(Generic[ItemT]):
 
     items: tuple[ItemT, ...]
     next: str | None = None
-    """Cursor of the following page: the name or public id of the last item, or how many items came
-    before. None after the last page."""
+    """Cursor of the next page: the name or public id of the last item, or the number of items
+    before it. None after the last page."""
     total: int | None = None
-    """Number of items in the whole list. None where it is not counted."""
+    """Number of items in the whole list, if counted."""
 
 
-def check_limit(limit: int) -> int:
-    """Raises `InvalidRequest` for a size that no page may have."""
+def check_limit(limit: int) -> None:
+    """Raise `InvalidRequest` unless a page may have this many items."""
     if not 1 <= limit <= MOST:
         raise InvalidRequest(f"limit is {limit}; it must be from 1 to {MOST}")
-    return limit
 
 
 def page_of(
     rows: Sequence[ItemT], limit: int, key: Callable[[ItemT], str], total: int | None = None
 ) -> Page[ItemT]:
-    """Return the page of rows, one more of which were read if there are more. key: the cursor
-    behind a row.
+    """Return the first `limit` rows as a page.
+
+    Args:
+        rows: The rows of the page, and one more if the list goes on.
+        limit: Maximum number of items.
+        key: Function from an item to the cursor of the items after it.
+        total: Number of items in the whole list.
     """
     items = tuple(rows[:limit])
     return Page(items, key(items[-1]) if len(rows) > limit else None, total)
 
 
 def count_rows(session: Session, rows: Select[Any]) -> int:
-    """How many rows a statement gives."""
-    return session.scalars(select(func.count()).select_from(rows.subquery())).one()
+    """Return the number of rows of a statement."""
+    number = rows.with_only_columns(func.count(), maintain_column_froms=True)
+    return session.scalars(number).one()
 
 
-def check_cursor(found: object, cursor: str | None) -> None:
-    """Raises `InvalidRequest` for a cursor that leads nowhere."""
-    if cursor is not None and found is None:
-        raise InvalidRequest(f"no item of this list is {cursor!r:.80}; begin without a cursor")
+def read_page(
+    session: Session, rows: Select[Any], column: Any, make: Callable[..., ItemT],
+    cursor: str | None, limit: int, *known: ColumnElement[bool], counted: bool = True,
+) -> Page[ItemT]:  # fmt: skip
+    """Read a page of a list, sorted by a unique column.
+
+    Args:
+        session: Session to read in.
+        rows: The whole list.
+        column: Column of the cursors, and attribute of the items. Public ids are random: their rows
+            are sorted by id, the newest first.
+        make: Function from a row to an item.
+        cursor: Value of `column` in the last item before the page.
+        limit: Maximum number of items.
+        *known: Conditions on a row whose public id is a cursor.
+        counted: Whether to count the whole list.
+
+    Raises:
+        InvalidRequest: The cursor or the limit cannot be used.
+    """
+    check_limit(limit)
+    number, after = column.class_.id, column > (cursor or "")
+    newest_first = column.key == "public_id"
+    if newest_first and cursor is not None:
+        last = session.scalar(select(number).where(column == cursor, *known))
+        if last is None:
+            raise InvalidRequest(f"no item of this list is {cursor!r:.80}; begin without a cursor")
+        after = number < last
+    page = rows.order_by(number.desc() if newest_first else column).limit(limit + 1)
+    read = session.execute(page if cursor is None else page.where(after))
+    items = [make(*row) for row in read]
+    return page_of(
+        items, limit, attrgetter(column.key), count_rows(session, rows) if counted else None
+    )

@@ -41,7 +41,7 @@ class Base(DeclarativeBase):
 
 
 class PublicIdMixin:
-    """public_id: a random id, which does not give away how many rows there are."""
+    """A row with a random id, which does not reveal how many rows there are."""
 
     public_id: Mapped[str] = mapped_column(default=lambda: token_urlsafe(12), unique=True)
 
@@ -55,8 +55,7 @@ class NamespaceTable(Base):
 
 
 class CollectionTable(Base):
-    """A named set of documents. `revision` counts its changes. instruction: before its documents
-    in prompts; None means the folder's. calibrations: JSON, by model; None without any."""
+    """A named set of documents."""
 
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -64,25 +63,29 @@ class CollectionTable(Base):
     namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     name: Mapped[str]
     revision: Mapped[int] = mapped_column(default=0)
+    """Number that every change of the collection raises."""
     instruction: Mapped[str | None]
+    """Instruction before the documents in prompts. Defaults to the folder's instruction."""
     calibrations: Mapped[str | None]
+    """Calibrations of answers by model, as JSON."""
 
 
 class DocumentTable(Base):
-    """A document as last ingested. `source_id` names it within its collection."""
+    """A document as last ingested."""
 
     __tablename__ = "documents"
     __table_args__ = (UniqueConstraint("collection_id", "source_id"),)
     id: Mapped[int] = mapped_column(primary_key=True)
     collection_id: Mapped[int] = mapped_column(owned_by("collections"))
     source_id: Mapped[str]
+    """Name of the document within its collection."""
     uri: Mapped[str]
     digest: Mapped[str]
     attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
 class DocumentTextTable(Base):
-    """A document's whole text: modules may repeat headings and leave out space."""
+    """The whole text of a document: modules may repeat headings and leave out space."""
 
     __tablename__ = "document_texts"
     document_id: Mapped[int] = mapped_column(owned_by("documents"), primary_key=True)
@@ -90,9 +93,7 @@ class DocumentTextTable(Base):
 
 
 class ModuleTable(PublicIdMixin, Base):
-    """A module of a document, which retrieval selects. Ids are never used again. details: metadata
-    of its own, such as its page and the headings above it. places: where runs of its text stand
-    in the document's: pairs of characters, in the module and in the document."""
+    """A module of a document, which retrieval selects. Its id is never used again."""
 
     __tablename__ = "modules"
     __table_args__ = (
@@ -106,7 +107,9 @@ class ModuleTable(PublicIdMixin, Base):
     name: Mapped[str]
     text: Mapped[str]
     details: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    """Metadata of the module itself, such as its page and the headings above it."""
     places: Mapped[list[tuple[int, int]]] = mapped_column(JSON, default=list)
+    """Positions of runs of its text, as pairs of characters: in the module, in the document."""
 
 
 class TokenTable(Base):
@@ -128,26 +131,21 @@ class VectorTable(Base):
 
 
 class RecordTable(Base):
-    """A document that an indexing has written. space: names the indexing; updated_at: Unix
-    seconds."""
+    """A document that an indexing has written."""
 
     __tablename__ = "records"
     __table_args__ = (Index("records_by_time", "namespace_id", "space", "updated_at"),)
     namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"), primary_key=True)
     space: Mapped[str] = mapped_column(primary_key=True)
+    """Name of the indexing."""
     key: Mapped[str] = mapped_column(primary_key=True)
     group_id: Mapped[str | None]
     updated_at: Mapped[float]
+    """Unix seconds."""
 
 
 class StateTable(Base):
-    """States in one tier.
-
-    place: for memory the session, with which it ends; for a disk its name, where several machines
-    share the ledger; else empty. last_use: on a logical clock. used_at: the same in Unix seconds,
-    0 for never. expires_at: Unix seconds. mode, root, model: what the states depend on, of
-    which their key is the digest.
-    """
+    """States in one tier."""
 
     __tablename__ = "states"
     __table_args__ = (
@@ -160,14 +158,20 @@ class StateTable(Base):
     key: Mapped[KVKey] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     place: Mapped[str] = mapped_column(primary_key=True, default=SHARED)
+    """Session of a memory tier, whose rows end with it. Name of a disk, if several machines share
+    the ledger. Empty for every other tier."""
     nbytes: Mapped[int]
     tokens: Mapped[int]
     hits: Mapped[int] = mapped_column(default=0)
     last_use: Mapped[int] = mapped_column(default=0)
+    """Tick of the ledger's logical clock."""
     used_at: Mapped[float] = mapped_column(default=0.0)
+    """Time of the last use in Unix seconds. 0 if never used."""
     pinned: Mapped[bool] = mapped_column(default=False)
     expires_at: Mapped[float | None]
+    """Unix seconds. Unset without a limit."""
     mode: Mapped[str] = mapped_column(default="")
+    """Encoding mode. The key is a digest of mode, model, root and tokens (`state_key`)."""
     kv_dtype: Mapped[str] = mapped_column(default="model")
     root: Mapped[str] = mapped_column(default="")
     model: Mapped[str] = mapped_column(default="")
@@ -203,8 +207,7 @@ class SchemaStateTable(Base):
 
 
 class ScaffoldTable(Base):
-    """Modules that were encoded together (Prompt Cache §3.3): of a schema, by their paths, or of
-    a collection, by their ids. `key` names their joint states."""
+    """Modules that were encoded together (Prompt Cache §3.3), of a schema or of a collection."""
 
     __tablename__ = "scaffolds"
     __table_args__ = (
@@ -216,12 +219,17 @@ class ScaffoldTable(Base):
     schema_id: Mapped[int | None] = mapped_column(owned_by("schemas"))
     collection_id: Mapped[int | None] = mapped_column(owned_by("collections"))
     key: Mapped[KVKey]
+    """Key of their joint states."""
     members: Mapped[list[Any]] = mapped_column(JSON)
+    """Paths of modules of the schema, or ids of modules of the collection."""
 
 
 class FactTable(Base):
-    """What all processes over the ledger must agree by: `remote`, the identity of the remote tier;
-    `gate/...`, how far a mode is from `exact` on a model (`GateResult`)."""
+    """A fact that all processes over the ledger agree on.
+
+    `remote` is the identity of the remote tier. `gate/...` is the distance of a mode from `exact`
+    on a model (`GateResult`).
+    """
 
     __tablename__ = "ledger_facts"
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -229,7 +237,7 @@ class FactTable(Base):
 
 
 class ClockTable(Base):
-    """The logical clock of uses, one row: all sessions' uses until now."""
+    """The logical clock of uses: one row, which counts the uses of all sessions."""
 
     __tablename__ = "store_clock"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -237,32 +245,31 @@ class ClockTable(Base):
 
 
 class EvictionTable(PublicIdMixin, Base):
-    """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
-    seconds."""
+    """States that left a tier."""
 
     __tablename__ = "evictions"
     id: Mapped[int] = mapped_column(primary_key=True)
     key: Mapped[KVKey]
     tier: Mapped[str]
     reason: Mapped[str]
+    """`pressure`, `ttl`, `manual`, `superseded` or `corrupt`."""
     nbytes: Mapped[int]
     at: Mapped[float]
+    """Unix seconds."""
 
 
 class RetirementTable(Base):
-    """States that lost their last owner: every process forgets its own. at: Unix
-    seconds on the database's clock."""
+    """States that lost their last owner: every process removes its own copies."""
 
     __tablename__ = "retirements"
     id: Mapped[int] = mapped_column(primary_key=True)
     key: Mapped[KVKey]
     at: Mapped[float]
+    """Unix seconds on the database's clock."""
 
 
 class SessionTable(Base):
-    """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
-    seconds on the database's clock, by which other machines see that it lives; generation: how
-    often it has begun, which is again where others ended it while it was silent."""
+    """A process that has the store open, identified by machine, process number and start."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -270,12 +277,15 @@ class SessionTable(Base):
     pid: Mapped[int]
     started: Mapped[str]
     heartbeat: Mapped[float]
+    """Unix seconds on the database's clock, from which other machines see that the process
+    lives."""
     generation: Mapped[int] = mapped_column(default=1)
+    """Number of times that the session has begun: again after others ended it while it was
+    silent."""
 
 
 class ClaimTable(Base):
-    """A session's lock on a key whose blob it writes or deletes. tier, place, nbytes: the bytes
-    that are reserved for it, and where."""
+    """A session's lock on a key whose blob it writes or deletes."""
 
     __tablename__ = "claims"
     key: Mapped[KVKey] = mapped_column(primary_key=True)
@@ -283,14 +293,11 @@ class ClaimTable(Base):
     tier: Mapped[str] = mapped_column(default="")
     place: Mapped[str] = mapped_column(default="")
     nbytes: Mapped[int] = mapped_column(default=0)
+    """Bytes that are reserved for the key in `tier` and `place`."""
 
 
 class JobTable(PublicIdMixin, Base):
-    """An ingestion. session: which may run it, empty for any; status: queued, running, done,
-    failed, canceled or interrupted; times in Unix seconds; done: modules. idempotency_key: names a
-    request, whose content has the `request_digest`, empty for a direct call. nbytes: of its
-    documents; options: how it is to be run; report: what became of files and documents that were
-    not simply stored."""
+    """An ingestion. Times are Unix seconds."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
@@ -302,7 +309,9 @@ class JobTable(PublicIdMixin, Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     target: Mapped[str]  # `collection NAME` or `schema NAME`
     session: Mapped[str]
+    """Session that may run it. Empty for any session."""
     status: Mapped[str]
+    """`queued`, `running`, `done`, `failed`, `canceled` or `interrupted`."""
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
     modules: Mapped[int]
@@ -310,25 +319,31 @@ class JobTable(PublicIdMixin, Base):
     namespace: Mapped[str] = mapped_column(default=DEFAULT_NAMESPACE)
     created_at: Mapped[float] = mapped_column(default=0.0)
     done: Mapped[int] = mapped_column(default=0)
+    """Number of its `modules` that are stored."""
     idempotency_key: Mapped[str | None]
+    """Name that the client gave the request, if any."""
     request_digest: Mapped[str] = mapped_column(default="")
+    """Digest of the request's content. Empty for a direct call."""
     nbytes: Mapped[int] = mapped_column(default=0)
+    """Bytes of its documents."""
     options: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    """How to run it."""
     report: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    """Files and documents that were not simply stored, and the reasons."""
 
 
 class JobDocumentTable(Base):
-    """A document of a queued request, until that has ended: any process can go on with it. content:
-    the `SourceDocument` as JSON."""
+    """A document of a queued request, kept until the request has ended."""
 
     __tablename__ = "job_documents"
     job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
     ordinal: Mapped[int] = mapped_column(primary_key=True)
     content: Mapped[str]
+    """A `SourceDocument` as JSON, for the process that runs the request."""
 
 
 class JobStateTable(Base):
-    """States that an ingestion needs and that nothing else may own yet."""
+    """States that an ingestion needs and that no document owns yet."""
 
     __tablename__ = "job_states"
     job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
@@ -336,8 +351,7 @@ class JobStateTable(Base):
 
 
 class ApiKeyTable(Base):
-    """A key of the HTTP service. digest: SHA-256 of the secret, which is stored nowhere; prefix:
-    its first characters, for people. Times in Unix seconds."""
+    """A key of the HTTP service. Times are Unix seconds."""
 
     __tablename__ = "api_keys"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -345,7 +359,9 @@ class ApiKeyTable(Base):
     role: Mapped[str]
     namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     prefix: Mapped[str]
+    """First characters of the secret, for people."""
     digest: Mapped[str] = mapped_column(unique=True)
+    """SHA-256 of the secret, which is stored nowhere."""
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]

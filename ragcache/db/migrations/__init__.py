@@ -17,8 +17,7 @@ _LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
 
 
 def revision_of(connection: Connection) -> str | None:
-    """Return the revision of a ledger, or None if it is empty. Alembic, which is slow to import,
-    is not asked."""
+    """Return the revision of a ledger, unless it is empty. Does not import Alembic, which is slow."""
     if connection.dialect.name == "sqlite":
         known = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
     else:
@@ -43,8 +42,7 @@ def check_revision(name: str, revision: str | None) -> None:
 
 
 def create_tables(name: str, connection: Connection) -> None:
-    """Create the tables of an empty ledger inside the connection's transaction. A process that dies
-    in between leaves it empty.
+    """Create the tables of an empty ledger inside the connection's transaction.
 
     Raises:
         LedgerOfOtherVersion: Another process has created tables of another version meanwhile.
