@@ -127,7 +127,7 @@ def fit_calibration(
 
 
 def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibration:
-    """Return the calibration of examples with a confidence, some of which are right and some not."""
+    """Fit a calibration to examples with a confidence, of which some are right and some wrong."""
     right = np.array([each.right for each in known], dtype=np.float64)
     names = [
         name

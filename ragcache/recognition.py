@@ -167,7 +167,7 @@ class FingerprintTable:
         return places[same], groups[same]
 
     def standing(self, text: str) -> Iterator[tuple[int, PrefixGroup, int]]:
-        """Yield every place where modules match, with the group and the number of the longest one."""
+        """Yield every place where modules match, with the group and number of the longest one."""
         places, groups = self.pairs(text)
         for place, number in zip(places.tolist(), groups.tolist(), strict=True):
             group = self._groups.get(number) or self._ordered(number)

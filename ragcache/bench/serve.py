@@ -112,7 +112,7 @@ def bench_serve(
 
 
 def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request]]:
-    """Return the same prompts by mode: all of it to compute, or over the states of its documents."""
+    """Return the same prompts for each mode: computed in full, or over states of documents."""
     rng = random.Random(4)
     tokens = partial(setting.shape.draw_tokens, rng)
     preamble = tokens(setting.preamble_tokens)
@@ -161,7 +161,7 @@ def _normalized(completion: RequestOutput) -> float:
 
 
 def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
-    """Return the rate at which the normalized latency crosses the limit, by linear interpolation."""
+    """Return the rate at which the normalized latency crosses the limit, interpolated."""
     below = loads[0]
     if below.normalized > limit:
         return below.rate * limit / below.normalized

@@ -190,8 +190,8 @@ def eviction_page(
 def _owners(namespace: str) -> tuple[ColumnElement[Any], Condition]:
     """Return two columns: the first module of evicted states, and whether a schema has them.
 
-    The second is whether a schema of the namespace has the states. The query finds the owners of
-    each key first: `+ 0` keeps SQLite from an index by which it would read the whole namespace.
+    Only owners within the namespace count. The query finds the owners of each key first: `+ 0`
+    keeps SQLite from an index by which it would read the whole namespace.
     """
     number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
     names = from_modules(ModuleTable.name).join(EncodingTable)

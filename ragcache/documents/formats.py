@@ -1,6 +1,6 @@
-"""Files of all types as documents: which reader takes a file, and the readers of text formats.
+"""Files of all types as documents: the choice of a reader, and readers of text formats.
 
-What a file is follows from its suffix, but nothing binary is ever read as text: signatures and
+The suffix of a file decides its type, but binary content is never read as text: signatures and
 bytes that no encoding explains are refused.
 """
 
@@ -34,7 +34,7 @@ LANGUAGES = {
     ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp", ".cs": "csharp", ".lua": "lua", ".hs": "haskell",
     ".ex": "elixir", ".exs": "elixir", ".ps1": "powershell", ".proto": "proto", ".sol": "sol",
 }  # fmt: skip
-"""Source code, by the names of LangChain's splitters."""
+"""Languages of source code, by suffix, as LangChain's splitters name them."""
 _PLAIN_CODE = frozenset(
     ".sh .bash .zsh .fish .sql .r .jl .m .dart .vue .svelte .css .scss .yaml .yml .toml .ini .cfg "
     ".conf .properties .xml .xsd .gradle .cmake .tf .graphql .bat .diff .patch .pl".split()
@@ -66,12 +66,12 @@ class _Content:
 
 
 def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
-    """Return a file's content as a document.
+    """Read the content of a file as a document.
 
     Args:
-        name: The document's id; its suffix says what the file is.
+        name: Id of the document. Its suffix decides the type.
         raw: The content.
-        uri: Its address.
+        uri: Address of the document.
 
     Raises:
         UnreadableDocument: The content is binary, damaged, empty or locked.
@@ -99,15 +99,15 @@ def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
 
 
 def is_supported(name: str) -> bool:
-    """Whether files of a folder with this name are loaded."""
+    """Whether a file of this name in a folder is loaded."""
     return PurePosixPath(name).suffix.lower() in SUFFIXES
 
 
 def decode_text(raw: bytes, declared: str = "") -> str:
-    """Return the text of a file: by its byte order mark, as UTF-8, in the encoding that it
-    declares, or in the one that charset-normalizer finds the likeliest.
+    """Decode the text of a file.
 
-    Raises `UnreadableDocument`.
+    Tries its byte order mark, UTF-8, the encoding that it declares, and the likeliest encoding by
+    charset-normalizer. Raises `UnreadableDocument`.
     """
     for bom, encoding in _BOMS:
         if raw.startswith(bom):
@@ -193,7 +193,7 @@ _DEEPEST = 3  # level of JSON that becomes a heading
 
 
 def _json_blocks(value: Any, level: int) -> Iterable[str]:
-    """JSON as text: keys of objects are headings, lists of flat objects are tables."""
+    """Yield JSON as text: keys of objects become headings, lists of flat objects become tables."""
     if _is_table(value):
         keys = list(dict.fromkeys(key for each in value for key in each))
         yield write_table([keys, *([_scalar(each.get(key)) for key in keys] for each in value)])
@@ -249,7 +249,7 @@ def _scalar(value: Any) -> str:
 
 
 def _read_notebook(raw: bytes, _: str) -> _Content:
-    """Return a Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
+    """Read a Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
     book = json.loads(decode_text(raw))
     cells = book.get("cells") or [c for sheet in book.get("worksheets", ()) for c in sheet["cells"]]
     language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
@@ -282,7 +282,7 @@ _HEADERS = ("From", "To", "Cc", "Date")
 
 
 def _read_mail(raw: bytes, _: str) -> _Content:
-    """Return a message with its headers, and each attachment of a known type as a part."""
+    """Read a message with its headers, and each attachment of a known type as a part."""
     message = message_from_bytes(raw, policy=policy.default)
     assert isinstance(message, EmailMessage)
     subject = " ".join(str(message.get("Subject", "")).split())
@@ -314,7 +314,7 @@ def _mail_body(message: EmailMessage) -> str:
 
 
 def _attachment(attachment: Any) -> tuple[str, list[DocumentPart]]:
-    """Return the name of an attachment, and its parts where it can be read."""
+    """Return the name of an attachment, and its parts if it can be read."""
     name = attachment.get_filename() or "without a name"
     payload = attachment.get_payload(decode=True)
     if not isinstance(payload, bytes) or not is_supported(name):

@@ -22,18 +22,20 @@ _DECLARATION = re.compile(r"^\s*<\?xml[^>]*\?>")
 
 @dataclass(frozen=True, slots=True)
 class HtmlText:
-    """title: of the page, "" without one. text: Markdown."""
+    """The text of an HTML page."""
 
     title: str
+    """Title of the page. Empty without one."""
     text: str
+    """Markdown."""
 
 
 def read_html(markup: str) -> HtmlText:
-    """Return the text of an HTML or XHTML page as Markdown.
+    """Convert an HTML or XHTML page to Markdown.
 
-    Scripts, styles, navigation, form controls and what is hidden are left out, as are the targets
-    of links and pictures but for their alternative texts. Tables of one column, and those that
-    hold tables, lay a page out: their cells are paragraphs.
+    Leaves out scripts, styles, navigation, form controls, hidden elements and link targets. Keeps
+    the alternative texts of pictures. Tables of one column and tables that contain tables are
+    layout: their cells become paragraphs.
     """
     from lxml import etree
     from lxml import html as lxml_html
@@ -49,7 +51,7 @@ def read_html(markup: str) -> HtmlText:
 
 @dataclass(slots=True)
 class _Writer:
-    """Blocks of Markdown, made while a tree is walked. Iterative: pages may be nested deep."""
+    """Blocks of Markdown, written while a tree is walked. Iterative: pages may be nested deep."""
 
     blocks: list[str] = field(default_factory=list)
     line: list[str] = field(default_factory=list)
@@ -116,7 +118,7 @@ class _Writer:
         self._add("\n".join(line for line in lines if line))
 
     def _add(self, block: str) -> None:
-        """A block; an item of a list follows the one before it without a blank line."""
+        """Add a block. Items of a list follow each other without a blank line."""
         if not block:
             return
         if block.startswith("#") or ("\n" in block and block[0] in "|`"):
@@ -147,7 +149,7 @@ def _is_hidden(element: Any) -> bool:
 
 
 def _whole_block(element: Any) -> str | None:
-    """Return the block of an element that is read as a whole: a heading, code or a table of data."""
+    """Return the block of a heading, of code or of a data table, which is read as a whole."""
     tag = element.tag
     if re.fullmatch("h[1-6]", tag):
         text = _flat(element)

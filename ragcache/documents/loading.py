@@ -1,6 +1,6 @@
-"""Loading sources: files, folders, LangChain documents or ready-made ones.
+"""Loading of sources: files, folders, LangChain documents or `SourceDocument`s.
 
-A file that cannot be read does not keep the others from being loaded; it is listed with its reason.
+A file that cannot be read is listed with its reason. The others are loaded.
 """
 
 from __future__ import annotations
@@ -36,51 +36,47 @@ _BLOCK = 2**24  # bytes that are read at once
 _ABSENT = object()
 
 ReadProgress = Callable[[int, int], None]
-"""Called with the number of bytes that were read, and of the bytes of all files."""
+"""Called with the number of bytes read so far and of the bytes of all files."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedFile:
-    """A file that was not loaded.
-
-    Attributes:
-        name: Its path, or the name under which it was uploaded.
-        reason: Why.
-        failed: Whether it should have been loaded: it is damaged, binary or cannot be opened. Else
-            it is of a type that is not read, or not without an extra.
-    """
+    """A file that was not loaded."""
 
     name: str
+    """Path of the file, or its name in an upload."""
     reason: str
+    """Why it was not loaded."""
     failed: bool = False
+    """Whether the file should have been loaded: it is damaged, binary or cannot be opened. False
+    for a type that is not supported, or only with an extra."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSources:
-    """Documents, and the files that were skipped. folders: the addresses of the folders; files: the
-    ids of documents that are files; present: ids of others that are there but were not loaded."""
+    """Loaded documents, and the files that were skipped."""
 
     documents: tuple[SourceDocument, ...]
     skipped: tuple[SkippedFile, ...] = ()
     folders: tuple[str, ...] = ()
+    """Addresses of the folders."""
     files: frozenset[str] = frozenset()
+    """Ids of documents that are files."""
     present: frozenset[str] = frozenset()
+    """Ids of files that exist but were not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFilter:
-    """Which files of folders are loaded.
-
-    Attributes:
-        include: Patterns as in a `.gitignore`; only files that match one are loaded, of any suffix.
-            All of a known type by default.
-        exclude: Patterns of files and folders that are left out.
-        strict: Whether a file that cannot be read is an error.
-    """
+    """Selection of the files in folders."""
 
     include: Sequence[str] = ()
+    """Patterns as in a `.gitignore`. Loads only files that match one, of any suffix. By default,
+    loads all files of known types."""
     exclude: Sequence[str] = ()
+    """Patterns of files and folders to leave out."""
     strict: bool = False
+    """Whether a file that cannot be read is an error."""
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -100,13 +96,13 @@ def load_sources(
 ) -> LoadedSources:  # fmt: skip
     """Read all sources.
 
-    Files of a folder have their paths in it as ids; a file given by its own path has its path in
-    the working directory, or else its whole path. LangChain documents of one `source` without ids
-    are the parts of one document.
+    The id of a file is its path in the given folder. A file given by its own path has its path in
+    the working directory, or else its absolute path. LangChain documents without ids that share a
+    `source` become the parts of one document.
 
     Args:
         sources: Files, folders and documents.
-        files: Which files of folders are loaded, and whether one that cannot be read is an error.
+        files: Selection of the files in folders, and whether an unreadable one is an error.
         progress: Called while files are read.
 
     Raises:
@@ -136,7 +132,7 @@ def load_sources(
 
 
 class _Loader:
-    """Finds and reads files, and notes the skipped ones."""
+    """Finds and reads files, and records the skipped ones."""
 
     def __init__(self, files: FileFilter, progress: ReadProgress) -> None:
         self.skipped: list[SkippedFile] = []
@@ -148,8 +144,10 @@ class _Loader:
         self._exclude = GitIgnoreSpec.from_lines(files.exclude)
 
     def find(self, paths: Iterable[Path]) -> dict[Path, list[_File]]:
-        """For each path the files to be read: those of the folder, or the file itself. Raises
-        `UnreadableDocument` for paths that do not exist."""
+        """Return the files to read for each path: the files in a folder, or the file itself.
+
+        Raises `UnreadableDocument` for paths that do not exist.
+        """
         missing, modes = [], {}
         for path in paths:
             try:
@@ -158,7 +156,7 @@ class _Loader:
                 missing.append(f"{path}: {error.strerror or error}")
         if missing:
             raise UnreadableDocument(
-                "; ".join(missing) + ". Nothing was ingested: mend these paths or leave them out"
+                "; ".join(missing) + ". Nothing was ingested: fix these paths or leave them out"
             )
         self.folders = [path for path, mode in modes.items() if stat.S_ISDIR(mode)]
         found = {
@@ -170,7 +168,7 @@ class _Loader:
         return found
 
     def read(self, files: Iterable[_File]) -> Iterator[SourceDocument]:
-        """Yield the documents of those files that can be read."""
+        """Yield the documents of the readable files."""
         for file in files:
             end = self._done + _size(file.path)
             try:
@@ -182,11 +180,11 @@ class _Loader:
             self._report(end)
 
     def check_read(self, documents: Sequence[SourceDocument]) -> None:
-        """Raises `UnreadableDocument` or `NoDocuments`."""
+        """Raise `UnreadableDocument` or `NoDocuments` if too little was read."""
         failed = [f"{each.name}: {each.reason}" for each in self.skipped if each.failed]
         if failed and (self._files.strict or not documents):
             raise UnreadableDocument(
-                "; ".join(failed) + ". Nothing was ingested: mend these files or leave them out"
+                "; ".join(failed) + ". Nothing was ingested: fix these files or leave them out"
             )
         if documents:
             return
@@ -202,10 +200,7 @@ class _Loader:
         )
 
     def _walk(self, folder: Path) -> list[_File]:
-        """Return the files of a folder that are to be read, in the order of their paths.
-
-        Hidden ones are left out.
-        """
+        """Return the wanted files of a folder, sorted by path. Leaves out hidden ones."""
         found: list[Path] = []
         for root, names, files in os.walk(folder, onerror=self._note_folder):
             below = Path(root)
@@ -275,8 +270,9 @@ def _address(path: Path) -> str:
 
 
 def _own_id(path: Path, folders: Iterable[Path]) -> str:
-    """Return the id of a file that is given by its own path: in one of the folders, in the working
-    directory, or in the root.
+    """Return the id of a file that is given by its own path.
+
+    It is the path in one of the folders, in the working directory, or in the root.
     """
     whole = _whole(path)
     bases = [*map(_whole, folders), Path.cwd(), Path(whole.anchor)]
@@ -285,7 +281,7 @@ def _own_id(path: Path, folders: Iterable[Path]) -> str:
 
 
 def _grouped(sources: Sequence[DocumentSource]) -> Iterator[SourceDocument | Path]:
-    """Sources in order, LangChain documents of one source as one document where the first is."""
+    """Yield sources in order. LangChain documents of one source are joined at the first of them."""
     groups: dict[str, list[Document]] = {}
     order: list[SourceDocument | Path | list[Document]] = []
     for source in sources:
@@ -304,8 +300,13 @@ def _grouped(sources: Sequence[DocumentSource]) -> Iterator[SourceDocument | Pat
 
 
 def join_documents(documents: Sequence[Document], name: str = "") -> SourceDocument:
-    """LangChain documents as the parts of one. It has the metadata on which all of them agree; each
-    part has its own. name: its id; by default the id or else the source of the first.
+    """Join LangChain documents as the parts of one document.
+
+    The document has the metadata on which all of them agree. Each part has its own.
+
+    Args:
+        documents: LangChain documents.
+        name: Id of the document. Defaults to the id or else the source of the first one.
 
     Raises:
         DocumentError: There is no name.

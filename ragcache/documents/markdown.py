@@ -23,13 +23,16 @@ _TABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading of a text. start: its place in the text; level: 1 to 6; line: with its marks; at:
-    its place in the whole document, None if that is unknown."""
+    """A heading of a text."""
 
     start: int
+    """Position in the text."""
     level: int
+    """1 to 6."""
     line: str
+    """The line with its number signs."""
     at: int | None = None
+    """Position in the whole document, if known."""
 
     @property
     def title(self) -> str:
@@ -37,7 +40,7 @@ class Heading:
 
 
 def find_headings(text: str) -> list[Heading]:
-    """Return the headings of a Markdown text, in order; lines of fenced code are none."""
+    """Return the headings of a Markdown text, in order, without lines of fenced code."""
     edges = [edge for found in _FENCE.finditer(text) for edge in found.span()]
     found = (Heading(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text))
     return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
@@ -51,17 +54,16 @@ def headings_above(headings: Sequence[Heading], position: int) -> list[Heading]:
 
 
 def path_after(path: Sequence[Heading], headings: Sequence[Heading]) -> list[Heading]:
-    """Return the path of headings after some more, outermost first."""
+    """Return the path of headings after `headings` follow `path`, outermost first."""
     for heading in headings:
         path = [*(each for each in path if each.level < heading.level), heading]
     return list(path)
 
 
 def hide_comments(text: str) -> str:
-    """Return the text with another character of no meaning for each `#` that begins a line of
-    fenced code, so that it is not taken for a heading.
+    """Replace each `#` that begins a line of fenced code by a character without meaning.
 
-    Places stay the same.
+    Comments are then not taken for headings. Positions stay the same.
     """
     return _FENCE.sub(lambda found: re.sub(r"^#", _HIDDEN, found[0], flags=re.MULTILINE), text)
 
@@ -71,15 +73,15 @@ def is_heading(line: str) -> bool:
 
 
 def find_tables(text: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of each pipe table of a text."""
+    """Return the begin and end of each pipe table of a text."""
     return (found.span() for found in _TABLE.finditer(text))
 
 
 def write_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a pipe table; the first row is its header.
+    """Format rows as a pipe table. The first row is its header.
 
-    Empty rows are left out, short ones filled up. Raises `UnreadableDocument` for one of more than
-    `MAX_CELLS`.
+    Leaves out empty rows and fills up short ones. Raises `UnreadableDocument` for more than
+    `MAX_CELLS` cells.
     """
     kept = [[_cell(each) for each in row] for row in rows]
     kept = [row for row in kept if any(row)]
@@ -100,7 +102,7 @@ def _cell(text: str) -> str:
 
 
 def write_fence(text: str, language: str = "") -> str:
-    """Return a block of code, between fences that do not occur in it."""
+    """Format code as a block, between fences that do not occur in it."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{text.strip(chr(10))}\n{fence}"

@@ -1,6 +1,7 @@
-"""PDF, Word, PowerPoint, Excel and EPUB as Markdown, by the libraries of the extra `documents`.
+"""PDF, Word, PowerPoint, Excel and EPUB as Markdown.
 
-Each reader takes a file's bytes and returns its parts: pages, slides, sheets or chapters.
+Each reader takes a file's bytes and returns its parts: pages, slides, sheets or chapters. The
+libraries come with the extra `documents`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of
 
 
 def read_pdf(raw: bytes) -> list[DocumentPart]:
-    """Return the pages of a PDF that hold text.
+    """Read the pages of a PDF that contain text.
 
-    Headings are those of its outline, or else lines that are larger than most text.
+    Headings come from the outline, or else from lines that are larger than most text.
     """
     pdfium = _library("pypdfium2")
     with _PDFIUM:
@@ -65,14 +66,15 @@ def read_pdf(raw: bytes) -> list[DocumentPart]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of a page. height: of most of its characters, in points."""
+    """A line of a page."""
 
     text: str
     height: float
+    """Median height of its characters, in points."""
 
 
 def _page_lines(page: Any, raw: Any) -> list[_Line]:
-    """Return the lines of a page that are not blank. raw: pdfium's C functions."""
+    """Return the lines of a page that are not blank. `raw` is pdfium's module of C functions."""
     text_page = page.get_textpage()
     lines: list[_Line] = []
     units = bytearray()  # of UTF-16
@@ -100,7 +102,7 @@ def _page_lines(page: Any, raw: Any) -> list[_Line]:
 
 
 def _joined(lines: Sequence[_Line]) -> list[_Line]:
-    """Return the lines, where a word that a hyphen breaks is one word again."""
+    """Join words that a hyphen breaks at the end of a line."""
     found: list[_Line] = []
     for line in lines:
         if found and found[-1].text.endswith(tuple(_HYPHENS)):
@@ -127,7 +129,7 @@ Levels = dict[tuple[int, int], int]
 
 
 def _outlined(pages: Sequence[Sequence[_Line]], outline: Iterable[tuple[int, str, int]]) -> Levels:
-    """Return the lines that are titles of the outline, on their pages."""
+    """Return the levels of the lines that are titles of the outline."""
     levels: Levels = {}
     for page, title, level in outline:
         for number, line in enumerate(pages[page] if 0 <= page < len(pages) else ()):
@@ -143,7 +145,7 @@ def _bare(text: str) -> str:
 
 
 def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
-    """Return the lines that are larger than most text: the largest heights are the first levels."""
+    """Return the levels of lines that are larger than most text, the largest heights first."""
     sizes: Counter[float] = Counter()
     for lines in pages:
         for line in lines:
@@ -161,8 +163,7 @@ def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
 
 
 def _is_title(lines: Sequence[_Line]) -> bool:
-    """Whether lines of one height can be a heading: some words, not a table or a whole paragraph
-    in large letters."""
+    """Whether lines of one height can be a heading, and not a table or a paragraph."""
     text = " ".join(line.text for line in lines)
     return (
         len(lines) <= _TITLE_LINES
@@ -192,7 +193,7 @@ _WORD_STYLES = "p[style-name='Title'] => p.title:fresh\np[style-name='Subtitle']
 
 
 def read_docx(raw: bytes) -> list[DocumentPart]:
-    """Return a Word document with headings, lists, tables and notes."""
+    """Read a Word document with headings, lists, tables and notes."""
     mammoth = _library("mammoth")
     _check_unpacked(raw)
     ignore_pictures = mammoth.images.img_element(lambda _: {})
@@ -203,7 +204,7 @@ def read_docx(raw: bytes) -> list[DocumentPart]:
 
 
 def _below_title(markup: str) -> str:
-    """HTML whose title is its first heading, and all other headings are below it."""
+    """Make the title of a document its first heading, with all other headings below it."""
     if '<p class="title">' not in markup:
         return markup
     lower = re.sub(r"<(/?)h([1-5])>", lambda found: f"<{found[1]}h{int(found[2]) + 1}>", markup)
@@ -211,7 +212,7 @@ def _below_title(markup: str) -> str:
 
 
 def read_pptx(raw: bytes) -> list[DocumentPart]:
-    """Return the slides of a presentation with their tables and notes; `page` is a slide's number."""
+    """Read the slides of a presentation with their tables and notes. `page` is the slide."""
     pptx = _library("pptx")
     _check_unpacked(raw)
     presentation = pptx.Presentation(io.BytesIO(raw))
@@ -259,9 +260,7 @@ def _chart_blocks(chart: Any) -> list[str]:
 
 
 def read_xlsx(raw: bytes) -> list[DocumentPart]:
-    """Return the sheets of a workbook as tables, with the values that formulas had when it was
-    saved.
-    """
+    """Read the sheets of a workbook as tables, with the saved values of formulas."""
     openpyxl = _library("openpyxl")
     _check_unpacked(raw)
     book = openpyxl.load_workbook(io.BytesIO(raw), read_only=True, data_only=True)
@@ -277,9 +276,9 @@ def read_xlsx(raw: bytes) -> list[DocumentPart]:
 
 
 def _rows(sheet: Any) -> list[list[str]]:
-    """Return the rows of a sheet that hold anything.
+    """Return the rows of a sheet that are not empty.
 
-    A sheet may say that it is as large as it likes.
+    Counts cells, since the size that a sheet declares may be wrong.
     """
     rows, cells = list[list[str]](), 0
     for row in sheet.iter_rows(values_only=True):
@@ -313,7 +312,7 @@ _PACKAGE = {"c": "urn:oasis:names:tc:opendocument:xmlns:container",
 
 
 def read_epub(raw: bytes) -> list[DocumentPart]:
-    """Return the chapters of a book in their order; one without a heading gets its title as one."""
+    """Read the chapters of a book in order. The title replaces a missing heading."""
     _check_unpacked(raw)
     with zipfile.ZipFile(io.BytesIO(raw)) as book:
         container = _parse_xml(book.read("META-INF/container.xml"))
@@ -343,7 +342,7 @@ def _parse_xml(raw: bytes) -> Any:
 
 
 def _check_unpacked(raw: bytes) -> None:
-    """Raises `UnreadableDocument` for what is no ZIP archive, or unpacks to very much."""
+    """Raise `UnreadableDocument` unless this is a ZIP archive that unpacks to a sane size."""
     if raw.startswith(b"\xd0\xcf\x11\xe0"):
         raise UnreadableDocument("it needs a password, or is of an old Office under a new name")
     try:
@@ -360,7 +359,7 @@ def _flat(text: str) -> str:
 
 
 def _library(name: str) -> Any:
-    """Return a library of the extra. Raises `MissingExtra`."""
+    """Import a library of the extra. Raises `MissingExtra`."""
     from importlib import import_module
 
     try:

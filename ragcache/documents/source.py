@@ -1,4 +1,4 @@
-"""Documents before they are split, and the metadata that they may hold."""
+"""Documents before they are split, and the limits of their metadata."""
 
 from __future__ import annotations
 
@@ -18,48 +18,41 @@ from ragcache_schemas import sanitize_text
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """A part of a document, such as a page; it becomes one module, or several if it is too long.
-
-    Attributes:
-        text: The text.
-        metadata: Values of this part, for filters and citations; `page` is cited.
-        continues: Whether headings of earlier parts are above it, as on pages.
-        language: Of source code: a language of LangChain's splitters, or `code`.
-    """
+    """A part of a document, such as a page. It becomes one module, or several if it is too long."""
 
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Values of this part, for filters and citations. `page` is cited."""
     continues: bool = False
+    """Whether headings of earlier parts apply to it, as on pages."""
     language: str = ""
+    """Language of source code: one of LangChain's splitters, or `code`. Empty for prose."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """A document before it is split.
-
-    Attributes:
-        id: Its name within its collection.
-        text: The whole text.
-        uri: Its address, for citations.
-        metadata: Values for filters, as JSON can hold them.
-        parts: The text in parts, if it is divided already: `DocumentPart`s, or texts.
-    """
+    """A document before it is split."""
 
     id: str
+    """Name of the document within its collection."""
     text: str
+    """Whole text."""
     uri: str = ""
+    """Address, for citations."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Values for filters, as JSON can hold them."""
     parts: tuple[DocumentPart, ...] | tuple[str, ...] = ()
+    """The text in parts, if it is divided already. Splits the whole text by default."""
 
     @property
     def sections(self) -> tuple[DocumentPart, ...]:
-        """The parts, or else the whole text as one."""
+        """Parts of the document, or the whole text as one part."""
         parts = self.parts or (self.text,)
         return tuple(DocumentPart(each) if isinstance(each, str) else each for each in parts)
 
     @property
     def digest(self) -> str:
-        """A digest of the text, and of the lengths and metadata of its parts."""
+        """Digest of the text and of the lengths and metadata of its parts."""
         cuts = "".join(map(_cut, self.sections)) if self.parts else ""
         return hashlib.sha256(f"{self.text}{cuts}".encode()).hexdigest()
 
@@ -74,11 +67,12 @@ DocumentSource = str | Path | SourceDocument | Document
 
 
 def sanitize_document(document: SourceDocument) -> SourceDocument:
-    """Return the document without control characters that PML cannot carry, so that the schema of a
-    collection holds exactly the text that its states were computed from.
+    """Return the document without control characters, which PML cannot carry.
+
+    The schema of a collection then holds exactly the text that its states were computed from.
 
     Raises:
-        UnreadableDocument: Nothing is left of it.
+        UnreadableDocument: No text remains.
     """
     text = sanitize_text(document.text)
     if not document.text.strip():
@@ -96,7 +90,10 @@ def sanitize_document(document: SourceDocument) -> SourceDocument:
 
 
 def check_storable(documents: Iterable[SourceDocument]) -> None:
-    """Check ids and addresses, UTF-8 without NUL in the database, and metadata, JSON there."""
+    """Check that the database can hold ids, addresses and metadata, and that ids are unique.
+
+    Raises `DocumentError` or `UnstorableMetadata`.
+    """
     seen: set[str] = set()
     for document in documents:
         if "\0" in document.id or not is_text(document.id):
@@ -124,8 +121,8 @@ _BITS = 8192  # of an integer; Python refuses to print much longer ones
 def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = False) -> None:
     """Check that JSON can hold the metadata of a document.
 
-    Other values (dates, paths) are stored as text; `exact` refuses them, since they would not be
-    returned as they were given.
+    Other values (dates, paths) are stored as text. `exact` refuses them, since they would not be
+    returned unchanged.
 
     Raises:
         UnstorableMetadata: A number is not finite or too long, a text is not UTF-8, a key is

@@ -1,4 +1,4 @@
-"""Splitting documents along their structure into texts of limited length."""
+"""Splitting of documents along their structure into texts of limited length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragcache.documents.source import DocumentPart, SourceDocument
 from ragcache.errors import ConfigurationError
 
 SPLIT_VERSION = 3
-"""Raised when the same text would split differently, so that documents are ingested again."""
+"""Raise when the same text would split differently, so that documents are ingested again."""
 
 _SEPARATORS = [
     r"\n(?=# )", r"\n(?=## )", r"\n(?=#{3,6} )", r"\n\n+", r"\n",
@@ -35,24 +35,21 @@ MIN_TOKENS = 32
 
 Count = Callable[[str], int]
 Places: TypeAlias = tuple[tuple[int, int], ...]
-"""Runs of a text that are copied from another: where each begins here and there, in order."""
+"""Runs of a text that are copied from another: the begin of each in both texts, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitModule:
-    """A module of a document.
-
-    Attributes:
-        text: Its text, which may repeat the headings and the header of a table above it.
-        token_ids: Its tokens.
-        metadata: Metadata of its part, with the path of `headings` above it.
-        places: Where the runs of its text stand in the document's text.
-    """
+    """A module of a document."""
 
     text: str
+    """Text, which may repeat the headings and the table header above it."""
     token_ids: list[int]
+    """Tokens of the text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata of its part, with the path of `headings` above it."""
     places: Places = ()
+    """Runs of the text in the document's text."""
 
     @property
     def start(self) -> int | None:
@@ -82,7 +79,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A module's text, the titles above its first word, and the places of its runs."""
+    """The text of a module, the titles above its first word, and the places of its runs."""
 
     text: str
     headings: tuple[str, ...] = ()
@@ -93,9 +90,13 @@ def split_document(
     document: SourceDocument, limit: int, tokenize: Callable[[str], list[int]],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[SplitModule]:  # fmt: skip
-    """Return the modules of a document; each of its parts is split separately.
+    """Split a document into modules. Each of its parts is split separately.
 
-    progress: called with the number of characters that were split.
+    Args:
+        document: The document.
+        limit: Maximum number of tokens of a module.
+        tokenize: Function from a text to its token ids.
+        progress: Called with the number of characters of each portion that was split.
     """
     count = lambda text: len(tokenize(text))  # noqa: E731
     modules: list[SplitModule] = []
@@ -120,14 +121,14 @@ def split_document(
 
 
 def _within(places: Places, begin: int, end: int) -> Places:
-    """Return the places of text[begin:end], for those of a text."""
+    """Return the places of `text[begin:end]`, given the places of the text."""
     first = [each for each in places if each[0] <= begin][-1:]
     later = [each for each in places if begin < each[0] < end]
     return tuple((max(a - begin, 0), at + max(begin - a, 0)) for a, at in [*first, *later])
 
 
 def _through(places: Places, length: int, outer: Places) -> Places:
-    """Return the places of a text of this length in the text around the one where `places` are."""
+    """Return the places of a text in the outer text, given its places in the text between."""
     ends = [*(begin for begin, _ in places[1:]), length]
     return tuple(
         (begin + inner, at)
@@ -137,7 +138,7 @@ def _through(places: Places, length: int, outer: Places) -> Places:
 
 
 def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
-    """Return the headings of a text, with their places in the document."""
+    """Add the positions in the document to the headings of a text."""
     found = (_within(places, each.start, each.start + 1) for each in headings)
     return [
         replace(each, at=at[0][1]) if at else each for each, at in zip(headings, found, strict=True)
@@ -145,7 +146,7 @@ def _placed(headings: Sequence[Heading], places: Places) -> list[Heading]:
 
 
 def _merged(piece: _Piece, document: str) -> Places:
-    """Place of a piece, without places at which a run only goes on."""
+    """Return the places of a piece. Joins runs that follow each other in both texts."""
     kept: list[tuple[int, int]] = []
     for begin, at in piece.places:
         if kept:
@@ -159,12 +160,19 @@ def _merged(piece: _Piece, document: str) -> Places:
 
 
 def split_text(text: str, limit: int, count_tokens: Count) -> list[str]:
-    """Split a text at headings, paragraphs, sentences, then words; tables stay whole.
+    """Split a text at headings, paragraphs, sentences, then words.
 
     Every part after the first begins with the headings above it, so that it can be understood,
-    retrieved and encoded independently. A table that is longer than a part is cut between rows, and
-    its header is repeated. limit: the most tokens of a part. Raises `ConfigurationError` where it
-    is below `MIN_TOKENS`.
+    retrieved and encoded independently. Tables stay whole if they fit. A longer table is cut
+    between rows, with its header repeated.
+
+    Args:
+        text: The text.
+        limit: Maximum number of tokens of a part.
+        count_tokens: Function from a text to its number of tokens.
+
+    Raises:
+        ConfigurationError: The limit is below `MIN_TOKENS`.
     """
     return [piece.text for piece in _split(text, limit, count_tokens)]
 
@@ -173,8 +181,16 @@ def _split(
     text: str, limit: int, count: Count, above: Sequence[Heading] = (), language: str = "",
     places: Places = (),
 ) -> list[_Piece]:  # fmt: skip
-    """above: headings of what comes before the text. language: of source code. places: of the
-    text in the document."""
+    """Split a text into the pieces of `split_text`.
+
+    Args:
+        text: The text.
+        limit: Maximum number of tokens of a piece.
+        count: Function from a text to its number of tokens.
+        above: Headings before the text.
+        language: Language of source code.
+        places: Places of the text in the document.
+    """
     if limit < MIN_TOKENS:
         raise ConfigurationError(f"module_tokens is {limit}; it must be {MIN_TOKENS} or more")
     places = _within(places, len(text) - len(text.lstrip()), len(text))
@@ -211,9 +227,9 @@ def _split(
 def _cut_around_tables(
     text: str, size: int, limit: int, count: Count, language: str
 ) -> Iterator[_Cut]:
-    """Cut of a text, none of which is blank.
+    """Yield the cuts of a text that are not blank.
 
-    A table stays with the text before it where both fit.
+    A table stays with the text before it if both fit.
     """
     tables = [] if language else list(find_tables(text))
     position = 0
@@ -274,7 +290,7 @@ def _separators(language: str) -> list[str]:
 
 
 def _cut_table(table: str, offset: int, size: int, limit: int, count: Count) -> Iterator[_Cut]:
-    """Yield a table whole, or else in portions of rows with the header above each."""
+    """Yield a table whole, or else portions of its rows with the header above each."""
     if count(table.strip() + _END) <= limit:
         yield _Cut.whole(table, offset)
         return
@@ -301,8 +317,10 @@ def _cut_table(table: str, offset: int, size: int, limit: int, count: Count) -> 
 def _fitting_rows(
     rows: Sequence[str], begin: int, fits: Callable[[str], bool]
 ) -> Iterator[tuple[int, str]]:
-    """Rows of a table with their places, halved until they fit; a row that is too long by itself
-    is cut."""
+    """Yield rows of a table with their places, halved until they fit.
+
+    A single row that is too long is cut.
+    """
     whole, middle = "".join(rows), len(rows) // 2
     if middle and not fits(whole):
         yield from _fitting_rows(rows[:middle], begin, fits)
@@ -315,7 +333,10 @@ def _fitting_rows(
 
 
 def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:
-    """Yield a part, halved until it fits: token counts of pieces may add up to less than the whole."""
+    """Yield a text, halved until each part fits.
+
+    The counts of parts may add up to less than the count of the whole.
+    """
     if len(piece) == 1 or fits(piece):
         yield piece
         return
@@ -331,7 +352,7 @@ def _only_headings(piece: str) -> bool:
 
 
 def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, ...]:
-    """Return the titles above the first words of a piece, with those that it begins with."""
+    """Return the titles above the first words of a piece, including titles at its begin."""
     ahead = 0
     for line in piece.splitlines(keepends=True):
         if line.strip() and not is_heading(line.rstrip()):
@@ -342,7 +363,7 @@ def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, .
 
 
 def _room_for_headings(headings: Sequence[Heading], limit: int, count_tokens: Count) -> int:
-    """Tokens of the longest path of headings, at most a third of the limit."""
+    """Return the tokens of the longest path of headings, at most a third of the limit."""
     path: list[Heading] = []
     paths: dict[tuple[str, ...], list[Heading]] = {}
     for heading in headings:
@@ -358,7 +379,7 @@ def _join(headings: Sequence[Heading]) -> str:
 def _that_fit(
     above: Sequence[Heading], text: str, limit: int, count_tokens: Count
 ) -> Sequence[Heading]:
-    """As many of the headings as fit before the text; outer ones are dropped first."""
+    """Return the headings that fit before the text. Drops outer ones first."""
     for first in range(len(above)):
         if count_tokens(_join(above[first:]) + text + _END) <= limit:
             return above[first:]
@@ -371,8 +392,9 @@ _PORTION = 2**18  # characters that are split at once: longer texts would be tok
 def _portions(
     part: DocumentPart, above: Sequence[Heading], headings: Sequence[Heading]
 ) -> Iterator[tuple[_Cut, Sequence[Heading]]]:
-    """Yield a long part in portions that end before one of its headings or else at a blank line,
-    each with the headings above it.
+    """Yield a long part in portions, each with the headings above it.
+
+    A portion ends before a heading or else at a blank line.
     """
     text = part.text
     if len(text) <= 2 * _PORTION:
@@ -395,7 +417,7 @@ def _portions(
 
 
 def _portion_end(text: str, headings: Sequence[int], begin: int) -> int:
-    """End of the portion that begins there."""
+    """Return the end of the portion that begins at `begin`."""
     latest = begin + _PORTION
     if latest >= len(text):
         return len(text)

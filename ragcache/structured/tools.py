@@ -12,27 +12,28 @@ from ragcache.structured.grammar import Grammar, lark_json
 
 
 class ToolStyle(StrEnum):
-    """The notation in which a model writes tool calls.
-
-    hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen). llama: the
-    whole answer is `{"name": ..., "parameters": {...}}` (Llama 3.x). mistral:
-    `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`.
-    """
+    """The notation in which a model writes tool calls."""
 
     HERMES = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen)."""
     LLAMA = "llama"
+    """The whole answer is `{"name": ..., "parameters": {...}}` (Llama 3.x)."""
     MISTRAL = "mistral"
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
     @property
     def special(self) -> bool:
-        """Whether its markers may be control tokens. Answers then need
-        `GenerationParams(skip_special_tokens=False)`."""
+        """Whether its markers may be control tokens.
+
+        Answers then need `GenerationParams(skip_special_tokens=False)`.
+        """
         return self is not ToolStyle.HERMES
 
 
 def tool_style(tokenizer: Any) -> ToolStyle | None:
-    """Return the style of a tokenizer's chat template; None if it takes no tools, or writes calls
-    in an unknown notation.
+    """Return the style of a tokenizer's chat template.
+
+    Returns None for a template that takes no tools or writes calls in an unknown notation.
     """
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, Mapping):
@@ -50,11 +51,15 @@ def tool_style(tokenizer: Any) -> ToolStyle | None:
 
 
 def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalize a `tool_choice` of OpenAI or LangChain to `auto`, `none`, `required` or the name of
-    a tool; `none` without tools.
+    """Normalize a `tool_choice` to `auto`, `none`, `required` or the name of a tool.
 
-    wanted: one of these words, `any`, a boolean, None, a tool's name, or `{"type": "function",
-    "function": {"name": ...}}`. Raises `InvalidRequest` for others, and for a call without tools.
+    Args:
+        wanted: One of these words, `any`, a boolean, None, the name of a tool, or `{"type":
+            "function", "function": {"name": ...}}`.
+        tools: The tools. Without any, the result is `none`.
+
+    Raises:
+        InvalidRequest: The choice is unknown, or asks for a call without tools.
     """
     words: dict[object, str] = {None: "auto", False: "auto", True: "required", "any": "required"}
     words |= {word: word for word in ("auto", "none", "required")}
@@ -84,7 +89,7 @@ def _named(name: str, names: Collection[object]) -> str:
 
 
 def _name_of(tool: object) -> object:
-    """Return the name of a tool's function, None where it has none."""
+    """Return the name of a tool's function, if it has one."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
@@ -95,10 +100,17 @@ def tool_call_grammar(
 ) -> Grammar:  # fmt: skip
     """Make a grammar in which every call names a tool and its arguments fit the tool's schema.
 
-    tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or the inner function.
-    choice: "auto" allows text, calls, or both (llama: one of them); "required" only calls; a tool's
-    name only one call of it. parallel: whether several calls are allowed. form: a JSON schema's
-    grammar; with "auto" the answer is then calls or such JSON. Raises `InvalidRequest`.
+    Args:
+        tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or the inner
+            function.
+        choice: "auto" allows text, calls, or both (llama: one of them), "required" only calls, the
+            name of a tool one call of it.
+        style: Notation of the calls.
+        parallel: Whether several calls are allowed.
+        form: Grammar of a JSON schema. With "auto", the answer is then calls or such JSON.
+
+    Raises:
+        InvalidRequest: A tool, the choice or the style cannot be used.
     """
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
@@ -126,8 +138,9 @@ _ANY, _NAMED = r"/(.|\n)*/", r'/(.|\n)*\{"name"(.|\n)*/'
 def _calls(
     style: ToolStyle, functions: Mapping[str, Any], *, parallel: bool, in_json: bool
 ) -> tuple[str, list[str]]:
-    """Return the marker of calls, and the rules `calls` and `tail`: what follows the marker.
-    in_json: whether an answer may be other JSON.
+    """Return the marker of calls, and the rules `calls` and `tail` (the text after it).
+
+    `in_json` says whether the answer may also be other JSON.
     """
     marker, ending, key, separator = _NOTATION[style]
     once = style is ToolStyle.HERMES  # or else the marker stands before all calls
@@ -176,7 +189,7 @@ def known_style(style: str) -> ToolStyle:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schema of the arguments of every tool, by its name."""
+    """Return the schema of every tool's arguments by the tool's name."""
     functions: dict[str, Any] = {}
     for number, tool in enumerate(tools, start=1):
         name = _name_of(tool)

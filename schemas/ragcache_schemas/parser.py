@@ -320,7 +320,7 @@ class ElementReader(Generic[N]):
 
 
 def attributes_of(element: Element) -> dict[str, str]:
-    """Return the attributes of `element`, without xml:space and attributes of XML Schema instances."""
+    """Return the attributes of `element`, without `xml:space` and those of XML Schema instances."""
     found = {str(name): str(value) for name, value in element.attrib.items()}
     return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
 

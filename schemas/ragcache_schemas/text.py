@@ -101,7 +101,7 @@ def is_name(name: str) -> bool:
 def name_problem(
     name: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """Return the error of naming a `what` ("module" or "parameter") `name`; None if it is allowed."""
+    """Return the error of naming a `what` ("module" or "parameter") `name`, if any."""
     if not is_name(name):
         return InvalidName(
             f"{name!r} cannot be the name of a {what}",

@@ -17,7 +17,7 @@ _LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
 
 
 def revision_of(connection: Connection) -> str | None:
-    """Return the revision of a ledger, unless it is empty. Does not import Alembic, which is slow."""
+    """Return the revision of a ledger, unless it is empty. Does not import Alembic: it is slow."""
     if connection.dialect.name == "sqlite":
         known = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
     else:
