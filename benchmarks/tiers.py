@@ -272,7 +272,7 @@ class _FilledTiers:
         """Evicts states from the tiers above one, and its files from the page cache."""
         for above in self.tiers[: self.tiers.index(tier)]:
             self.store.evict(keys, above)
-        shared = self.store.persistent.index(tier)
+        shared = next((s for s in self.store.persistent.indexes if s.name == tier), None)
         if shared is not None:
             files: Any = shared.tier
             for key in keys:

@@ -140,7 +140,7 @@ def choose_replica(
     Example:
         >>> leave = RoutedModule("leave", nbytes=50_000_000, tokens=384)
         >>> holds = {"leave": {"b": "host"}}
-        >>> choose_replica([leave], {"a": 0, "b": 3}, holds, RoutingCosts())
+        >>> choose_replica([leave], {"a": 0, "b": 1}, holds, RoutingCosts())
         'b'
     """
     if not loads:

@@ -83,21 +83,13 @@ class StateRow(NamedTuple):
 
     def values(self, place: str) -> dict[str, Any]:
         """Return the columns of `StateTable`."""
-        metadata = self.metadata
-        return {
-            "key": self.key, "tier": self.tier, "place": place, "nbytes": self.nbytes,
-            "hits": self.hits, "last_use": self.last_use, "pinned": self.pinned,
-            "expires_at": None if math.isinf(self.expires_at) else self.expires_at,
-            "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "mode": metadata.mode,
-            "root": metadata.root or "", "model": metadata.model,
-        }  # fmt: skip
+        values = self._asdict() | self.metadata._asdict()
+        del values["metadata"]
+        until = None if math.isinf(self.expires_at) else self.expires_at
+        return values | {"place": place, "expires_at": until, "root": self.metadata.root or ""}
 
 
-COLUMNS = (
-    StateTable.key, StateTable.tier, StateTable.nbytes, StateTable.hits, StateTable.last_use,
-    StateTable.pinned, StateTable.expires_at, StateTable.kv_dtype, StateTable.tokens,
-    StateTable.mode, StateTable.root, StateTable.model,
-)  # fmt: skip
+COLUMNS = [getattr(StateTable, name) for name in (*StateRow._fields[:-1], *StateMetadata._fields)]
 """Columns that `state_row` reads."""
 
 
@@ -406,26 +398,24 @@ class Ledger:
         follow the ticks of the session before it.
         """
         with self._flushing:
-            if self.usage:
-                self._flush()
-
-    def _flush(self) -> None:
-        pending, uses = self.usage.take(), self._uses
-        try:
-            with self.database.transaction() as session:
-                new = ClockTable.tick + (uses - self._written)
-                advanced = update(ClockTable).values(tick=new).returning(ClockTable.tick)
-                tick = session.scalars(advanced).one()
-                late = max(0, tick - uses - self._behind)
-                _write(session, pending, self.sessions.id, late)
-            self._written = uses
-            self._set_clock(tick)
-        except BaseException as error:
-            self.usage.restore(pending)
-            self.failures += 1
-            if not isinstance(error, StoreError):
-                raise
-            logger.warning("%s; the use of states is counted later", error)
+            if not self.usage:
+                return
+            pending, uses = self.usage.take(), self._uses
+            try:
+                with self.database.transaction() as session:
+                    new = ClockTable.tick + (uses - self._written)
+                    advanced = update(ClockTable).values(tick=new).returning(ClockTable.tick)
+                    tick = session.scalars(advanced).one()
+                    late = max(0, tick - uses - self._behind)
+                    _write(session, pending, self.sessions.id, late)
+                self._written = uses
+                self._set_clock(tick)
+            except BaseException as error:
+                self.usage.restore(pending)
+                self.failures += 1
+                if not isinstance(error, StoreError):
+                    raise
+                logger.warning("%s; the use of states is counted later", error)
 
     def keys(self, tier: str) -> set[KVKey]:
         """Return the keys of a tier's rows."""

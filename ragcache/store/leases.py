@@ -29,7 +29,7 @@ from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwri
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, readable, wait_for_arrival
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
-from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
+from ragcache.store.persistent_tiers import Flight, PersistentTiers, Room, SingleFlight
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,6 @@ class LeaseRequest:
     mode: str = ""
     root: KVKey | None = None
     model: str = ""
-
-    def metadata(self, tokens: int) -> StateMetadata:
-        """The metadata of states of this length."""
-        return StateMetadata(tokens, self.mode, self.root, self.model)
 
 
 @dataclass(slots=True)
@@ -197,9 +193,7 @@ class LeaseManager:
 
     def unkept(self) -> set[KVKey]:
         """Keys of the states encoded last that no tier has which outlives the process."""
-        with self._memory.lock:
-            kept = [index.entries for index in self._persistent.indexes]
-            return {key for key in self._encoded if not any(key in each for each in kept)}
+        return {key for key in self._encoded if not self._persistent.holds(key)}
 
     def take_reused(self) -> list[KVKey]:
         """Keys that were used again since the last call, and that the nearest tier which outlives
@@ -280,8 +274,7 @@ class LeaseManager:
         with self._flights.begin([key]) as flight:
             found = None
             if flight.mine:
-                room = partial(self._memory.room, evict=False)
-                found = self._in_memory(key) or self._persistent.read(key, room)
+                found = self._read_below(key, partial(self._memory.room, evict=False))
             if found is not None:
                 tick, top = self._ledger.advance_clock(), self._memory.top
                 if self._memory.place(top, key, found[1], tick, evict=False) is not None:
@@ -310,9 +303,7 @@ class LeaseManager:
         away = [key for key in flight.mine if not self._find(lease, key)]
         self._read(lease, flight, [key for key in away if key not in lease.unreadable])
         left = [key for key in away if key not in lease.found]
-        with self._memory.lock:
-            known = [index.entries for index in self._persistent.indexes]
-            lease.unreadable.update(key for key in left if any(key in each for each in known))
+        lease.unreadable.update(key for key in left if self._persistent.holds(key))
         lease.lost_blobs |= self._counters.corrupt > lost
         return left
 
@@ -354,15 +345,16 @@ class LeaseManager:
             seconds = max(0.0, self._patience - lease.waited)
         released = self._ledger.locks.wait_for(keys, seconds)
         lease.waited += time.monotonic() - began
-        if not released and not question:
+        if released:
+            return True
+        if not question:
             raise LedgerUnavailable(
                 f"another process has been encoding {keys[0]} for {seconds:,.0f} seconds; look "
                 "whether it hangs"
             )
-        if not released:
-            logger.warning("another process encodes %s for long; this question does, too", keys[0])
-            self._counters.unclaimed += len(keys)
-        return released
+        logger.warning("another process encodes %s for long; this question does, too", keys[0])
+        self._counters.unclaimed += len(keys)
+        return False
 
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
         """Reads what other processes have recorded."""
@@ -393,7 +385,7 @@ class LeaseManager:
         once, side by side."""
         reads: list[_Read] = []
         for key in keys:
-            found = self._in_memory(key) or self._persistent.read(key, self._memory.room)
+            found = self._read_below(key, self._memory.room)
             if found is not None:
                 reads.append((key, *found))
             if reads and not self._memory.top.tier.traits.grouped:
@@ -419,28 +411,30 @@ class LeaseManager:
             lease.moved[index.name] += states.nbytes
             flight.end([key])
 
-    def _in_memory(self, key: KVKey) -> tuple[TierIndex, StoredStates] | None:
-        """Looks into the tiers in memory below the first."""
+    def _read_below(self, key: KVKey, room: Room) -> tuple[TierIndex, StoredStates] | None:
+        """Reads states from the nearest tier below the first that has them."""
         with self._memory.lock:
             for index in self._memory.indexes[1:]:
                 if key in index.entries:
                     return index, index.tier.get(key)
-        return None
+        return self._persistent.read(key, room)
 
     def _keep(self, lease: Lease, encoding: _Encoding, key: KVKey, states: KVStates) -> None:
         """Stores what was encoded: blob, row, and then the first tier."""
-        memory = self._memory
-        memory.describe(key, lease.request.metadata(states.length))
+        memory, request = self._memory, lease.request
+        memory.describe(
+            key, StateMetadata(states.length, request.mode, request.root, request.model)
+        )
         if encoding.persists and not self._write_later(lease, encoding, key, states):
             try:
                 self._persistent.write(key, states, lease.tick)
                 encoding.in_ledger.discard(key)
             except StoreError as error:
-                if lease.request.origin != "question":
+                if request.origin != "question":
                     raise
                 logger.warning("%s; the states stay in memory", error)
                 self._counters.unreadable += 1
-        warm = lease.request.origin == "warm"
+        warm = request.origin == "warm"
         placed = memory.place(memory.top, key, states, lease.tick, reused=warm)
         if placed is None:
             memory.keep_unbudgeted(key, states, beside=True)

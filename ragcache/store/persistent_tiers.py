@@ -50,24 +50,17 @@ class SingleFlight:
     others wait for the end, look again, and take over what it failed to make."""
 
     def __init__(self) -> None:
-        self._ends: dict[KVKey, _End] = {}
-        self._lock = threading.Lock()
+        self.ends: dict[KVKey, _End] = {}
+        self.lock = threading.Lock()
 
     def begin(self, keys: Iterable[KVKey]) -> Flight:
         """Begins flights on those of the keys that are in none."""
-        with self._lock:
+        with self.lock:
             keys = dict.fromkeys(keys)
-            others = {key: self._ends[key] for key in keys if key in self._ends}
-            mine = {key: _End() for key in keys if key not in self._ends}
-            self._ends |= mine
+            others = {key: self.ends[key] for key in keys if key in self.ends}
+            mine = {key: _End() for key in keys if key not in self.ends}
+            self.ends |= mine
         return Flight(self, mine, others)
-
-    def end(self, ended: Iterable[tuple[KVKey, _End]]) -> None:
-        """Ends flights, and wakes those that wait for them."""
-        with self._lock:
-            for key, end in ended:
-                del self._ends[key]
-                end.reached.set()
 
 
 class Flight:
@@ -82,8 +75,11 @@ class Flight:
 
     def end(self, keys: Iterable[KVKey] | None = None) -> None:
         """Ends the flight on some of its keys, or on all; one that has ended is no error."""
-        ended = self._open if keys is None else self._open.keys() & set(keys)
-        self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
+        with self._flights.lock:
+            for key in list(self._open if keys is None else keys):
+                if end := self._open.pop(key, None):
+                    del self._flights.ends[key]
+                    end.reached.set()
 
     def split(self, keys: Iterable[KVKey]) -> Flight:
         """A flight of its own on some of the keys, for this thread or another one to end."""
@@ -132,9 +128,10 @@ class PersistentTiers:
         self._later: set[KVKey] = set()
         self.learned = 0  # the last use that was learned
 
-    def index(self, name: str) -> TierIndex | None:
-        """The tier of a name, None where there is none."""
-        return next((index for index in self.indexes if index.name == name), None)
+    def holds(self, key: KVKey) -> bool:
+        """Whether one of the tiers holds a key, so far as this process knows."""
+        with self._memory.lock:
+            return any(key in index.entries for index in self.indexes)
 
     def learn(self, rows: Iterable[StateRow]) -> None:
         """Takes rows of the ledger into memory, whichever process wrote them."""
@@ -147,14 +144,14 @@ class PersistentTiers:
         eviction from a tier with a budget goes by the uses of all."""
         if all(index.tier.budget_bytes is None for index in self.indexes):
             return
+        entries = {index.name: index.entries for index in self.indexes}
         for tier, key, last_use in self._ledger.used_since(self.learned):
-            index = self.index(tier)
             self.learned = max(self.learned, last_use)
             with self._memory.lock:
-                if index is not None and key in index.entries:
-                    index.entries.touch(key, last_use)
+                if key in entries.get(tier, ()):
+                    entries[tier].touch(key, last_use)
 
-    def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
+    def read(self, key: KVKey, room: Room) -> tuple[TierIndex, StoredStates] | None:
         """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt
         or vanished ones lose their row; unreadable ones are passed over. room: gives
         memory to load blobs of a disk into; without it, or where it has none, they are mapped."""
@@ -163,8 +160,9 @@ class PersistentTiers:
                 known = key in index.entries
             if not known:
                 continue
+            begun = time.perf_counter()
             try:
-                return index, self._timed_get(index, key, room)
+                states = self._get(index, key, room)
             except (StateCorrupt, StateMissing) as error:
                 logger.warning("%s; the states are encoded again", error)
                 self._counters.corrupt += 1
@@ -172,17 +170,14 @@ class PersistentTiers:
             except (StoreUnreadable, RemoteUnavailable) as error:
                 logger.warning("%s; the states are looked for elsewhere", error)
                 self._counters.unreadable += 1
+            else:
+                self._counters.read_seconds[index.name] += time.perf_counter() - begun
+                self._counters.read_bytes[index.name] += states.nbytes
+                return index, states
         return None
 
-    def _timed_get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
-        begun = time.perf_counter()
-        states = self._get(index, key, room)
-        self._counters.read_seconds[index.name] += time.perf_counter() - begun
-        self._counters.read_bytes[index.name] += states.nbytes
-        return states
-
-    def _get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
-        if room is None or not index.tier.traits.mapped:
+    def _get(self, index: TierIndex, key: KVKey, room: Room) -> StoredStates:
+        if not index.tier.traits.mapped:
             return index.tier.get(key)
         with self._memory.lock:
             nbytes = index.entries.get(key).nbytes if key in index.entries else 0
@@ -322,7 +317,7 @@ class PersistentTiers:
         for key in keys if after else ():
             if key in after[0].entries:
                 continue
-            found = self.read(key)
+            found = self.read(key, lambda _: None)  # mapped: main memory has other use
             if found is None or not self._ledger.locks.acquire([key]):
                 continue
             states, tick = restored(found[1]), self._ledger.advance_clock()

@@ -150,9 +150,8 @@ class DeviceTier(MemoryTier):
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
-            self._settle()
-            return self._used
+        self.settle()
+        return self._used
 
     def is_computed(self, states: StoredStates) -> bool:
         return self._streams is not None and self._streams.holds(states.keys)
@@ -196,7 +195,9 @@ class DeviceTier(MemoryTier):
 
     def put_all(self, entries: Sequence[tuple[KVKey, StoredStates]]) -> list[int]:
         """Store several states, all or none: layer l of all entries before layer l + 1 of any."""
-        sources = [self._quantized(states) for _, states in entries]
+        sources = [states for _, states in entries]
+        if self.kv_dtype != "model":  # `model` states are restored by the device, in the copy
+            sources = [quantize(states, self.kv_dtype) for states in sources]
         with self._lock:
             copies = self._begin(sources)
             try:
@@ -229,13 +230,9 @@ class DeviceTier(MemoryTier):
             torch.cuda.current_stream(self.device).synchronize()
         return slab
 
-    def _quantized(self, states: StoredStates) -> StoredStates:
-        """Return states in their format for the copy. The device restores `model` states itself."""
-        return states if self.kv_dtype == "model" else quantize(states, self.kv_dtype)
-
     def _begin(self, sources: Sequence[StoredStates]) -> list[_Copy]:
         """Allocate an extent for each source. Raises `StoreBudgetExceeded`."""
-        self._settle()
+        self.settle()
         shapes = [_target_shapes(states, self.kv_dtype) for states in sources]
         sizes = [sum(rounded(nbytes) for _, _, nbytes in each.values()) for each in shapes]
         check_budget(self.name, self.budget_bytes, self._used, sum(sizes))
@@ -254,7 +251,10 @@ class DeviceTier(MemoryTier):
         for nbytes in sizes:
             extent = self._pool.take(nbytes)
             while extent is None and self._freed:
-                self._reuse(self._freed.popleft())
+                assert self._streams is not None
+                freed = self._freed.popleft()
+                freed.order(self._streams)
+                self._pool.give_back(freed.memory.extent)
                 extent = self._pool.take(nbytes)
             if extent is None:
                 for memory in taken:
@@ -269,27 +269,18 @@ class DeviceTier(MemoryTier):
 
     def settle(self) -> None:
         with self._lock:
-            self._settle()
-
-    def _settle(self) -> None:
-        ended = len(self._ended)  # before the event: later ends may have later reads
-        if ended:
-            streams = self._streams
-            read = None if streams is None else streams.record(streams.compute)
-            for _ in range(ended):
-                memory = self._ended.popleft()
-                self._used -= memory.extent.nbytes
-                self._freed.append(_Freed(memory, read))
-        while self._freed and self._freed[0].is_idle():
-            self._pool.give_back(self._freed.popleft().memory.extent)
-        while self._arriving and self._arriving[0].ready():
-            self._arriving.popleft()
-
-    def _reuse(self, freed: _Freed) -> None:
-        """Return an extent to the pool before the work on it has ended."""
-        assert self._streams is not None
-        freed.order(self._streams)
-        self._pool.give_back(freed.memory.extent)
+            ended = len(self._ended)  # before the event: later ends may have later reads
+            if ended:
+                streams = self._streams
+                read = None if streams is None else streams.record(streams.compute)
+                for _ in range(ended):
+                    memory = self._ended.popleft()
+                    self._used -= memory.extent.nbytes
+                    self._freed.append(_Freed(memory, read))
+            while self._freed and self._freed[0].is_idle():
+                self._pool.give_back(self._freed.popleft().memory.extent)
+            while self._arriving and self._arriving[0].ready():
+                self._arriving.popleft()
 
     def _copy_computed(self, copies: Sequence[_Copy]) -> None:
         """Copy states computed on this device, in the order of the engine's stream.
