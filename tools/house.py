@@ -1,5 +1,7 @@
 """Figures of the source tree, and two rules: no import circles, no class name defined twice.
 
+Tokens are counted without line ends, indents and comments, so that they do not depend on layout.
+
 Circles between modules and circles between the packages and modules of one package are found. The
 scripts in `benchmarks/` keep the rules, and count in no figure.
 
@@ -14,14 +16,26 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api": "api"}
 SCRIPTS = "benchmarks"
+MODES = frozenset({"rooted", "linked", "blend", "isolated", "exact"})
+TIERS = "ragcache.store.tiers"
+_LAYOUT = (
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 class SourceFile:
@@ -32,6 +46,10 @@ class SourceFile:
         nodes = list(ast.walk(ast.parse(text, str(path))))
         self.name, self.is_package = name, path.name == "__init__.py"
         self.lines = len(text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        self.tokens = sum(token.type not in _LAYOUT for token in tokens)
+        self.spells_modes = any(_spells_mode(node) for node in nodes)
+        self.class_checks = [name for node in nodes for name in _checked_classes(node)]
         self.imports = [each for node in nodes for each in self._imports(node)]
         statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.import_lines = sum((n.end_lineno or n.lineno) - n.lineno + 1 for n in statements)
@@ -126,6 +144,26 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return found
 
 
+def _spells_mode(node: ast.AST) -> bool:
+    """Whether a node is a text that is a mode, such as `linked:16`."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(value, str) and value.partition(":")[0] in MODES and " " not in value
+
+
+def _checked_classes(node: ast.AST) -> list[str]:
+    """Names of the classes that an `isinstance` asks for."""
+    if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"):
+        return []
+    return [each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)]
+
+
+def _tier_checks(modules: Sequence[SourceFile]) -> int:
+    """Number of checks on the class of a tier outside the package of tiers."""
+    tiers = {name for each in modules if each.name.startswith(TIERS) for name in each.classes}
+    outside = (each for each in modules if not each.name.startswith(TIERS))
+    return sum(name in tiers for each in outside for name in each.class_checks)
+
+
 def measure(root: Path) -> dict[str, Any]:
     """All figures of the tree under `root`; `circles` and `doubled_classes` should be empty."""
     tree = Tree(root)
@@ -138,9 +176,12 @@ def measure(root: Path) -> dict[str, Any]:
     return {
         "files": len(lines),
         "lines": sum(lines),
+        "tokens": sum(module.tokens for module in modules),
         "median_lines": sorted(lines)[len(lines) // 2],
         "import_share": sum(module.import_lines for module in modules) / sum(lines),
         "rag_cache_methods": sum(module.methods.get("RagCache", 0) for module in modules),
+        "tier_checks": _tier_checks(modules),
+        "mode_files": [module.name for module in modules if module.spells_modes],
         "test_files": len(list((root / "tests").rglob("*.py"))),
         "one_importer": sorted(tree.sections()),
         "circles": tree.circles(),
