@@ -1,4 +1,4 @@
-"""Questions over a collection: retrieve modules, and build the prompt that reads them."""
+"""Questions to a collection: retrieve modules, and build the prompt that reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ragcache.retrieval import Retriever, Selection
 
 @dataclass(frozen=True, slots=True)
 class AskPipeline:
-    """Builds prompts of questions: the preamble, the modules that were retrieved, the question."""
+    """Builds the prompts of questions: preamble, retrieved modules, question."""
 
     catalog: Catalog
     encoder: ModuleEncoder
@@ -43,9 +43,21 @@ class AskPipeline:
         self, questions: Sequence[str], collection: str, params: SearchParams, mode: ReuseMode,
         template_kwargs: Mapping[str, Any] | None = None, selection: Selection | None = None,
     ) -> list[TokenPrompt]:  # fmt: skip
-        """Retrieves modules for each question, and builds its prompt. selection: the modules, where
-        they were retrieved already. Raises `EmptyQuestion`, `InvalidRequest` or
-        `UnknownCollection`."""
+        """Retrieve modules for each question, and build its prompt.
+
+        Args:
+            questions: The questions.
+            collection: The collection to search.
+            params: Options of the search.
+            mode: The mode of reuse.
+            template_kwargs: Variables of the chat template for this call.
+            selection: Modules that were retrieved already. Skips the search.
+
+        Raises:
+            EmptyQuestion: A question is blank.
+            InvalidRequest: An option cannot be used.
+            UnknownCollection: There is no such collection.
+        """
         called = time.perf_counter()
         kwargs = self._kwargs(template_kwargs)
         for question in questions:
@@ -93,14 +105,14 @@ class AskPipeline:
         )  # fmt: skip
 
     def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """All variables of this call's template; None where they are those of all."""
+        """Return all template variables of a call that sets some."""
         given = template_kwargs(self.encoder.model.tokenizer, kwargs) if kwargs else None
         return self.template.kwargs | given if given else None
 
     def _groups(
         self, selection: Selection, collection: str, encoder: ModuleEncoder
     ) -> list[ModuleGroup]:
-        """The modules in order, grouped where a scaffold encodes several together."""
+        """Return the selected modules in order, with the modules of a scaffold in one group."""
         tokens = self.tokens.of([hit.module for hit in selection.hits])
         ids = [hit.module.id for hit in selection.hits]
         groups: list[ModuleGroup] = []
@@ -115,10 +127,12 @@ class AskPipeline:
 def question_ids(
     model: LoadedModel, frame: PromptFrame, query: str, today: Callable[[], date] = date.today
 ) -> list[int]:
-    """A question and what the template puts around it, in tokens: of one text, as they would be in
-    the whole prompt."""
+    """Return the tokens of a question with the template's text around it.
+
+    The text is tokenized as a whole, so that the tokens are the same as in the whole prompt.
+    """
     tokenizer, lead = model.prompt_tokenizer, frame.question
-    if frame.dated:  # its preamble says a fixed day
+    if frame.dated:  # the preamble names a fixed day, so that its states can be kept
         lead = f"Today's date is {today().isoformat()}.\n{lead}"
     spelled = tokenizer.spell(lead), query.strip(), tokenizer.spell(frame.epilogue)
     return tokenizer.encode("".join(spelled))
@@ -127,7 +141,7 @@ def question_ids(
 def lay_out(
     layout: PromptLayout, groups: Sequence[ModuleGroup], question: Sequence[int], mode: ReuseMode
 ) -> None:
-    """Lays out the preamble, the groups and the question, whose tokens are given, in a mode."""
+    """Lay out a prompt in a mode: the preamble, the groups, the tokens of the question."""
     preamble = layout.groups[0].token_ids
     if mode.reads_states:
         layout.read(0, 0, len(preamble))

@@ -1,13 +1,13 @@
-"""Mode `blend:R`: the module tokens that their context changes most are computed again in it.
+"""Mode `blend:R`: compute the module tokens again that their context changes most.
 
-Modules that were encoded apart have not seen each other. The states of a token that this matters to
-are found as in CacheBlend (Yao et al., 2024, §4.3): the first layer of all modules is computed in
-context, and the second layer's values are compared with those that are kept. What deviates most
-there does so on later layers, too. These tokens become the request's own, at their places; all
-others are read as ever, shared with whoever reads them.
+Modules that were encoded one by one have not seen each other. The tokens to compute again are found
+as in CacheBlend (Yao et al., 2024, §4.3): the first layer of all modules is computed in context,
+and the values of the second layer are compared with the kept values. Tokens that deviate most on
+that layer deviate most on later layers, too. The request computes these tokens at their places and
+reads all others from kept states.
 
-They are chosen in runs: every gap between two of them is a segment of its own, which each step
-reads apart.
+Tokens are chosen in runs of `RUN`, because each gap between two chosen runs is a segment that every
+decoding step reads separately.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RUN = 8
 
 
 class Encoder(Protocol):
-    """Computes states: an `LLMEngine`."""
+    """Computes states, as `LLMEngine` does."""
 
     def encode(self, jobs: Sequence[EncodeJob], /) -> Iterable[KVStates]:
-        """The states of each job, in order."""
+        """Return the states of each job, in order."""
 
 
 def most_blended(prompt: TokenPrompt, percent: int) -> int:
-    """The most tokens that `blend_prompt` computes again; none with 0 percent."""
+    """Return the most tokens that `blend_prompt` computes again, 0 for 0 percent."""
     tokens = sum(span.length for span in _module_spans(prompt))
     return min(tokens, _wanted(tokens, percent) + RUN - 1) if percent else 0
 
@@ -49,15 +49,15 @@ def blend_prompt(
     prompt: TokenPrompt, percent: int, states: Sequence[StoredStates],
     token_ids: Sequence[Sequence[int]], model: CausalLM, encoder: Encoder,
 ) -> TokenPrompt:  # fmt: skip
-    """The prompt with the module tokens computed that deviate most.
+    """Return a prompt that computes the module tokens that deviate most, instead of reading them.
 
     Args:
-        prompt: Laid out without gaps; its spans of group 0 are the preamble.
-        percent: Of all module tokens that are read; whole runs, at least one.
-        states: What is read, in the order that `CachedSpan.group` counts.
-        token_ids: Of each of these states.
+        prompt: A prompt without gaps. Its spans of group 0 are the preamble.
+        percent: Percentage of the module tokens to compute, rounded up to whole runs.
+        states: States of the prompt, in the order that `CachedSpan.group` counts.
+        token_ids: Tokens of each of these states.
         model: The model of these states.
-        encoder: Computes the first two layers in context. Raises what it raises.
+        encoder: Computes the first two layers in context. Its errors are raised unchanged.
     """
     spans = _module_spans(prompt)
     if not spans:
@@ -77,8 +77,15 @@ def blend_prompt(
 
 
 def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[int, int]]]:
-    """The runs begin:end of each span that deviate most, by their mean: so many that they hold at
-    least `tokens`. In order, neighbors joined. deviations: [S] of each span's tokens."""
+    """Choose the runs with the largest mean deviation until they hold at least `tokens` tokens.
+
+    Args:
+        deviations: Deviation of each token, as a tensor [S] for each span.
+        tokens: Number of tokens to choose.
+
+    Returns:
+        The chosen runs begin:end of each span, in order. Adjacent runs are joined.
+    """
     runs = [
         (mean, number, at * RUN, min((at + 1) * RUN, len(span)))
         for number, span in enumerate(deviations)
@@ -94,7 +101,7 @@ def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[in
 
 
 def _means(deviations: Tensor) -> list[float]:
-    """Mean deviation of each run. The last run may be shorter."""
+    """Return the mean deviation of each run. The last run may be shorter."""
     sums = functional.pad(deviations, (0, -len(deviations) % RUN)).view(-1, RUN).sum(1)
     *full, last = sums.tolist()
     return [*(total / RUN for total in full), last / (len(deviations) - RUN * len(full))]
@@ -105,7 +112,7 @@ def _wanted(tokens: int, percent: int) -> int:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Runs in order, those that touch as one."""
+    """Yield sorted runs with adjacent ones joined."""
     begin, end = None, 0
     for first, until in runs:
         if begin is not None and first > end:
@@ -124,7 +131,7 @@ def _in_context(
     prompt: TokenPrompt, states: Sequence[StoredStates], token_ids: Sequence[Sequence[int]],
     end: int,
 ) -> tuple[Segment | None, list[int]]:  # fmt: skip
-    """The preamble, where the prompt begins with it, and all tokens between it and `end`."""
+    """Return the preamble, if its states are read, and all tokens between it and `end`."""
     placed = dict(prompt.computed_tokens)
     for span in _module_spans(prompt):
         placed |= enumerate(token_ids[span.group][span.begin : span.end], span.start)
@@ -136,9 +143,17 @@ def _in_context(
 def _deviations(
     model: CausalLM, computed: KVStates, kept: StoredStates, span: CachedSpan, layer: int
 ) -> Tensor:
-    """How far the values [S] of a span's tokens in a layer are from the kept ones, squared; where
-    keys serve as values, the keys, turned to where the kept ones are. computed: in context, with
-    all that stands between the preamble and the end of the last module."""
+    """Return the squared distance [S] between computed and kept values of a span's tokens.
+
+    For models whose keys serve as values, the keys are compared at the positions of the kept ones.
+
+    Args:
+        model: The model.
+        computed: States from the preamble to the end of the last module, computed in context.
+        kept: The states that the span reads.
+        span: The span.
+        layer: The layer to compare.
+    """
     wait_for_arrival(kept)
     part = kept.part(span.begin, span.end, kept.start + span.offset)
     own = restored(part.layer(layer))
@@ -153,8 +168,10 @@ def _deviations(
 
 
 def _turned(model: CausalLM, keys: Tensor, delta: int, layer: int) -> Tensor:
-    """Keys [Hkv, S, D] of a layer as they are `delta` positions further on: a query turns towards
-    what was moved as far the other way."""
+    """Return keys [Hkv, S, D] of a layer rotated to positions `delta` further on.
+
+    `relocation` gives the rotation of a query, which is the inverse: hence the minus sign.
+    """
     turning = model.scheme.relocation(torch.tensor([-delta], device=keys.device))
     if isinstance(turning, tuple):
         turning = turning[layer]
@@ -165,7 +182,7 @@ def _with_own(
     prompt: TokenPrompt, chosen: dict[CachedSpan, list[tuple[int, int]]],
     token_ids: Sequence[Sequence[int]],
 ) -> TokenPrompt:  # fmt: skip
-    """The prompt with runs of its spans, from the span's begin on, computed instead of read."""
+    """Return the prompt with chosen runs computed. Runs count from the begin of their span."""
     spans: list[CachedSpan] = []
     own: list[tuple[int, int]] = []
     for span in prompt.spans:
@@ -183,7 +200,7 @@ def _with_own(
 
 
 def _cut(span: CachedSpan, begin: int, end: int) -> CachedSpan:
-    """Tokens begin:end of a span."""
+    """Return tokens begin:end of a span, counted from its begin."""
     return replace(
         span, begin=span.begin + begin, end=span.begin + end, start=span.start + begin,
         offset=span.offset + begin,

@@ -1,4 +1,4 @@
-"""Conversations: render, recognize modules in the text, and build the prompt that reads them."""
+"""Chats: render the conversation, recognize modules in its text, and build a prompt."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from ragcache.pipeline.prompt import (
 from ragcache.recognition import RecognizedModule, Recognizer
 
 Conversation = Sequence[Message] | str
-"""Messages, or a text that is continued as it is, without a template."""
+"""Messages, or a plain text to continue, which takes no chat template."""
 
-MIN_READ_TOKENS = 8  # of a module; fewer are computed
+MIN_READ_TOKENS = 8
+"""Fewest tokens of a module that are read. Fewer are computed."""
 
 FitsAt = Callable[[int, int], bool]
-"""Whether a module's states can be read at a position: `fits_at(start, length)`."""
+"""Tells whether a module's states can be read at a position: `fits_at(start, length)`."""
 
-_SHORT = 64  # characters
-_EDGE = 3  # tokens at the front of a text that its surroundings may change
+_SHORT = 64
+"""Most characters of a text whose tokens are cached."""
+_EDGE = 3
+"""Tokens at the front of a text that may differ with the text before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +52,24 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as one text with marks for control tokens, and the modules found in it."""
+    """A conversation as one text, and the modules found in it."""
 
     question: str
     """The user's last message."""
     text: str
+    """The text, with marks for control tokens (`ChatTemplate`)."""
     found: Sequence[RecognizedModule] = ()
+    """Modules in the text, in order."""
     lead: Sequence[int] = ()
     """Tokens before the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPipeline:
-    """Builds prompts of conversations.
+    """Builds the prompts of chats.
 
-    Texts of ingested modules that occur in them are read from the modules' kept states. Those were
-    encoded after the preamble of a collection's prompts, or isolated, and follow another beginning
-    here.
+    Texts of ingested modules that occur in a conversation are read from the modules' kept states.
+    The states were encoded after another beginning: a collection's preamble, or none.
     """
 
     template: ChatTemplate
@@ -78,8 +82,12 @@ class ChatPipeline:
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
     ) -> list[TokenPrompt]:
-        """Renders each conversation, finds modules in it, and builds its prompt. Raises
-        `InvalidRequest` or `UnsupportedModel`."""
+        """Build the prompt of each conversation.
+
+        Raises:
+            InvalidRequest: A conversation is malformed, or an option does not suit it.
+            UnsupportedModel: The chat template has no place for tools.
+        """
         called = time.perf_counter()
         chats = [self._render(each, options) for each in conversations]
         times = Timestamps(called, time.perf_counter())
@@ -119,7 +127,6 @@ class ChatPipeline:
             done = end or 0
 
     def _render(self, conversation: Conversation, options: ChatCall) -> RenderedChat:
-        """Raises `InvalidRequest` or `UnsupportedModel`."""
         if isinstance(conversation, str):
             if options.tools:
                 raise InvalidRequest("a plain text has no place for tools; give messages")
@@ -132,7 +139,10 @@ class ChatPipeline:
         return RenderedChat(next(users, ""), text, self._find(text, options))
 
     def _find(self, text: str, options: ChatCall) -> list[RecognizedModule]:
-        """A module that holds private characters is left out: one could be a mark."""
+        """Find the modules in a text.
+
+        Skips modules with private characters: the text may hold a control token's mark there.
+        """
         found = self.recognizer.find(text) if options.recognize else []
         return [each for each in found if not find_mark(each.module.text)]
 
@@ -141,9 +151,18 @@ def lay_out_chat(
     layout: PromptLayout, chat: RenderedChat, tokens: Sequence[tuple[int, ...]],
     tokenizer: InContextTokenizer, mode: ReuseMode, fits_at: FitsAt,
 ) -> list[int | None]:  # fmt: skip
-    """Lays a conversation out; returns the group of each module, None where all is computed.
+    """Lay out a conversation. The text between modules is tokenized on its own.
 
-    tokens: of each module. The text between modules is tokenized on its own.
+    Args:
+        layout: The layout to fill.
+        chat: The conversation.
+        tokens: Tokens of each module that was found.
+        tokenizer: Tokenizer of the text between modules.
+        mode: The mode of reuse.
+        fits_at: Tells whether states can be read at a position.
+
+    Returns:
+        The group of each module, without one for a module that is computed as a whole.
     """
     groups: list[int | None] = []
     done = 0
@@ -163,7 +182,7 @@ def _place(
     layout: PromptLayout, module: int, token_ids: tuple[int, ...], agreed: Agreement,
     mode: ReuseMode, fits_at: FitsAt,
 ) -> int | None:  # fmt: skip
-    """Continues with a module. One whose states cannot be read from here on is computed whole."""
+    """Continue with a module, and return its group. Without usable states it is computed."""
     layout.compute(agreed.before)
     start = layout.length - agreed.begin
     begin = agreed.begin + mode.leading_tokens(agreed.end - agreed.begin)
@@ -180,7 +199,7 @@ def _place(
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Tokens begin:end of a module, which are tokens of a text too."""
+    """The run begin:end of a module's tokens that occurs in the tokens of a text, too."""
 
     before: tuple[int, ...]
     """Tokens of the text before the shared run."""
@@ -191,30 +210,41 @@ class Agreement:
 
 
 class InContextTokenizer:
-    """Tokenizes parts of a prompt so that their tokens, one after the other, are the prompt's."""
+    """Tokenizes the parts of a prompt so that their tokens join to the tokens of the prompt."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._model = template, template.model
         self._encode_short = lru_cache(1024)(template.encode)
 
     def encode(self, text: str, *, first: bool) -> Sequence[int]:
-        """Tokens of a text with marks (see `ChatTemplate`). first: it begins the prompt. Short ones
-        are remembered: what stands between modules is mostly the same."""
+        """Return the tokens of a text with marks (see `ChatTemplate`).
+
+        Args:
+            text: The text.
+            first: Whether the text begins the prompt.
+        """
+        # Texts between modules are short and mostly the same.
         encode = self._encode_short if len(text) <= _SHORT else self._template.encode
         return encode(text, first=first)
 
     def agreement(
         self, text: str, token_ids: Sequence[int], *, whole: bool, first: bool
     ) -> Agreement:
-        """The longest run of a module's tokens that its text has here too.
+        """Return the longest run of a module's tokens that its text has in a prompt, too.
 
-        whole: the text is the module's own; else it lacks outer whitespace. States of a run that
-        is cut off at the end are what they would be without the rest: no token sees those after it.
+        Tokens at the end of the module may be left out: a token does not see later tokens, so the
+        states of the others stay the same.
+
+        Args:
+            text: The module's text in the prompt.
+            token_ids: Tokens of the module.
+            whole: Whether the text is exactly the module's. Otherwise it lacks outer whitespace.
+            first: Whether the text begins the prompt.
         """
         if whole and not (first and self._model.prompt_tokenizer.prefixes):
             return Agreement((), 0, len(token_ids), ())
         here = self._model.encode_untrusted(text, first=first)
-        best = (0, 0, 0)  # length, and where it begins in the module and here
+        best = (0, 0, 0)  # length of the run, and its begin in the module and in the text
         for begin, at in sorted(product(range(_EDGE), repeat=2), key=sum):
             best = max(best, (_common(token_ids[begin:], here[at:]), begin, at), key=lambda b: b[0])
             if best[0] >= min(len(token_ids), len(here)) - sum(best[1:]):
@@ -224,6 +254,6 @@ class InContextTokenizer:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two runs begin with alike."""
+    """Return the length of the common prefix of two runs."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

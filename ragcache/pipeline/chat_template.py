@@ -1,18 +1,17 @@
-"""Text in which a chat template's control tokens are kept apart from what people wrote.
+"""Chat templates, rendered so that no document or message can produce a control token.
 
-A template puts tokens such as `<|im_end|>` into text. A control token can only come from the
-template, whatever a document, an argument or a message says. Characters from a private plane of
-Unicode, which text from outside may not hold, stand for tokens and letters meanwhile:
+A template writes control tokens such as `<|im_end|>` into its text. A document, an argument or a
+message that spells one must stay ordinary text. Until the text is tokenized, characters of a
+private plane of Unicode, which contents may not hold, represent tokens and letters:
 
-    U+100000 + n   control token n, where the template wrote it (a mark)
+    U+100000 + n   control token n, written by the template (a mark)
     U+10F000 + n   letter n of the control tokens, in a content (a stand-in)
-    U+10FFFD       in front of a whole control token that a content spells
+    U+10FFFD       precedes a whole control token that a content spells
 
-Schemas and prompts need marks alone: their contents are put between the template's texts. The
-template of a chat has to see contents as they are: it trims them, splits them, tests how they
-begin. Its text is one string, in which the control tokens of contents must still be told from its
-own. So `ControlTokenEscaper` hides them with stand-ins before the template runs, and reveals them
-when `ChatTemplate.mark` has marked the others.
+Schemas and PML prompts need marks only, because their contents are inserted into rendered text. The
+template of a chat trims, splits and inspects the contents itself, and returns a single string. So
+`ControlTokenEscaper` hides the control tokens of contents behind stand-ins before the template
+runs, and reveals them after `ChatTemplate.mark` has marked the template's own.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from ragcache.models import INSTRUCTION, LoadedModel, render_undated
 from ragcache.models.tokenizer import control_tokens
 
-_FIRST = 0x100000  # plane 16, for private use
-_FIRST_STAND_IN = 0x10F000  # for letters of control tokens, above the marks
-_WRITTEN = "\U0010fffd"  # in front of a whole control token that a content spells
+_FIRST = 0x100000  # first mark: plane 16, for private use
+_FIRST_STAND_IN = 0x10F000  # first stand-in, above the marks
+_WRITTEN = "\U0010fffd"  # precedes a whole control token that a content spells
 MARK = re.compile("([\U00100000-\U0010fffd])")
 
-UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
+UNKNOWN_TEMPLATE = "{content}\n"
+"""Template of a message for models without a chat template."""
 _OWN_VARIABLES = frozenset(
     "messages conversation tools documents chat_template add_generation_prompt "
     "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
@@ -43,22 +43,27 @@ _OWN_VARIABLES = frozenset(
 ROLES = ("system", "user", "assistant", "tool")
 
 Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}` with `tool_calls`, `tool_call_id` or `name` where they apply: the
-form that Hugging Face's chat templates take."""
+"""A message as Hugging Face's chat templates take it.
+
+`{"role": ..., "content": ...}`, with `tool_calls`, `tool_call_id` or `name` if they apply."""
 
 
 def find_mark(text: str) -> re.Match[str] | None:
-    """The first private character of a text, which could be a mark."""
+    """Return the first private character of a text, which could pass for a mark."""
     return None if text.isascii() else MARK.search(text)
 
 
 class ChatTemplate:
-    """Renders schemas and chats in the words of the model's template, and tokenizes the result.
-
-    kwargs: variables of the template, such as `enable_thinking`; see `template_kwargs`.
-    """
+    """Renders schemas and chats with the model's chat template, and tokenizes the result."""
 
     def __init__(self, model: LoadedModel, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Use the template of `model`.
+
+        Args:
+            model: The model.
+            kwargs: Variables of the template, such as `enable_thinking`. `template_kwargs` checks
+                them.
+        """
         self.model = model
         self.kwargs = dict(kwargs or {})
         tokenizer = self._tokenizer = model.prompt_tokenizer
@@ -72,8 +77,10 @@ class ChatTemplate:
         self._escaper = ControlTokenEscaper(self.control, set(self.control) - special)
 
     def render(self, messages: Sequence[tuple[str, str]], *, generate: bool) -> str:
-        """The template's text, with marks for its control tokens (`ragcache_schemas.Render`). What
-        it says of today's date is of a fixed day, so that schemas keep their states."""
+        """Render a schema's texts, with marks for control tokens (`ragcache_schemas.Render`).
+
+        A template that mentions today's date gets a fixed date, so that the states stay valid.
+        """
         tokenizer = self.model.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             return "".join(UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
@@ -84,13 +91,20 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """The prompt, up to where the answer begins. A control token comes from the template alone,
-        whatever a message says; but in the model's own messages tokens that are not special, such
-        as `</think>`, are what the model wrote, and templates look for them. kwargs: variables of
-        the template for this chat, before those of all.
+        """Render a chat up to the begin of the answer, with marks for control tokens.
 
-        Raises `InvalidRequest` for messages that cannot be spelled, or that the template refuses,
-        and `UnsupportedModel` where it has no place for tools.
+        Control tokens in messages become ordinary text. Tokens that are not special, such as
+        `</think>`, remain in the model's own messages: the model wrote them, and templates look for
+        them.
+
+        Args:
+            messages: The messages.
+            tools: Tools that the model may call.
+            kwargs: Variables of the template for this chat. They override the variables of all.
+
+        Raises:
+            InvalidRequest: A message is malformed, or the template refuses the messages.
+            UnsupportedModel: The template has no place for tools.
         """
         checked = [_checked(message, i) for i, message in enumerate(messages, 1)]
         chat = [self._escaper.hide(m, generated=m["role"] == "assistant") for m in checked]
@@ -111,7 +125,11 @@ class ChatTemplate:
         return self._escaper.reveal(self.mark(text)) if hidden else self.mark(text)
 
     def plain(self, text: str) -> str:
-        """A text without a template. Raises `InvalidRequest` where it is empty."""
+        """Return a text that takes no template, checked.
+
+        Raises:
+            InvalidRequest: The text is empty or holds a private character.
+        """
         if not text:
             raise InvalidRequest("the prompt is empty; give a text, or messages")
         self._escaper.hide(text)
@@ -119,12 +137,12 @@ class ChatTemplate:
 
     @cached_property
     def lead(self) -> list[int]:
-        """The token that the tokenizer puts before every text, if there is one."""
+        """The token that the tokenizer puts before every text. Empty if there is none."""
         begin = self.model.tokenizer.bos_token_id
         return [begin] if begin in self.model.tokenizer.encode("")[:1] else []
 
     def mark(self, rendered: str) -> str:
-        """A template's text with marks for its control tokens."""
+        """Replace the control tokens of rendered text with marks."""
 
         def marked(found: re.Match[str]) -> str:
             written = found.start() > 0 and rendered[found.start() - 1] == _WRITTEN
@@ -133,16 +151,25 @@ class ChatTemplate:
         return self._spelled.sub(marked, rendered)
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
-        """Token ids: marks are control tokens, everything else is ordinary text. first: the text
-        begins the prompt, or is tokenized as if it did."""
+        """Tokenize a text. Marks become control tokens, everything else is ordinary text.
+
+        Args:
+            text: The text.
+            first: Whether the text begins the prompt.
+        """
         return self._tokenizer.encode(text.translate(self._names), first=first)
 
     def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
         return len(self.encode(text))
 
     @staticmethod
     def check(text: str) -> None:
-        """Raises `ConfigurationError` where text from outside holds a mark."""
+        """Refuse a document or schema that holds a private character.
+
+        Raises:
+            ConfigurationError: The text holds a private character.
+        """
         if found := find_mark(text):
             line = text.count("\n", 0, found.start()) + 1
             raise ConfigurationError(
@@ -167,10 +194,11 @@ class ChatTemplate:
 
 
 def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for the model's chat template, such as `enable_thinking`, checked.
+    """Return variables of the model's chat template, such as `enable_thinking`, checked.
 
-    Raises `InvalidRequest` for a variable that the template does not know or that ragcache sets
-    itself, and for a text that could become a control token.
+    Raises:
+        InvalidRequest: The template does not know a variable, ragcache sets it itself, or its value
+            could become a control token.
     """
     given = dict(kwargs or {})
     if not given:
@@ -197,9 +225,10 @@ def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[st
 
 
 def resolve_instruction(tokenizer: Any, instruction: str | None) -> str:
-    """The instruction before the documents, checked; the default for None.
+    """Return the instruction that precedes documents, checked. Defaults to `INSTRUCTION`.
 
-    Raises `ConfigurationError` where it is blank, or holds what could become a control token.
+    Raises:
+        ConfigurationError: The instruction is blank, or could become a control token.
     """
     if instruction is None:
         return INSTRUCTION
@@ -216,14 +245,14 @@ def resolve_instruction(tokenizer: Any, instruction: str | None) -> str:
 class ControlTokenEscaper:
     """Hides control tokens that occur in contents, and reveals them again.
 
-    A private character stands in for the first letter of every such token, and for a letter at an
-    edge of the content that could become part of a token together with the template's text. Tokens
-    that are added without being special, such as `</think>`, stay whole behind a private character:
-    templates look for them in earlier answers, which Qwen's cuts there.
+    A private character replaces the first letter of every such token, and a letter at an edge of a
+    content that could form a token together with the template's text. Visible tokens, which are not
+    special, such as `</think>`, stay whole behind a private character: templates look for them in
+    earlier answers (Qwen's template cuts an answer there).
 
     Args:
         control: The tokenizer's control tokens, the longest first.
-        visible: Those that a template still finds whole in contents.
+        visible: Control tokens that a template still finds in contents.
 
     Example:
         >>> escaper = ControlTokenEscaper(["<|end|>"])
@@ -243,15 +272,21 @@ class ControlTokenEscaper:
         self._revealed[ord(_WRITTEN)] = ""
         self._visible = frozenset(visible)
         some = "|".join(map(re.escape, control)) or "(?!)"
-        self._any = re.compile(f"(?=({some}))")  # also those that begin inside another
+        self._any = re.compile(f"(?=({some}))")  # also tokens that begin inside another
         self._begins = {token[:i] for token in control for i in range(1, len(token))}
         self._ends = {token[i:] for token in control for i in range(1, len(token))}
         self._longest = max(map(len, control), default=0)
 
     def hide(self, value: Any, *, generated: bool = False) -> Any:
-        """Every text in a message or a tool, hidden. generated: the model wrote it, so that
-        visible tokens stay what they are. Raises `InvalidRequest` for a character that
-        marks are made of."""
+        """Hide the control tokens in every text of a message or a tool.
+
+        Args:
+            value: The message, the tool, or a value in it.
+            generated: Whether the model wrote it. Visible tokens then remain control tokens.
+
+        Raises:
+            InvalidRequest: A text holds a private character.
+        """
         if isinstance(value, str):
             return self._hide(value, generated=generated)
         if isinstance(value, Mapping):
@@ -266,11 +301,11 @@ class ControlTokenEscaper:
         return value
 
     def reveal(self, text: str) -> str:
-        """The text as people wrote it."""
+        """Return the text with its original letters."""
         return text.translate(self._revealed)
 
     def _hide(self, text: str, *, ends: bool = True, generated: bool = False) -> str:
-        """ends: whether the template's text may stand right beside this one."""
+        """Hide a text. `ends`: whether text of the template may directly adjoin it."""
         if found := find_mark(text):
             raise InvalidRequest(
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
@@ -289,7 +324,7 @@ class ControlTokenEscaper:
         return "".join([*parts, text[done:]])
 
     def _edges(self, text: str) -> set[int]:
-        """Places of partial control tokens that the template's text could complete."""
+        """Return the places of partial control tokens that the template could complete."""
         first, end = len(text) - len(text.lstrip()), len(text.rstrip())
         most = min(self._longest, end - first)
         places = {end - n for n in range(1, most + 1) if text[end - n : end] in self._begins}
@@ -299,7 +334,7 @@ class ControlTokenEscaper:
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
-    """The message as a template takes it. Raises `InvalidRequest`."""
+    """Return a message as templates take it. Raises `InvalidRequest` if it is malformed."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"message {number} is no mapping; write {{'role': ..., 'content': ...}}"

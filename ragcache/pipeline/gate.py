@@ -1,9 +1,8 @@
-"""The gate: before a mode first serves on a model, built-in prompts measure how far it is from
-`exact` there, and a mode that is too far is refused.
+"""The gate: measures how far a mode's answers are from `exact` before the mode serves on a model.
 
-Small documents are encoded as the mode does, placed in several orders at several positions, and
-read by questions about them. Compared is the distribution of the answer's first token with that of
-the same prompt computed as a whole.
+Built-in prompts place small documents in several orders at several positions. The gate compares the
+distribution of each answer's first token in the mode with the distribution of the same prompt
+computed as a whole, and refuses the mode if the two are too far apart.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ from ragcache.states import KVKey, KVStates
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Higher when the same model would be measured otherwise: other versions do not count."""
+"""Version of the measurement. Results of other versions are ignored."""
 
 SHARE = 0.5
-"""How far a mode may be from `exact`, as a share of how far answers over other documents are."""
+"""Limit of a mode's distance from `exact`, as a share of the distance between answers over
+different documents."""
 
 LEAST_LIMIT, MOST_LIMIT = 0.5, 2.0
-"""The bounds of that limit, in nats (docs/internals/adr/0038-a-gate-for-modes.md)."""
+"""Bounds of the limit, in nats (docs/internals/adr/0038-a-gate-for-modes.md)."""
 
-WAVE = 8  # requests that are submitted at once, beside those of callers
+WAVE = 8
+"""Requests of a measurement that are submitted at once."""
 
 
 class GateDocument(NamedTuple):
-    """A document of the built-in text, and questions that it answers."""
+    """A built-in document, and questions that it answers."""
 
     text: str
     questions: tuple[str, str, str]
@@ -108,8 +109,10 @@ DOCUMENTS = (
 ORDERS = (
     (0, 3, 5, 6), (1, 4, 7, 2), (3, 6, 1, 4), (7, 2, 0, 5), (5, 0, 6, 1), (2, 7, 4, 3),
 )  # fmt: skip
-"""The documents of each prompt: two orders that share none, three times, so that each document
-stands at three of four places. Order n asks question n // 2 of each of its documents."""
+"""Documents of each prompt, by index into `DOCUMENTS`.
+
+Orders come in three pairs without common documents, so that each document takes three of the four
+places. Order n asks question n // 2 of each of its documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,10 @@ class GateResult:
     limit: float
     """Divergence up to which the mode serves, in nats."""
     other_documents: float
-    """Divergence of prompts with other documents: how much the model's answers depend on the
-    documents. The limit follows from it."""
+    """Divergence between prompts with different documents, in nats: how much the model's answers
+    depend on the documents. The limit follows from it."""
     seconds: float
-    """Seconds that measuring took, with other modes that were measured at the same time."""
+    """Seconds of the measurement, which other modes may have shared."""
 
     @property
     def passes(self) -> bool:
@@ -147,7 +150,7 @@ class GateResult:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From the JSON of the ledger."""
+        """Parse the JSON of a result."""
         return cls(**json.loads(text))
 
 
@@ -155,9 +158,8 @@ class GateResult:
 class ModeGate:
     """Measures modes on a model, and refuses modes that are too far from `exact`.
 
-    A result belongs to the model, its tokenizer and the kind of its device, and is kept in the
-    ledger, so that a folder's modes are measured once. Thread-safe: one caller measures and others
-    wait.
+    The ledger keeps each result under the model, its tokenizer and the type of its device, so that
+    a mode is measured once per folder. Thread-safe: one caller measures, others wait.
     """
 
     model: LoadedModel
@@ -170,7 +172,11 @@ class ModeGate:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def check_mode(self, mode: ReuseMode) -> None:
-        """Measure a mode if need be. Raises `ModeRefused` if it is too far from `exact`."""
+        """Refuse a mode that is too far from `exact`. Measures it if its result is unknown.
+
+        Raises:
+            ModeRefused: The mode is too far from `exact` on this model.
+        """
         if self.forced or not mode.reads_states:
             return
         result = self.measure([mode])[0]
@@ -186,8 +192,16 @@ class ModeGate:
     def measure(self, modes: Sequence[str | ReuseMode] = GATED) -> list[GateResult | None]:
         """Return the results of modes, in order. Measures modes whose results are unknown.
 
-        A result is None if the model's window or the engine's pool is too small for the prompts.
-        Raises the errors of the engine.
+        Args:
+            modes: Modes, or their texts. Defaults to one mode of each kind.
+
+        Returns:
+            A result for each mode. Without a result, the model's window or the engine's pool is too
+            small for the prompts.
+
+        Raises:
+            RequestError: The engine failed.
+            ConfigurationError: A mode is unknown.
         """
         names = [str(ReuseMode.parse(mode).measured) for mode in modes]
         with self._lock:
@@ -198,7 +212,7 @@ class ModeGate:
             return [self._known[name] for name in names]
 
     def results(self) -> list[GateResult]:
-        """Return the known results of this model, by mode. Measures nothing."""
+        """Return the known results of this model, sorted by mode. Measures nothing."""
         facts = {} if self.ledger is None else self.ledger.facts(self._fact(""))
         known = [GateResult.parse(text) for text in facts.values()]
         own = (result for result in self._known.copy().values() if result is not None)
@@ -210,7 +224,7 @@ class ModeGate:
         return f"gate/{VERSION}/{model}/{mode}"
 
     def _read(self, mode: str) -> None:
-        """Read a result from the ledger. A ledger that does not answer refuses no question."""
+        """Read a result from the ledger. If the ledger fails, the mode is measured instead."""
         if self.ledger is None:
             return
         try:
@@ -242,9 +256,10 @@ class ModeGate:
 def measure_modes(
     model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]
 ) -> list[GateResult] | None:
-    """Measure modes over the built-in prompts, of four documents each or as many as fit.
+    """Measure modes over the built-in prompts.
 
-    Returns None if not even two fit. Raises the errors of the engine.
+    Prompts hold four documents each, or as many as the model's window allows. Without room for two
+    there is no result. Errors of the engine are raised unchanged.
     """
     for documents in (4, 3, 2):
         try:
@@ -255,11 +270,13 @@ def measure_modes(
 
 
 class _Measurement:
-    """The built-in prompts in the tokens of a model, asked through its engine, so that what serves
-    is what is measured. At most the states of one whole prompt and of eight documents are held."""
+    """The built-in prompts in the tokens of a model, asked through the engine that serves it.
+
+    Holds the states of at most one whole prompt and eight documents at a time.
+    """
 
     def __init__(self, model: LoadedModel, engine: LLMEngine, count: int) -> None:
-        """count: of documents in a prompt."""
+        """Tokenize the prompts, with `count` documents each."""
         self.causal, self.engine = model.causal, engine
         frame = prompt_frame(model.tokenizer)
         self.preamble = tuple(model.encode(frame.preamble))
@@ -285,8 +302,10 @@ class _Measurement:
         ]
 
     def _in_exact(self) -> tuple[list[Choice], list[Choice]]:
-        """First tokens of all questions over prompts that are computed as a whole: of their own
-        documents, and of the order that shares none with them."""
+        """Return the first tokens of all questions over prompts that are computed as a whole.
+
+        The first list is over the documents of each question, the second over other documents.
+        """
         own: list[list[Choice]] = [[] for _ in self.orders]
         others: list[list[Choice]] = [[] for _ in self.orders]
         for n, order in enumerate(self.orders):
@@ -298,7 +317,7 @@ class _Measurement:
         return list(chain(*own)), list(chain(*others))
 
     def _in_mode(self, mode: ReuseMode) -> list[Choice]:
-        """First tokens of all questions in a mode, laid out as `AskPipeline` lays out prompts."""
+        """Return the first tokens of all questions in a mode, over `AskPipeline`'s layout."""
         [root] = self.engine.encode([EncodeJob(self.preamble)])
         layouts = [
             self._lay_out(order, question, mode)
@@ -330,8 +349,10 @@ class _Measurement:
         return layout
 
     def _slots(self, layout: PromptLayout) -> list[tuple[int, int]]:
-        """Which documents a prompt reads, and where each is encoded: in the first place, or where
-        it stands if it cannot be moved."""
+        """Return each document of a prompt with the position at which it is encoded.
+
+        States that can move are encoded in the first slot, others at their place in the prompt.
+        """
         first = None if not self.causal.scheme.movable else len(self.preamble)
         return [
             (group.modules[0], group.start if first is None else first)
@@ -352,7 +373,7 @@ class _Measurement:
 
 
 def _after(states: KVStates, question: Sequence[int]) -> Context:
-    """A question right after the states of everything before it."""
+    """Return the context of a question that directly follows the states of its documents."""
     end = states.length + len(question)
     positions = tuple(range(states.length, end))
     return Context((Segment(states, 0),), tuple(question), positions, end)

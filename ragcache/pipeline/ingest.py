@@ -1,7 +1,7 @@
-"""Ingestion: compare documents with what is stored, split, encode and store what changed.
+"""Ingestion: compare documents with the stored ones, and split, encode and store changed ones.
 
-`Ingestor` does so in its caller's thread, when it is its turn in the queue;
-`ragcache.pipeline.ingestion_jobs` in the background.
+`Ingestor` runs in its caller's thread, when its turn in the collection's queue comes.
+`ragcache.pipeline.ingestion_jobs` runs it in the background.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portion
 from ragcache.retrieval import Retriever
 from ragcache.store import KVStore
 
-_SHOWN = 3  # collisions in an error
-_ATTEMPTS = 3  # at documents that others change meanwhile
+_SHOWN = 3  # most collisions that an error lists
+_ATTEMPTS = 3  # if others change the documents in the meantime
 
 Progress = Callable[[int, int], None]
+"""Called as `progress(done, total)` with numbers of encoded modules."""
 Preparing = Callable[[str, int, int], None]
-"""Called with a stage (`reading` bytes, `splitting` characters), what is done, and the total."""
+"""Called as `preparing(stage, done, total)`: `reading` in bytes, `splitting` in characters."""
 Prepared = tuple[SourceDocument, list[SplitModule]]
+"""A document and its modules."""
 
 
 def check_collection(name: str) -> str:
-    """The name, unless it is blank. Raises `ConfigurationError`."""
+    """Return the name of a collection. Raises `ConfigurationError` if it is blank."""
     if not name.strip():
         raise ConfigurationError("a collection needs a name")
     return name
@@ -58,59 +60,60 @@ def check_collection(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ingestion:
-    """Summary of an ingestion.
-
-    Attributes:
-        collection: The collection that holds the documents.
-        added: Documents that were new.
-        updated: Documents that replaced another version.
-        unchanged: Documents that cost nothing.
-        modules: Modules of the added and updated documents.
-        tokens: Tokens of these modules.
-        encoded: Module states that were computed.
-        skipped: Files that were not ingested, each with the reason.
-        vanished: Documents of the same folders whose files are gone; they are still stored.
-        removed: Documents that `sync` removed.
-        renamed: Documents that `sync` renamed, with their new ids.
-    """
+    """Summary of an ingestion."""
 
     collection: str
+    """The collection that holds the documents."""
     added: int
+    """Number of new documents."""
     updated: int
+    """Number of documents that replaced another version."""
     unchanged: int
+    """Number of documents that were stored already."""
     modules: int
+    """Number of modules of the added and updated documents."""
     tokens: int
+    """Number of tokens of these modules."""
     encoded: int
+    """Number of modules whose states were computed."""
     skipped: tuple[SkippedFile, ...] = ()
+    """Files that were not ingested, each with the reason."""
     vanished: tuple[str, ...] = ()
+    """Ids of documents of the same folders whose files no longer exist. They are still stored."""
     removed: tuple[str, ...] = ()
+    """Ids of documents that `sync` removed."""
     renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """New ids of documents that `sync` renamed, by their old ids."""
 
     @property
     def failed(self) -> tuple[SkippedFile, ...]:
-        """The skipped files that should have been ingested: damaged, binary or not accessible."""
+        """Skipped files with content that could not be read: damaged, binary, or inaccessible."""
         return tuple(file for file in self.skipped if file.failed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Changes that an ingestion makes to a collection. gone: documents whose files are gone; moved:
-    gone documents whose content has come back under another name."""
+    """The changes that an ingestion makes to a collection."""
 
     documents: tuple[SourceDocument, ...]
+    """All documents of the sources."""
     changed: tuple[SourceDocument, ...]
+    """Documents to store."""
     known: Mapping[str, DocumentRow]
+    """Stored documents, by id."""
     gone: tuple[str, ...] = ()
+    """Ids of stored documents that the sources no longer hold."""
     moved: tuple[MovedDocument, ...] = ()
+    """Stored documents whose content the sources hold under another id."""
 
     @property
     def unchanged(self) -> frozenset[str]:
-        """Documents that are stored as they are."""
+        """Ids of documents that are stored already."""
         other = {each.id for each in self.changed} | {each.to for each in self.moved}
         return frozenset(each.id for each in self.documents) - other
 
     def report(self, loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
-        """The fields of an `Ingestion` that are not counts."""
+        """Return the fields of an `Ingestion` that are not counts."""
         return {
             "skipped": tuple(loaded.skipped),
             "vanished": () if sync else self.gone,
@@ -133,9 +136,22 @@ class Ingestor:
         self, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
         sync: bool = False, preparing: Preparing | None = None,
     ) -> Ingestion:  # fmt: skip
-        """Upserts documents by id, once the earlier jobs of the collection have ended. sync:
-        whether documents that are gone are removed, or renamed where their content has moved; of
-        the loaded folders, or of the whole collection. Raises as `store_sources`."""
+        """Store documents by id, after the earlier jobs of the collection have ended.
+
+        Args:
+            collection: The collection, which is created if there is none.
+            loaded: The documents.
+            progress: Called with the number of encoded modules.
+            sync: Remove documents that are gone, or rename them if their content has moved. Applies
+                to the loaded folders or, without folders, to the whole collection.
+            preparing: Called while documents are split.
+
+        Raises:
+            ConfigurationError: The collection's name is blank.
+            DocumentError: Two files would be stored under one id.
+            DocumentsChanged: As in `store_sources`.
+            JobCanceled: The ingestion was canceled.
+        """
         check_collection(collection)
         with self._jobs.turn(collection_target(collection)) as job:
             return self.store_sources(
@@ -146,12 +162,14 @@ class Ingestor:
         self, job: int, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
         sync: bool = False, preparing: Preparing | None = None,
     ) -> Ingestion:  # fmt: skip
-        """As `ingest`, for a job that runs. States are on disk before a row refers to them, and all
-        rows change in one transaction, which ends the job: no answer mixes old and new.
+        """Store documents as `ingest` does, for a job that is running.
+
+        States are on disk before a row refers to them. All rows change in one transaction, which
+        ends the job, so that no answer mixes old and new documents.
 
         Raises:
-            DocumentsChanged: Documents to rename were renamed or deleted meanwhile, each time that
-                the sources were compared again.
+            DocumentError: Two files would be stored under one id.
+            DocumentsChanged: In every attempt, others renamed or deleted a document to rename.
             JobCanceled: The job was canceled.
             JobTaken: Another process runs the job.
         """
@@ -205,8 +223,11 @@ class Ingestor:
         )
 
     def _encode_lost(self, collection: str, documents: frozenset[str]) -> int:
-        """Encodes modules of these documents whose states no tier has any more, as after a repair;
-        returns how many. Not where the disk has a budget: there they may have been evicted."""
+        """Encode modules of these documents whose states were lost, and return how many.
+
+        States are lost, for example, if a repair deleted damaged blobs. Skipped if the disk tier
+        has a budget: the states may have been evicted.
+        """
         if not documents or self.store.disk.budget_bytes is not None:
             return 0
         rows = [row for row in self.catalog.modules(collection) if row.document in documents]
@@ -223,7 +244,7 @@ class Ingestor:
         return len(lost)
 
     def _compare(self, collection: str, loaded: LoadedSources, *, sync: bool) -> _Changes:
-        """Compare the sources with the stored documents. Raises `DocumentError` for collisions."""
+        """Compare the sources with the stored documents. Raises `DocumentError` on collisions."""
         ids = [d.id for d in loaded.documents]
         every = sync or loaded.files or loaded.folders
         known = self.catalog.documents(collection, None if every else ids)
@@ -248,7 +269,7 @@ class Ingestor:
     def _prepare(
         self, documents: Sequence[SourceDocument], preparing: Preparing | None
     ) -> list[Prepared]:
-        """Splits documents."""
+        """Split documents into modules."""
         total, done = sum(len(d.text) for d in documents), 0
 
         def note(characters: int) -> None:
@@ -264,12 +285,15 @@ class Ingestor:
     def _encode(
         self, job: int, prepared: Sequence[Prepared], progress: Progress | None
     ) -> tuple[list[NewDocument], int]:
-        """The documents to store, and how many of their modules were encoded. New states belong to
-        the job; if it is interrupted, the next job of the collection finds them."""
+        """Encode documents, and return their rows and the number of encoded modules.
+
+        New states belong to the job. If it is interrupted, the next job of the collection finds
+        them.
+        """
         jobs, rows, done, encoded = self._jobs, [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
         note = jobs.progress(job)
-        with ExitStack() as writing:  # the lease whose blobs are written beside the next encoding
+        with ExitStack() as writing:  # holds a lease whose blobs are written during the next one
             for document, modules in prepared:
                 for part in portions([module.token_ids for module in modules]):
                     jobs.expect(job, [self.encoder.key(ids) for ids in part])
@@ -288,7 +312,7 @@ class Ingestor:
         return rows, encoded
 
     def _digest(self, document: SourceDocument) -> str:
-        """Digest of text, metadata and everything that decides how the text is split."""
+        """Return a digest of the text, the metadata and all settings of the splitter."""
         metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
         size = str(self.config.module_tokens)
         parts = (document.digest, metadata, str(SPLIT_VERSION), size)
@@ -322,7 +346,7 @@ class Ingestor:
 
 
 def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as JSON can hold it; other values (dates, paths) become text."""
+    """Return metadata as JSON values. Others, such as dates and paths, become text."""
     stored: dict[str, Any] = json.loads(json.dumps(dict(metadata), default=str))
     return stored
 
@@ -330,8 +354,11 @@ def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _check_collisions(
     loaded: LoadedSources, documents: Sequence[SourceDocument], known: Mapping[str, DocumentRow]
 ) -> None:
-    """Raises `DocumentError` for files whose id is that of another file which is stored and still
-    there with another content: of two folders, each would replace the other's."""
+    """Raise `DocumentError` for files with the id of another stored file.
+
+    Two folders with files of the same name would replace each other's documents. The stored file
+    must still exist, with another content.
+    """
     pairs = []
     for given, each in zip(loaded.documents, documents, strict=True):
         other = _collides(each, known.get(each.id)) if given.id in loaded.files else None
@@ -347,7 +374,7 @@ def _check_collisions(
 
 
 def _collides(document: SourceDocument, stored: DocumentRow | None) -> Path | None:
-    """The stored file that a file's document would replace; None where there is none any more."""
+    """Return the stored file that a document would replace, if it still exists and differs."""
     if stored is None or stored.uri == document.uri:
         return None
     if urlsplit(stored.uri).scheme != "file":
@@ -363,7 +390,7 @@ def _collides(document: SourceDocument, stored: DocumentRow | None) -> Path | No
 def _with_known_ids(
     loaded: LoadedSources, known: Mapping[str, DocumentRow]
 ) -> tuple[SourceDocument, ...]:
-    """The documents, where a file that is stored under another id keeps that."""
+    """Return the documents. A file that is stored under another id keeps its stored id."""
     ids = {document.id for document in loaded.documents}
     by_uri = {row.uri: row.source_id for row in known.values() if row.source_id not in ids}
     return tuple(
@@ -378,8 +405,11 @@ def _gone(
     loaded: LoadedSources, documents: Sequence[SourceDocument], known: Mapping[str, DocumentRow], *,
     sync: bool,
 ) -> Iterator[DocumentRow]:  # fmt: skip
-    """Stored documents that the sources lack: of folders, those whose files do not exist or have
-    another id now; if there are no folders, all but those of files that failed."""
+    """Yield the stored documents that the sources no longer hold.
+
+    From folders: documents whose files do not exist or have another id now. Without folders, and
+    with `sync`: all other documents, except documents of files that failed.
+    """
     ids = loaded.present.union(document.id for document in documents)
     uris = {document.uri for document in documents if document.id in loaded.files}
     for row in known.values():
@@ -395,17 +425,17 @@ def _gone(
 
 
 def _is_known(document: SourceDocument, known: Mapping[str, DocumentRow]) -> bool:
-    """Whether this file is stored under this id."""
+    """Tell whether a file is stored under the id of its document."""
     return document.id in known and known[document.id].uri == document.uri
 
 
 def _file_at(uri: str) -> Path:
-    """The file of an address that `load_sources` gave."""
+    """Return the file of a URI that `load_sources` made."""
     return Path(unquote(urlsplit(uri).path))
 
 
 def _has_vanished(path: Path) -> bool:
-    """Whether there is no such file; one that cannot be looked at is there."""
+    """Tell whether a file does not exist. A file that cannot be accessed counts as existing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

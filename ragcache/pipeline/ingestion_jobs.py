@@ -1,7 +1,7 @@
-"""Ingestion in the background: requests that wait in the ledger's queue, and threads that run them.
+"""Ingestion in the background: a queue of requests in the ledger, and threads that run them.
 
-`IngestionJobs` queues requests of one namespace; `IngestionWorkers` take the requests of all
-namespaces from the queue (`ragcache.db.Jobs`), one thread a request.
+`IngestionJobs` queues the requests of one namespace. `IngestionWorkers` take the requests of all
+namespaces from the queue (`ragcache.db.Jobs`), one thread per request.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from ragcache.pipeline.ingest import Ingestor, check_collection
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2  # requests that run at once, of different collections
+WORKERS = 2
+"""Requests that run at the same time, for different collections."""
 _MAX_KEY_LENGTH = 255
-_POLL_SECONDS = 0.25  # between two looks at a queue whose requests have to wait for others
-_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between two looks at a job
+_POLL_SECONDS = 0.25  # between checks of a queue whose requests have to wait for others
+_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between checks of a job
 
 
 class IngestionWorkers:
-    """Threads that run the requests which `Jobs.take` gives them. A thread ends when none waits;
-    the next `wake` starts another one. Thread-safe."""
+    """Threads that run the requests of the queue. Thread-safe.
+
+    A thread ends when no request waits. The next `wake` starts another one.
+    """
 
     def __init__(self, rows: Jobs, run: Callable[[TakenJob], None]) -> None:
         self._rows, self._run = rows, run
@@ -65,17 +68,17 @@ class IngestionWorkers:
                 thread.start()
 
     def check_open(self) -> None:
-        """Raises `EngineClosed` after `halt`."""
+        """Raise `EngineClosed` after `halt`."""
         if self._stopping.is_set():
             raise EngineClosed("the folder was closed before the ingestion ended")
 
     def halt(self) -> None:
-        """Start no further request; the running ones stop at their next check."""
+        """Start no further requests. Running ones stop at their next check."""
         with self._lock:
             self._stopping.set()
 
     def join(self) -> None:
-        """Wait for the threads."""
+        """Wait until all threads have ended."""
         for thread in list(self._threads):
             thread.join()
 
@@ -84,21 +87,24 @@ class IngestionWorkers:
             while not self._stopping.is_set():
                 job = self._next()
                 if job is not None:
-                    self.wake()  # others may wait beside it
+                    self.wake()  # more requests may wait
                     self._run(job)
                 elif threading.current_thread() not in self._threads:
                     return
                 else:
                     self._stopping.wait(_POLL_SECONDS)
         except (EngineClosed, LedgerUnavailable) as error:
-            logger.warning("%s; a later heartbeat looks at the queue again", error)
+            logger.warning("%s; a later heartbeat checks the queue again", error)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
     def _next(self) -> TakenJob | None:
-        """The next request. The thread is no worker any more where none waits: one that is queued
-        later wakes another one."""
+        """Take the next request.
+
+        If no request waits, the thread leaves the workers under the same lock, so that a request
+        that is queued later starts another thread.
+        """
         with self._lock:
             job = self._rows.take()
             if job is None and not self._rows.any_waits():
@@ -108,10 +114,13 @@ class IngestionWorkers:
 
 @dataclass(frozen=True, slots=True)
 class IngestionJobs:
-    """The ingestion jobs of one namespace, which the ledger keeps: those that `submit` queued, and
-    those of `ingest`. Jobs of one collection run in the order in which they came. The ledger keeps
-    the documents of a queued job until it has ended: where its process ends before, another one
-    goes on with it, or the next that opens the folder."""
+    """The ingestion jobs of one namespace; `RagCache.jobs`.
+
+    Jobs come from `submit` and from `RagCache.ingest`. Jobs of one collection run one after the
+    other, in the order in which they came. The ledger keeps the documents of a queued job until it
+    has ended: if its process ends first, another process, or the next one that opens the folder,
+    continues the job.
+    """
 
     rows: Jobs
     ingestor: Ingestor
@@ -122,21 +131,20 @@ class IngestionJobs:
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource | LoadedSources,
         *, idempotency_key: str | None = None, sync: bool = False,
     ) -> JobRow:  # fmt: skip
-        """Reads documents, queues their ingestion and returns; they are in the ledger then.
+        """Read documents into the ledger, queue their ingestion, and return.
 
         Args:
-            collection: The collection to store them in; made if need be.
+            collection: The collection, which is created if there is none.
             sources: Files, folders or documents, as for `RagCache.ingest`.
-            idempotency_key: Identifies the request. Sent again with the same documents, it returns
-                the same job; one that failed or was canceled is queued again under its number.
-            sync: Whether stored documents that the sources lack are removed, as `RagCache.sync`
-                does.
+            idempotency_key: Identifies the request. The same key with the same documents returns
+                the same job. A job that failed or was canceled is queued again under its id.
+            sync: Remove stored documents that the sources no longer hold, as `RagCache.sync` does.
 
         Returns:
             The queued job, or the job of the key.
 
         Raises:
-            DocumentError: A document cannot be read; nothing is queued.
+            DocumentError: A document cannot be read. Nothing is queued.
             ConfigurationError: The collection's name is blank.
             InvalidRequest: The key is empty or too long.
             QueueFull: Too many jobs or too many bytes wait.
@@ -165,14 +173,21 @@ class IngestionJobs:
         return row
 
     def get(self, job: int | str) -> JobRow:
-        """A job as it is now, by its id or its public id; its progress is at most a second old.
-        Raises `UnknownJob`."""
+        """Return a job by its id or its public id. Its progress is at most a second old.
+
+        Raises:
+            UnknownJob: There is no such job.
+        """
         return self.rows.get(job)
 
     def cancel(self, job: int | str) -> JobRow:
-        """Cancels a job that waits or runs, also one of `ingest`, which then raises `JobCanceled`;
-        returns it as it is then. It stores and removes nothing. A job that has ended stays as it
-        is. Raises `UnknownJob`.
+        """Cancel a job that waits or runs, and return it.
+
+        A canceled job stores and removes nothing. A running `RagCache.ingest` raises `JobCanceled`.
+        A job that has ended stays as it is.
+
+        Raises:
+            UnknownJob: There is no such job.
 
         Example:
             >>> rag.jobs.cancel(job.id).status
@@ -181,12 +196,25 @@ class IngestionJobs:
         return self.rows.cancel(job)
 
     def list(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
-        """A page of the jobs, the newest first. Raises `InvalidRequest`."""
+        """List a page of the jobs, the newest first.
+
+        Raises:
+            InvalidRequest: The cursor or the limit cannot be used.
+        """
         return self.rows.page(cursor, limit)
 
     def wait(self, job: int | str, timeout: float | None = None) -> JobRow:
-        """Waits for the end of a job and returns it. Raises `TimeoutError` after `timeout` seconds,
-        `UnknownJob` or `EngineClosed`."""
+        """Wait until a job has ended, and return it.
+
+        Args:
+            job: Id or public id of the job.
+            timeout: Most seconds to wait. Unlimited by default.
+
+        Raises:
+            TimeoutError: The job has not ended in time.
+            UnknownJob: There is no such job.
+            EngineClosed: The folder was closed.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         pause = _FIRST_WAIT
         while not (row := self.get(job)).ended:
@@ -198,8 +226,11 @@ class IngestionJobs:
         return row
 
     def run(self, job: TakenJob) -> None:
-        """Runs a request of the queue and ends it, once: as soon as it has ended, it may be queued
-        again. The end of the session leaves one that is stopped to the next process."""
+        """Run a request of the queue and end it.
+
+        The job ends exactly once, because it may be queued again as soon as it has ended. A job
+        that is interrupted by `close` stays in the queue for the next process.
+        """
         collection = job.target.removeprefix(collection_target(""))
         try:
             self.deferred.release()
@@ -209,7 +240,7 @@ class IngestionJobs:
             self.ingestor.retriever.indexes.prepare(collection)
         except (EngineClosed, JobCanceled, JobTaken) as error:
             logger.warning("%s", error)
-        except RagCacheError as error:  # expected; the job's row holds the reason
+        except RagCacheError as error:  # expected: the job's row holds the reason
             self.rows.fail(job.id, error)
         except Exception as error:
             logger.exception("job %s failed", job.id)
@@ -217,7 +248,7 @@ class IngestionJobs:
 
 
 def _content_of(document: SourceDocument) -> str:
-    """A document as the ledger keeps it."""
+    """Return a document as the JSON that the ledger keeps."""
     parts = [asdict(part) for part in document.sections] if document.parts else []
     fields = (document.id, document.text, document.uri, dict(document.metadata), parts)
     return json.dumps(fields, default=str)
@@ -229,7 +260,7 @@ def _document_of(content: str) -> SourceDocument:
 
 
 def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
-    """Facts that the process which stores the documents must know."""
+    """Return the facts about the sources that the process which runs the job needs."""
     if not (sync or loaded.files):
         return {}
     return {
@@ -249,7 +280,7 @@ def _loaded_of(job: TakenJob) -> LoadedSources:
 
 
 def _digest_of(collection: str, documents: Iterable[str], *, sync: bool) -> str:
-    """Digest of everything that an ingestion depends on."""
+    """Return a digest of the request, to compare requests with the same idempotency key."""
     digest = hashlib.sha256(json.dumps([collection, sync]).encode())
     for content in documents:
         digest.update(hashlib.sha256(content.encode()).digest())

@@ -1,7 +1,7 @@
-"""From module texts to leased states: keys, tokens, scaffolds, and the encoding of what is missing.
+"""From module texts to leased states: tokens, keys, scaffolds, and encoding of missing states.
 
-The modules of a collection are encoded one by one, or together as a scaffold. Those of a schema are
-encoded as a whole, at their positions in it, and read piece by piece (Prompt Cache §3.3).
+Modules of a collection are encoded one by one, or together as a scaffold. Modules of a schema are
+encoded at their positions in the schema and read piece by piece (Prompt Cache §3.3).
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from ragcache_schemas import Path, Piece, Scope
 T = TypeVar("T")
 
 Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
-"""Encodes jobs, at least one; gives their states in order (`LLMEngine.encode`)."""
+"""Encodes one job or more, and returns their states in order (`LLMEngine.encode`)."""
 
-PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
+PORTION = 8
+"""Modules that are leased at once while they are encoded. Limits the load on the host tier."""
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The items in order, at most `PORTION` at a time."""
+    """Yield the items in order, at most `PORTION` at a time."""
     for start in range(0, len(items), PORTION):
         yield items[start : start + PORTION]
 
 
 class StateEncoder:
-    """Names the states that one model encodes, and encodes what leases of them miss."""
+    """Makes the keys of one model's states, and encodes the states that a lease is missing."""
 
     def __init__(self, model: LoadedModel, store: KVStore, encode: Encode, salt: str = "") -> None:
-        """salt: of all keys; see `state_key`."""
+        """Encode states of `model` into `store`. `salt` is part of all keys (`state_key`)."""
         self.model, self.store, self.encode, self.salt = model, store, encode, salt
 
     def _state_key(
@@ -61,7 +62,7 @@ class StateEncoder:
         return LeaseRequest(origin, mode, root, self.model.causal.fingerprint)
 
     def _encode_missing(self, lease: Lease, jobs: Mapping[KVKey, EncodeJob]) -> None:
-        """Encodes the states that no tier has, and that nobody else is encoding."""
+        """Encode the states of a lease that no tier holds and no other caller is encoding."""
         while missing := lease.claim():
             encoded = self.encode([jobs[key] for key in missing])
             for key, states in zip(missing, encoded, strict=True):
@@ -69,7 +70,7 @@ class StateEncoder:
 
 
 class ModuleEncoder(StateEncoder):
-    """Leases the states of a collection's modules, after those of the preamble."""
+    """Leases the states of the preamble and of a collection's modules."""
 
     def __init__(
         self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode, salt: str = ""
@@ -79,16 +80,24 @@ class ModuleEncoder(StateEncoder):
         self._variants: dict[str, ModuleEncoder] = {}  # by the instructions of collections
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
-        """The encoder for prompts that the chat template spells with other variables. Where those
-        change the preamble, all keys of rooted states are others."""
+        """Return the encoder for a chat template with other variables.
+
+        If the variables change the preamble, rooted states have other keys.
+        """
         frame = prompt_frame(self.model.tokenizer, self.frame.instruction, kwargs)
         if frame == self.frame:
             return self
         return ModuleEncoder(self.model, frame, self.store, self.encode, self.salt)
 
     def with_instruction(self, instruction: str | None) -> ModuleEncoder:
-        """The encoder for a collection with this instruction; None is that of the folder. Raises
-        `ConfigurationError` where this model cannot read it."""
+        """Return the encoder for a collection with this instruction.
+
+        Args:
+            instruction: The instruction. Defaults to the folder's instruction.
+
+        Raises:
+            ConfigurationError: The instruction holds a control token of this model.
+        """
         if instruction in (None, self.frame.instruction):
             return self
         assert instruction is not None
@@ -115,8 +124,13 @@ class ModuleEncoder(StateEncoder):
         encoding: Encoding = AFTER_PREAMBLE,
         start: int | None = None,
     ) -> KVKey:
-        """The key of a module's states. start: position of the first token; defaults to the place
-        right after the preamble."""
+        """Return the key of a module's states.
+
+        Args:
+            token_ids: Tokens of the module.
+            encoding: How the states are encoded.
+            start: Position of the first token. Defaults to the position after the preamble.
+        """
         root = self.preamble_key if encoding == AFTER_PREAMBLE else None
         return self._state_key(token_ids, encoding, self._first if start is None else start, root)
 
@@ -124,11 +138,18 @@ class ModuleEncoder(StateEncoder):
         self, modules: Sequence[Sequence[int]], encoding: Encoding = AFTER_PREAMBLE,
         origin: Origin = "question", starts: Sequence[int] | None = None,
     ) -> Lease:  # fmt: skip
-        """The states of the preamble and then of each module (its token ids), encoded if need be.
-        Raises `StoreError` where they cannot be kept, and are not for a question.
+        """Lease the states of the preamble and of each module. Encodes missing ones.
 
-        starts: where each begins in the prompt, for positions that cannot move; None is one after
-        the other, after the preamble.
+        Args:
+            modules: Tokens of each module.
+            encoding: How the states are encoded.
+            origin: Purpose of the lease.
+            starts: Positions of the modules in the prompt, which matter for models whose states
+                cannot move. Defaults to one module after the other, after the preamble.
+
+        Raises:
+            StoreError: The states cannot be stored. Never raised for questions, which are answered
+                from states in memory.
         """
         starts = self._starts(modules, starts)
         keys = [self.key(ids, encoding, at) for ids, at in zip(modules, starts, strict=True)]
@@ -151,13 +172,13 @@ class ModuleEncoder(StateEncoder):
         encoding: Encoding,
         starts: Sequence[int] | None = None,
     ) -> None:
-        """Begins to bring states to memory that a lease will ask for soon; returns at once."""
+        """Start to bring the states of a coming lease to memory. Returns at once."""
         placed = zip(modules, self._starts(modules, starts), strict=True)
         keys = (self.key(ids, encoding, at) for ids, at in placed)
         self.store.prefetch([self.preamble_key, *keys])
 
     def fits_at(self, start: int, length: int, encoding: Encoding | None) -> bool:
-        """Whether a module of `length` tokens can be read at a position."""
+        """Tell whether the states of a module of `length` tokens can be read at a position."""
         if self.model.causal.scheme.movable:
             return True
         first = 0 if encoding == WITHOUT_CONTEXT else self._first
@@ -171,8 +192,10 @@ class ModuleEncoder(StateEncoder):
     def _starts(
         self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
     ) -> Sequence[int]:
-        """Positions at which the modules are encoded: the first slot, or, for positions that cannot
-        move, the places in this prompt."""
+        """Return the positions at which the modules are encoded.
+
+        States that can move are encoded in the first slot, others at their place in the prompt.
+        """
         if self.model.causal.scheme.movable:
             return [self._first] * len(modules)
         return wanted or list(accumulate([self._first, *map(len, modules)]))[:-1]
@@ -180,12 +203,13 @@ class ModuleEncoder(StateEncoder):
 
 @dataclass(frozen=True, slots=True)
 class ModuleTokens:
-    """Token ids of stored modules, made anew where another tokenizer was used before."""
+    """Token ids of stored modules for one model's tokenizer."""
 
     catalog: Catalog
     model: LoadedModel
 
     def of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
+        """Return the tokens of each module. Tokenizes modules that another tokenizer split."""
         known = self.catalog.token_ids([module.id for module in modules])
         for module in modules:
             if module.id not in known:
@@ -196,11 +220,13 @@ class ModuleTokens:
 
 @dataclass(frozen=True, slots=True)
 class ScopeTokens:
-    """Tokens that are encoded together, with ascending positions and the run of each text."""
+    """Tokens of a schema that are encoded together."""
 
     token_ids: tuple[int, ...]
     position_ids: tuple[int, ...]
+    """Positions of the tokens, ascending."""
     runs: dict[Path, tuple[int, int]]
+    """Tokens begin:end of each text, by the path of the text."""
 
     @property
     def start(self) -> int:
@@ -208,9 +234,11 @@ class ScopeTokens:
 
 
 class ScopeEncoder(StateEncoder):
-    """Leases the states of a schema's modules. A module's own texts and placeholders are encoded
-    together; modules nested in it are encoded on their own. A prompt then reads the runs of its
-    texts; placeholders and stand-ins never take part."""
+    """Leases the states of a schema's modules.
+
+    A module's own texts and placeholders are encoded together, its nested modules on their own. A
+    prompt reads the runs of the texts, never placeholders.
+    """
 
     def __init__(
         self, model: LoadedModel, text: ChatTemplate, store: KVStore, encode: Encode, salt: str = ""
@@ -219,7 +247,7 @@ class ScopeEncoder(StateEncoder):
         self.text = text
 
     def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
-        """The tokens of one module, or of several that a scaffold encodes together."""
+        """Return the tokens of one module, or of the modules of a scaffold."""
         entries: list[tuple[tuple[int, ...], Piece]] = []
         for scope in scopes:
             entries += [*scope.texts, *scope.parameters.values(), *scope.stand_ins]
@@ -240,8 +268,11 @@ class ScopeEncoder(StateEncoder):
         return self._state_key(tokens.token_ids, "schema", tokens.start, offsets=offsets)
 
     def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:
-        """The states of each group, encoded if need be. Raises `StoreError` where they cannot be
-        kept, and are not for a question."""
+        """Lease the states of each group. Encodes missing ones.
+
+        Raises:
+            StoreError: The states cannot be stored. Never raised for questions.
+        """
         keys = [self.key(group) for group in groups]
         jobs = {
             key: EncodeJob(group.token_ids, group.start, None, group.position_ids)
@@ -257,7 +288,7 @@ class ScopeEncoder(StateEncoder):
         return lease
 
     def _ids(self, piece: Piece) -> list[int]:
-        """A text's tokens, or what stands in for an argument: its scaffold, then placeholders."""
+        """Return the tokens of a text or, for an argument, its scaffold and placeholders."""
         ids = self.text.encode(piece.text)
         if piece.kind == "module":
             return ids
@@ -266,7 +297,7 @@ class ScopeEncoder(StateEncoder):
 
 
 def _placeholder(tokenizer: object) -> int:
-    """The paper's `<unk>`, or the nearest thing that the tokenizer has."""
+    """Return the token of unfilled arguments: the paper's `<unk>`, or the nearest equivalent."""
     for name in ("unk_token_id", "pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
         if isinstance(token, int):
@@ -277,9 +308,9 @@ def _placeholder(tokenizer: object) -> int:
 class Scaffolds:
     """The scaffolds of all collections of a namespace, by the ids of their modules. Thread-safe.
 
-    A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). Its states
-    override the single ones wherever all its modules are selected in that order, next to each
-    other. The ledger keeps scaffolds until a document of theirs changes.
+    A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). If a selection
+    holds all its modules next to each other in that order, the joint states are read in place of
+    the single ones. The ledger keeps a scaffold until one of its documents changes.
     """
 
     def __init__(self, rows: ScaffoldRows) -> None:
@@ -289,8 +320,10 @@ class Scaffolds:
         self._lock = threading.Lock()
 
     def follow(self, collection: str, version: CollectionVersion) -> None:
-        """Reads the scaffolds of a collection where they may have changed: any process may have
-        declared some. version: that of the collection now."""
+        """Read the scaffolds of a collection if its version has changed.
+
+        Any process may have declared scaffolds since the last call.
+        """
         known = self._known.get(collection)
         if known is not None and known[0] == version:
             return
@@ -300,8 +333,10 @@ class Scaffolds:
             self._known[collection] = version, {members for members, _ in kept}
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
-        """Splits a selection into runs begin:end that are encoded together, the longest scaffold
-        that fits first, from the front, after `follow`."""
+        """Split a selection into runs begin:end that are encoded together, from the front.
+
+        Each run is the longest scaffold that fits, or a single module. Requires `follow` before.
+        """
         with self._lock:
             longest = sorted(self._known[collection][1], key=len, reverse=True)
         runs, begin = [], 0
@@ -313,8 +348,7 @@ class Scaffolds:
         return runs
 
     def keep(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
-        """Declares a scaffold of these modules, in this order, with the states of this key, which
-        end with its documents."""
+        """Declare a scaffold of modules in this order. `key` names its joint states."""
         kept = (tuple(modules), key)  # equal texts of two collections have one key
         if kept not in self._kept:
             self._rows.add_scaffold(collection, *kept)
@@ -323,9 +357,14 @@ class Scaffolds:
 
 
 def scaffold_modules(modules: Sequence[ModuleRow], ids: Sequence[str]) -> list[ModuleRow]:
-    """The modules that ids of documents (all modules of one) or of modules name, in order.
+    """Return the modules of a scaffold, in order.
 
-    Raises `ConfigurationError` for an unknown id, a module that comes twice, or fewer than two.
+    Args:
+        modules: All modules of the collection.
+        ids: Ids of documents, for all of their modules, or names of modules.
+
+    Raises:
+        ConfigurationError: An id is unknown, a module is named twice, or there are fewer than two.
     """
     found: list[ModuleRow] = []
     for wanted in ids:

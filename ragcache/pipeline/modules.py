@@ -40,9 +40,13 @@ class ModulePlacement:
 class Modules:
     """The modules of one namespace; `RagCache.modules`.
 
-    By default a method acts on all modules of a collection; `documents` and `names` (of modules)
-    each narrow that. `dry_run` returns the changes without making them. All methods raise
-    `UnknownCollection`.
+    Methods act on all modules of a collection, or on fewer: `documents` (ids of documents) and
+    `names` (names of modules) each restrict them. `dry_run` returns the changes without making
+    them. A method that takes a collection raises `UnknownCollection` if there is none of that name.
+
+    Example:
+        >>> changes = rag.modules.warm("handbook")
+        >>> changes = rag.modules.pin("handbook", ["leave.md"])
     """
 
     catalog: Catalog
@@ -55,11 +59,21 @@ class Modules:
         tier: str | None = None, pinned: bool | None = None, search: str | None = None,
         sort: str = "id", descending: bool = False, cursor: str | None = None, limit: int = 100,
     ) -> Page[ModuleListing]:  # fmt: skip
-        """A page of the modules that match; uses of the last second may lack.
+        """List a page of the modules that match. Uses of the last second may be missing.
 
-        search: a part of their name or of their document's. sort: `id`, `name`, `nbytes`, `hits`
-        or `used_at`; modules without states come last. cursor: `next` of the page before, in the
-        same order. Raises `InvalidRequest`.
+        Args:
+            collection: Only modules of this collection.
+            document: Only modules of the document with this id.
+            tier: Only modules with states in this tier.
+            pinned: Only modules whose states are pinned, or are not.
+            search: Only modules with this text in their name or in their document's name.
+            sort: `id`, `name`, `nbytes`, `hits` or `used_at`. Modules without states come last.
+            descending: Largest first.
+            cursor: `next` of the previous page, which had the same order.
+            limit: Most modules of a page.
+
+        Raises:
+            InvalidRequest: The order, the cursor or the limit cannot be used.
         """
         wanted = ModuleFilter(collection, document, tier, pinned, search)
         return module_page(
@@ -68,14 +82,15 @@ class Modules:
         )  # fmt: skip
 
     def all(self, collection: str | None = None) -> list[ModuleListing]:
-        """List all modules of a collection or, by default, of the namespace, with size, tiers and
-        uses of their states."""
+        """List all modules of a collection, with size, tiers and uses of their states.
+
+        Without a collection, lists all modules of the namespace.
+        """
         self.store.ledger.flush()
         return list_modules(self._database, collection, self.catalog.namespace)
 
     def named(self, collection: str, names: Sequence[str]) -> list[ModuleRow]:
-        """Return the modules with these names, in the order of the names; unknown names are
-        skipped."""
+        """Return modules by name, in the order of the names. Unknown names are skipped."""
         check_texts("names", names)
         return self.catalog.modules(collection, names)
 
@@ -88,7 +103,21 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *,
         mode: str | ReuseMode = ROOTED, dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Bring states to the first tier, and encode states that no tier holds."""
+        """Bring states to the first tier, and encode states that no tier holds.
+
+        Args:
+            collection: The collection.
+            documents: Only modules of these documents.
+            mode: Encoding of the states: `rooted` or `isolated`.
+            dry_run: Return the changes without making them.
+            names: Only modules with these names.
+
+        Returns:
+            A change for each state that is moved or encoded.
+
+        Raises:
+            ConfigurationError: States are not encoded in this mode.
+        """
         parsed = ReuseMode.parse(mode)
         encoding = parsed.encoding
         if parsed not in (ROOTED, ISOLATED) or encoding is None:
@@ -122,14 +151,14 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Keep states from being evicted for pressure or time."""
+        """Protect states from eviction, for lack of room or by a time limit, until `unpin`."""
         return admin.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Let states be evicted again."""
+        """Allow states to be evicted again."""
         keys = self._keys(collection, documents, names)
         return admin.pin(self.store, keys, False, dry_run=dry_run)
 
@@ -168,8 +197,10 @@ class Modules:
         self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
-        """Remove states from a tier, or from all tiers. The documents stay, and are encoded again
-        when a question needs them."""
+        """Remove states from a tier or, by default, from all tiers.
+
+        The documents stay. A later question encodes their modules again.
+        """
         keys = self._keys(collection, documents, names)
         return admin.evict(self.store, keys, tier, dry_run=dry_run)
 
@@ -180,11 +211,11 @@ class Modules:
     def locate(
         self, modules: Sequence[ModuleRow], collection: str | None = None
     ) -> list[ModulePlacement]:
-        """Return the length and the tier of each module's states.
+        """Return the length and the tier of each module's states, in the order of the modules.
 
         Args:
             modules: The modules.
-            collection: Collection whose preamble the states follow. By default, the preamble of
+            collection: Collection whose preamble the states follow. Defaults to the preamble of
                 `RagCache.open`.
         """
         encoder = self.encoder

@@ -65,8 +65,18 @@ class SharedServices:
         embedder: Embeddings | None = None, reranker: Reranker | None = None,
         template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
     ) -> SharedServices:  # fmt: skip
-        """Connects a store and a model, and starts the engine. template_kwargs: variables of the
-        chat template, checked. instruction: of every preamble, checked."""
+        """Connect a store with a model, and start the engine.
+
+        Args:
+            database: The ledger.
+            store: The store of states.
+            model: The model.
+            config: Settings of the folder.
+            embedder: Embedder of module texts. Without it only BM25 searches.
+            reranker: Reranker of search results.
+            template_kwargs: Variables of the chat template, already checked.
+            instruction: Instruction of every preamble, already checked.
+        """
         limits = EngineConfig.for_device(
             model.causal.device, pool_bytes=parse_optional_bytes(config.private_bytes),
             queue=config.queue, warm_up=config.warm_up,
@@ -88,7 +98,11 @@ class SharedServices:
         return shared
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
-        """The components of a namespace, built at the first call. Raises `ConfigurationError`."""
+        """Return the components of a namespace, which the first call builds.
+
+        Raises:
+            ConfigurationError: The name cannot be used.
+        """
         check_namespace(name)
         with self._lock:
             found = self._namespaces.get(name)
@@ -97,8 +111,14 @@ class SharedServices:
             return found
 
     def close(self, *, drain: bool) -> None:
-        """Stops the engine, and closes store and ledger, for all namespaces. A background ingestion
-        is interrupted even with `drain`: it may take hours, and continues where it stopped."""
+        """Stop the engine, and close store and ledger, for all namespaces.
+
+        Background ingestions are interrupted even with `drain`, because they may take hours. The
+        next process that has the folder open continues them.
+
+        Args:
+            drain: Wait for running requests.
+        """
         if self.closed.is_set():
             return
         self.workers.halt()
@@ -113,9 +133,11 @@ class SharedServices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Namespace:
-    """The components of one namespace. State keys are salted with its name, so that a document
-    which another namespace has encoded is no faster here; private states are shared within the
-    namespace only."""
+    """The components of one namespace.
+
+    State keys are salted with the namespace, so that the time of an answer does not tell whether
+    another namespace has encoded a document. Private states are shared within the namespace only.
+    """
 
     name: str
     shared: SharedServices
@@ -131,7 +153,7 @@ class Namespace:
 
     @classmethod
     def build(cls, name: str, shared: SharedServices) -> Namespace:
-        """Connects the components of a namespace with the shared ones."""
+        """Build the components of a namespace on the shared ones."""
         database, model, store = shared.database, shared.model, shared.store
         salt, encode = salt_of(name), shared.engine.encode
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
@@ -161,36 +183,35 @@ class Namespace:
         )  # fmt: skip
 
     def encoder_of(self, collection: str) -> ModuleEncoder:
-        """The encoder of a collection's modules, after its instruction."""
+        """Return the encoder of a collection's modules, with the collection's instruction."""
         return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Contents of the state folder, and what happened since this process opened it.
-
-    Attributes:
-        collections: Number of documents of each collection of the namespace.
-        tiers: For each tier: states, bytes, tokens and hits of all time.
-        evictions: For each tier and reason: evictions, and how many were fetched again.
-        encoded: Modules that were encoded.
-        corrupt: Blobs that failed their checksum or vanished, and were encoded again.
-        unreadable: Failed reads and writes of tiers and ledger.
-        unclaimed: States encoded for one question because the ledger did not respond, or another
-            process took too long to encode them.
-        host_evictions: States that left memory for lack of room.
-    """
+    """Contents of the state folder, and counts of events since this process opened it."""
 
     model: str
+    """Name of the model."""
     collections: dict[str, int]
+    """Number of documents of each collection of the namespace."""
     tiers: dict[str, dict[str, int]]
+    """States, bytes, tokens and hits of each tier. Hits count from the folder's beginning."""
     evictions: dict[str, dict[str, int]]
+    """Evictions from each tier by reason, and how many of the states were fetched again."""
     host_budget_bytes: int
+    """Budget of the host tier, in bytes."""
     encoded: int
+    """Modules that were encoded."""
     corrupt: int
+    """Blobs that failed their checksum or vanished, and were encoded again."""
     unreadable: int
+    """Failed reads and writes of tiers and ledger."""
     unclaimed: int
+    """States encoded for a single question, because the ledger did not respond or another process
+    took too long to encode them."""
     host_evictions: int
+    """States that left the host tier for lack of room."""
 
     @classmethod
     def of(cls, namespace: Namespace) -> Stats:

@@ -1,4 +1,4 @@
-"""Hand-written PML: schemas are kept and encoded, and prompts over them are built."""
+"""Hand-written PML: stores and encodes schemas, and builds the prompts that import them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ragcache_schemas import (
 
 @dataclass(frozen=True, slots=True)
 class LoadedSchema:
-    """A stored schema, parsed, and the index of it in the words of the model's template."""
+    """A stored schema, parsed, with its index after the model's chat template."""
 
     stored: SchemaText
     schema: Schema
@@ -47,14 +47,16 @@ class LoadedSchema:
 
 @dataclass(frozen=True, slots=True)
 class ScopeGroup:
-    """Modules of a schema that are encoded together, by their paths, and their tokens."""
+    """Modules of a schema that are encoded together."""
 
     paths: tuple[Path, ...]
+    """Paths of the modules."""
     tokens: ScopeTokens
+    """Tokens of all modules."""
 
     @property
     def scaffold(self) -> str:
-        """The modules of a scaffold, as citations name it; "" for a module by itself."""
+        """Names of the modules, as citations list them. Empty for a single module."""
         return " ".join("/".join(path) for path in self.paths) if len(self.paths) > 1 else ""
 
 
@@ -72,7 +74,7 @@ class SchemaStates:
         return [group.tokens.token_ids for group in self.groups]
 
     def prefetch(self) -> None:
-        """Does nothing: a PML prompt is built by itself, and its lease comes next."""
+        """Do nothing: PML prompts are built one at a time, and the lease follows at once."""
 
     def lease(self) -> Lease:
         return self.encoder.lease([group.tokens for group in self.groups])
@@ -84,7 +86,7 @@ class SchemaStates:
 
 @dataclass(slots=True)
 class PmlPipeline:
-    """Keeps schemas, encodes their modules, and builds prompts over them."""
+    """Stores schemas, encodes their modules, and builds prompts that import them."""
 
     texts: SchemaTexts
     encoder: ScopeEncoder
@@ -92,8 +94,17 @@ class PmlPipeline:
     _loaded: dict[str, LoadedSchema] = field(default_factory=dict)
 
     def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
-        """Stores a schema and encodes all its modules and scaffolds (§3.3). Raises `PMLError`, or
-        `PromptTooLong` for a module outside of the model's window, before anything is encoded."""
+        """Store a schema, and encode its modules and scaffolds (Prompt Cache §3.3).
+
+        Args:
+            text: The schema.
+            source: A file name for error messages.
+            placement: Positions of the modules.
+
+        Raises:
+            PMLError: The schema is not valid.
+            PromptTooLong: A module ends outside of the model's window. Nothing was encoded.
+        """
         self.template.check(text)
         schema = parse_schema(text, source=source)
         stored = SchemaText(text, placement)
@@ -119,8 +130,11 @@ class PmlPipeline:
         return schema
 
     def load(self, name: str) -> LoadedSchema:
-        """The schema of a name as it is stored now: another thread or process may have replaced it.
-        Raises `UnknownSchema`."""
+        """Return a schema as it is stored now. Another process may have replaced it.
+
+        Raises:
+            UnknownSchema: There is no such schema.
+        """
         stored = self.texts.get_schema(name)
         if stored is None:
             known = ", ".join(map(repr, self.texts.names())) or "none yet"
@@ -134,13 +148,22 @@ class PmlPipeline:
         return loaded
 
     def delete(self, name: str) -> None:
-        """Deletes a schema with the states that nothing else needs. Raises `UnknownSchema`."""
+        """Delete a schema with the states that nothing else needs.
+
+        Raises:
+            UnknownSchema: There is no such schema.
+        """
         self.encoder.store.discard(self.texts.delete_schema(name))
         self._loaded.pop(name, None)
 
     def build(self, text: str, mode: ReuseMode, source: str = "<string>") -> TokenPrompt:
-        """Build the prompt of a PML text. Leases and computes nothing. Raises `PMLError`,
-        `ConfigurationError` or `UnknownSchema`."""
+        """Build the prompt of a PML text. Leases and computes nothing.
+
+        Raises:
+            PMLError: The prompt is not valid.
+            UnknownSchema: There is no such schema.
+            ConfigurationError: The mode does not suit PML prompts.
+        """
         called = time.perf_counter()
         if mode not in (ISOLATED, EXACT):
             raise ConfigurationError(
@@ -179,8 +202,11 @@ class PmlPipeline:
         )  # fmt: skip
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[ScopeGroup]:
-        """The modules of a plan as they are encoded: those of a scaffold together (§3.3), the
-        larger scaffold first, all others one by one."""
+        """Return the modules of a plan in the groups in which they are encoded.
+
+        Modules of a scaffold form one group, the larger scaffold first (Prompt Cache §3.3). All
+        others form a group each.
+        """
         left = list(dict.fromkeys(p.path[:-1] for p in plan.pieces if p.cached))
         joint: list[tuple[Path, ...]] = []
         for scaffold in sorted(plan.scaffolds, key=lambda s: -len(s.modules)):
@@ -196,7 +222,7 @@ class PmlPipeline:
         return [group for group in groups if group.tokens.token_ids]
 
     def _check_window(self, schema: str, path: Path, tokens: ScopeTokens) -> None:
-        """Raises `PromptTooLong` for a module that ends outside of the model's window."""
+        """Raise `PromptTooLong` for a module that ends outside of the model's window."""
         end, window = tokens.position_ids[-1] + 1, self.encoder.model.causal.window
         if end > window:
             where = f"module {'/'.join(path)!r}" if path else "its own text"
@@ -219,9 +245,9 @@ def place(
 ) -> tuple[list[CachedSpan], list[tuple[int, int]]]:  # fmt: skip
     """Return the spans that are read, and the tokens to compute as (position, token), in order.
 
-    A piece that is cached becomes a span: a run of its module's states. All others are computed
-    together; each token sees the tokens at positions before its own. Of a prompt of imports alone
-    the last token is computed, so that there is something to continue from.
+    A cached piece becomes a span: a run of its module's states. All other pieces are computed
+    together, and each token sees the tokens at earlier positions. A prompt that consists of imports
+    computes its last token, so that the answer has a token to follow.
     """
     spans: list[CachedSpan] = []
     own: list[tuple[int, int]] = []
@@ -245,7 +271,7 @@ def place(
 
 
 def scope_at(index: SchemaIndex, path: Path) -> Scope:
-    """The module at a path of the schema; the schema itself at the empty path."""
+    """Return the module at a path of the schema. The empty path is the schema itself."""
     scope = index.root
     for name in path:
         scope = scope.children[name]
@@ -259,7 +285,7 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
-    """The union schema of a collection. Its slots draw on the catalog; see `members`."""
+    """Return the union schema of a collection, whose slots take `members`."""
     return collection_schema(
         module_name(collection), frame.preamble, slots, collection,
         question_lead=frame.question, epilogue=frame.epilogue,
@@ -267,7 +293,7 @@ def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
 
 
 def members(modules: Sequence[ModuleRow]) -> list[Module]:
-    """The collection's documents as modules, their parts nested in them."""
+    """Return the documents of a collection as PML modules, with their parts nested in them."""
     by_document: dict[str, list[str]] = {}
     for module in modules:
         by_document.setdefault(module.document, []).append(module.text)

@@ -1,4 +1,4 @@
-"""A prompt in tokens: spans that are read from kept states, and tokens that are computed."""
+"""Prompts in tokens: spans that are read from kept states, and tokens that are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcache.store import Lease
 
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
-    """Modules that are encoded together and kept under one key: a single one, or a scaffold."""
+    """Modules whose states are kept under one key: a single module, or a scaffold."""
 
     modules: tuple[int, ...]
     """Ids of the modules. Empty for the preamble."""
@@ -50,8 +50,13 @@ class CachedSpan:
     def segment(
         self, key: KVKey, states: StoredStates, token_ids: tuple[int, ...] | None = None
     ) -> Segment:
-        """Return a view of the span's states at its place. token_ids: Tokens of the whole states,
-        if known."""
+        """Return a view of the span's states at its place in the prompt.
+
+        Args:
+            key: Key of the states.
+            states: The states.
+            token_ids: Tokens of the whole states, if known.
+        """
         own = None if token_ids is None else token_ids[self.begin : self.end]
         if (self.begin, self.end) == (0, states.length):
             return Segment(states, self.start, key, own)
@@ -59,7 +64,7 @@ class CachedSpan:
         return Segment(part, self.start, f"{key}[{self.begin}:{self.end}]", own)
 
     def shortened(self) -> CachedSpan:
-        """The span without its last token."""
+        """Return the span without its last token."""
         return replace(self, end=self.end - 1)
 
 
@@ -138,15 +143,15 @@ class AskedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """The modules that an answer is read from, and what retrieval tells about them."""
+    """The modules that an answer is read from, and the search that found them."""
 
     modules: tuple[ModuleRow, ...] = ()
     """Modules that an extractive answer may quote, the best one first. Empty for PML prompts."""
     citations: tuple[tuple[Citation, int | None], ...] = ()
-    """Sources of the answer, each with the group that it is read from, or with None if all of its
-    tokens are computed."""
+    """Sources of the answer, each with the index of its group in the lease. A source whose tokens
+    are all computed has no group."""
     selection: Selection | None = None
-    """The result of the search. None for chats and PML prompts."""
+    """The result of the search. Chats and PML prompts have no search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ class TokenPrompt:
     end: int
     """Position at which the answer continues."""
     states: PromptStates | None = None
-    """The states that the spans read. None for a prompt without spans."""
+    """The states that the spans read. A prompt without spans has no states."""
     recomputed: int = 0
     """Number of computed tokens that are the documents'."""
     question: AskedQuestion = field(default_factory=AskedQuestion)
@@ -180,7 +185,7 @@ class TokenPrompt:
 
     @property
     def selection(self) -> Selection | None:
-        """The result of the search. None for chats and PML prompts."""
+        """The result of the search. Chats and PML prompts have no search."""
         return self.retrieved.selection
 
     @property
@@ -190,7 +195,7 @@ class TokenPrompt:
 
     @property
     def has_documents(self) -> bool:
-        """False if retrieval found nothing for a question, which is then answered at once."""
+        """Whether there is something to read. False if a question's search found no module."""
         return self.kind != "question" or bool(self.modules)
 
     @property
@@ -229,43 +234,43 @@ def build_context(
 
 
 class PromptLayout:
-    """Lays out a prompt without gaps, from front to back.
-
-    groups: the preamble, then what `add` took. own: (position, token). length: in tokens.
-    recomputed: how many own tokens are those of documents.
-    """
+    """Lays out a prompt without gaps, from front to back."""
 
     def __init__(self, preamble: Iterable[int] = ()) -> None:
         self.groups = [ModuleGroup((), tuple(preamble), 0)]
+        """The preamble, then the groups that were added."""
         self.spans: list[CachedSpan] = []
         self.own: list[tuple[int, int]] = []
+        """Tokens to compute, as (position, token)."""
         self.length = 0
+        """Length of the prompt so far, in tokens."""
         self.recomputed = 0
+        """Number of computed tokens that are the documents'."""
 
     def add(self, group: ModuleGroup) -> int:
-        """Takes a group whose states are leased; returns its index."""
+        """Add a group whose states are leased, and return its index."""
         self.groups.append(group)
         return len(self.groups) - 1
 
     def read(self, group: int, begin: int, end: int) -> None:
-        """Continues with tokens begin:end of a group, from its states."""
+        """Continue with tokens begin:end of a group, read from its states."""
         if begin < end:
             self.spans.append(CachedSpan(group, begin, end, self.length, begin))
             self.length += end - begin
 
     def compute(self, token_ids: Sequence[int]) -> None:
-        """Continues with tokens that are computed."""
+        """Continue with tokens that are computed."""
         self.own += enumerate(token_ids, self.length)
         self.length += len(token_ids)
 
     def close(self) -> None:
-        """Makes the last token a computed one, for the answer to follow."""
+        """Compute the last token, so that the answer has a token to follow."""
         if self.spans and (not self.own or self.own[-1][0] < self.length - 1):
             last = self.spans.pop()
             self.spans.append(last.shortened())
             self.own.append((self.length - 1, self.groups[last.group].token_ids[last.end - 1]))
 
     def prompt(self) -> TokenPrompt:
-        """The prompt that was laid out, without its question."""
+        """Return the prompt. The caller adds its question, its states and its sources."""
         own, spans = tuple(self.own), tuple(self.spans)
         return TokenPrompt(own, spans, self.length, recomputed=self.recomputed)
