@@ -1,8 +1,9 @@
-"""Calibration of answers on known questions: evidence is collected, a logistic model fitted, and
-what refusing costs and brings is measured as risk and coverage (El-Yaniv and Wiener, JMLR 2010).
+"""Calibration of answers with known questions: a model of whether an answer is right.
 
-Each question that names its document is asked twice: as it is, and with that document left out, so
-that it has no answer. Questions without accepted answers have none either.
+Each question that names its document is asked twice: with all documents, and without that one, so
+that it has no answer. Questions without accepted answers have no answer either. A logistic model is
+fitted to the answers. The effect of refusals is measured as risk and coverage (El-Yaniv and Wiener,
+JMLR 2010).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ragcache.retrieval import HeldOutSearch
 Floats = npt.NDArray[np.float64]
 
 FALSE_REFUSALS = 0.05
-"""The share of right answers that a calibration's `min_confidence` refuses."""
+"""Share of right answers that a calibration's `min_confidence` refuses."""
 
 FOLDS = 5
 FEWEST = 20  # questions of each kind that a calibration is fitted on, at least
@@ -39,14 +40,16 @@ _STEPS = 50  # of Newton's method, which needs some ten
 
 @dataclass(frozen=True, slots=True)
 class CalibrationExample:
-    """A question that was asked. right: whether the answer shares most words with an accepted one.
-    confidence: by the calibration that is judged; None where nothing was found to answer from."""
+    """A question that was asked, and its answer."""
 
     question: str
     answerable: bool
+    """Whether the question has an answer."""
     right: bool
+    """Whether the answer shares most words with an accepted one."""
     evidence: ConfidenceFeatures
     confidence: float | None = None
+    """Confidence by the calibration in use. Unset if retrieval found nothing."""
 
 
 def collect_examples(
@@ -58,15 +61,15 @@ def collect_examples(
     """Ask questions with and without the documents that answer them.
 
     Args:
-        rag: Where to ask.
+        rag: Open folder with the collection.
         collection: The collection.
-        questions: With accepted answers, or without any where nothing answers them.
-        mode, k, relative_threshold, extractive: As those who will ask give them.
-        progress: Called with the numbers of questions that were and are to be asked.
+        questions: Questions, with accepted answers if they have any.
+        mode, k, relative_threshold, extractive: Options of the answers to calibrate.
+        progress: Called with the number of questions asked so far and their total.
 
     Returns:
-        An example for each question that was asked, those that retrieval found nothing for
-        without confidence.
+        An example for each question that was asked. Examples for which retrieval found nothing have
+        no confidence.
 
     Raises:
         UnknownCollection: There is no such collection.
@@ -111,10 +114,10 @@ def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
 def fit_calibration(
     examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
 ) -> Calibration:
-    """Return a logistic model of whether an answer is right, with the `min_confidence` that refuses
-    this share of the right ones.
+    """Fit a logistic model of whether an answer is right.
 
-    Raises `ConfigurationError` where there are too few examples.
+    Its `min_confidence` refuses the share `false_refusals` of the right answers. Raises
+    `ConfigurationError` if there are too few examples.
     """
     known = [each for each in examples if each.confidence is not None]
     right = sum(each.right for each in known)
@@ -151,9 +154,7 @@ def choose_threshold(
     calibration: Calibration, examples: Iterable[CalibrationExample],
     false_refusals: float = FALSE_REFUSALS,
 ) -> Calibration:  # fmt: skip
-    """Return the calibration with the `min_confidence` that refuses this share of the right
-    answers.
-    """
+    """Set the `min_confidence` that refuses this share of the right answers."""
     right = [calibration.confidence(each.evidence) for each in examples if each.right]
     return replace(
         calibration, min_confidence=float(np.quantile(right, false_refusals, method="lower"))
@@ -161,7 +162,10 @@ def choose_threshold(
 
 
 def _logistic(values: Floats, right: Floats) -> Floats:
-    """Bias and weights of a ridge logistic regression, by Newton's method. values: [N, D]."""
+    """Return bias and weights of a ridge logistic regression of `values` [N, D].
+
+    Uses Newton's method.
+    """
     rows = np.column_stack([np.ones(len(values)), values])
     ridge = np.diag([1e-9, *[_RIDGE] * values.shape[1]])
     weights = np.zeros(rows.shape[1])
@@ -180,7 +184,7 @@ def _logistic(values: Floats, right: Floats) -> Floats:
 def judge_by(
     calibration: Calibration, examples: Iterable[CalibrationExample]
 ) -> list[CalibrationExample]:
-    """Return the examples with the confidence that a calibration has in them."""
+    """Return the examples with the confidences of another calibration."""
     return [
         each
         if each.confidence is None
@@ -223,25 +227,23 @@ def judge(examples: Sequence[CalibrationExample], least: float) -> RefusalReport
 
 @dataclass(frozen=True, slots=True)
 class RefusalReport:
-    """The effect of refusals, over questions with and without an answer.
-
-    Attributes:
-        answerable, unanswerable, right: How many questions have an answer, have none, and were
-            answered rightly before anything was refused.
-        refused_right: The share of the right answers that is refused.
-        refused_wrong: Of wrong answers to questions that have one.
-        refused_unanswerable: Of answers to questions that have none; those that retrieval finds
-            nothing for count as refused.
-        rights: Whether each question was answered rightly, most confident first.
-    """
+    """The effect of refusals, over questions with and without an answer."""
 
     answerable: int
+    """Number of questions with an answer."""
     unanswerable: int
+    """Number of questions without an answer."""
     right: int
+    """Number of right answers before refusals."""
     refused_right: float
+    """Refused share of right answers."""
     refused_wrong: float
+    """Refused share of wrong answers to answerable questions."""
     refused_unanswerable: float
+    """Refused share of answers to unanswerable questions. Counts questions for which retrieval
+    finds nothing."""
     rights: tuple[bool, ...]
+    """Whether each question was answered rightly, most confident first."""
 
     @classmethod
     def of(cls, judged: Sequence[tuple[CalibrationExample, bool]]) -> RefusalReport:
@@ -268,15 +270,17 @@ class RefusalReport:
         return refused / self.answerable if self.answerable else 0.0
 
     def risk_coverage(self) -> tuple[Floats, Floats]:
-        """Return the share of questions that is answered, and the share of these answers that is
-        not right, as the least confidence falls; questions without an answer are never right.
+        """Return coverage and risk as the minimum confidence falls.
+
+        Coverage is the share of questions that are answered, risk the share of these answers that
+        are wrong. Answers to unanswerable questions are always wrong.
         """
         count = np.arange(1, len(self.rights) + 1)
         return count / len(count), 1 - np.cumsum(self.rights) / count
 
     @property
     def area(self) -> float:
-        """Under the curve of risk over coverage; less is better."""
+        """Area under the curve of risk over coverage. Less is better."""
         return float(np.mean(self.risk_coverage()[1]))
 
     def to_dict(self) -> dict[str, Any]:

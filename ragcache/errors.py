@@ -1,4 +1,4 @@
-"""Named errors. Each message says what is wrong, where, and what to do.
+"""Named errors. Each message says what went wrong, where, and how to fix it.
 
     RagCacheError
     ├── ConfigurationError
@@ -25,7 +25,7 @@ class RagCacheError(Exception):
 
 
 class ConfigurationError(RagCacheError, ValueError):
-    """A setting or an argument that cannot be used."""
+    """A setting or an argument cannot be used."""
 
 
 class DocumentError(RagCacheError):
@@ -33,7 +33,7 @@ class DocumentError(RagCacheError):
 
 
 class DocumentsChanged(DocumentError):
-    """Somebody else changed the documents that a call renames."""
+    """Another process changed the documents that a call renames."""
 
 
 class NoDocuments(DocumentError, ValueError):
@@ -45,7 +45,7 @@ class UnreadableDocument(DocumentError, ValueError):
 
 
 class UnstorableMetadata(DocumentError, ValueError):
-    """Metadata of a document holds what JSON cannot."""
+    """JSON cannot hold the metadata of a document."""
 
 
 class ModelError(RagCacheError):
@@ -79,11 +79,11 @@ class DeadlineExceeded(RequestError, TimeoutError):
 
 
 class EmptyQuestion(RequestError, ValueError):
-    """A question without text."""
+    """The question has no text."""
 
 
 class EncodingOutOfMemory(RequestError, MemoryError):
-    """The model's device has no memory for the states of a module, even with nothing beside it."""
+    """The model's device has too little memory for a module, even for that module alone."""
 
 
 class EngineClosed(RequestError):
@@ -91,7 +91,7 @@ class EngineClosed(RequestError):
 
     @classmethod
     def of_folder(cls) -> EngineClosed:
-        """Return a call of a closed `RagCache`, or of an object that belongs to it."""
+        """Return the error of a call after `RagCache.close`."""
         return cls("the state folder is closed; open it again with RagCache.open")
 
 
@@ -104,7 +104,7 @@ class IdempotencyConflict(RequestError, ValueError):
 
 
 class InvalidRequest(RequestError, ValueError):
-    """A request whose parameters cannot be used."""
+    """A parameter of the request cannot be used."""
 
 
 class JobCanceled(RequestError):
@@ -112,11 +112,11 @@ class JobCanceled(RequestError):
 
 
 class JobTaken(RequestError):
-    """Another process goes on with the ingestion: this one was silent and counted as dead."""
+    """Another process runs the ingestion, since this one was silent and counted as dead."""
 
 
 class ModeRefused(RequestError, ValueError):
-    """On this model the mode's answers are too far from those of `exact`."""
+    """The mode's answers are too far from the answers of `exact` on this model."""
 
 
 class PromptTooLong(RequestError, ValueError):
@@ -132,7 +132,7 @@ class RequestCancelled(RequestError):
 
 
 class TextFailed(RequestError, ValueError):
-    """The text of the request's answer could not be made from its tokens."""
+    """The tokens of the answer could not be converted to text."""
 
 
 class UnknownCollection(RequestError, KeyError):
@@ -168,11 +168,11 @@ class StoreError(RagCacheError):
 
 
 class NoState(StoreError, ValueError):
-    """A folder holds no ragcache state."""
+    """The folder holds no ragcache state."""
 
     @classmethod
     def in_folder(cls, folder: object) -> NoState:
-        """Return the error of a folder without a ledger."""
+        """Return the error for a folder without a ledger."""
         return cls(
             f"there is no ragcache state in {folder}; make one with "
             f"`ragcache ingest COLLECTION PATH --state {folder}`"
@@ -180,7 +180,7 @@ class NoState(StoreError, ValueError):
 
 
 class LedgerOfOtherVersion(StoreError, ValueError):
-    """The ledger was made by another version of ragcache."""
+    """Another version of ragcache made the ledger."""
 
 
 class LedgerUnavailable(StoreError, OSError):
@@ -200,15 +200,15 @@ class StoreUnwritable(StoreError, OSError):
 
 
 class StoreUnreadable(StoreError, OSError):
-    """The operating system cannot read a blob (permission, I/O error)."""
+    """The operating system cannot read a blob: no permission, or an I/O error."""
 
 
 class StateCorrupt(StoreError):
-    """A blob failed its checksum or cannot be parsed; it is encoded again."""
+    """A blob failed its checksum or cannot be parsed. It is encoded again."""
 
 
 class StateMissing(StoreError, KeyError):
-    """A tier does not hold these states, or no longer does."""
+    """A tier does not hold these states, or not any more."""
 
     __str__ = Exception.__str__
 
@@ -218,4 +218,4 @@ class RemoteUnavailable(StoreError, OSError):
 
 
 class RemoteMismatch(RemoteUnavailable):
-    """A remote tier is another one than the ledger's, or what it is mounted from is away."""
+    """A remote tier is not the ledger's, or its file system is not mounted."""

@@ -1,4 +1,4 @@
-"""How far a mode is from `exact`: the model's first-token distributions over the same prompts."""
+"""Distance of a mode from `exact`, by first-token distributions over the same prompts."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ from ragcache.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """First tokens of a mode beside those of a reference, prompt by prompt.
-
-    Attributes:
-        divergences: The Kullback-Leibler divergence of each prompt, in nats: of the reference's
-            distribution from the mode's, over the whole vocabulary; infinite where the mode rules
-            out what the reference does not.
-        agreements: Whether the likeliest token is the same.
-    """
+    """First tokens of a mode compared with a reference, prompt by prompt."""
 
     divergences: tuple[float, ...]
+    """Kullback-Leibler divergence of each prompt, in nats: of the reference's distribution from the
+    mode's, over the whole vocabulary. Infinite if the mode excludes a token that the reference
+    allows."""
     agreements: tuple[bool, ...]
+    """Whether the likeliest token is the same, for each prompt."""
 
     @property
     def kl_divergence(self) -> float:
-        """The mean over the prompts, in nats."""
+        """Mean over the prompts, in nats."""
         return fmean(self.divergences)
 
     @property
     def agreement(self) -> float:
-        """The share of prompts whose likeliest first token is the same, 0 to 1."""
+        """Share of prompts with the same likeliest first token, 0 to 1."""
         return fmean(self.agreements)
 
 
 def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -> Fidelity:
-    """Compare answers to the same prompts in two modes by the model's own distributions of their
-    first tokens, before penalties, temperature and constraints.
+    """Compare first tokens of answers to the same prompts in two modes.
+
+    Compares the model's own distributions, before penalties, temperature and constraints.
 
     Args:
-        reference: One choice a prompt, of mode `exact`, generated with
+        reference: One choice for each prompt, of mode `exact`, generated with
             `SamplingParams(first_logprobs=True)`. One new token is enough.
-        other: Those of the mode, in the same order.
+        other: Choices of the mode, in the same order.
 
     Raises:
         InvalidRequest: There are no prompts, their numbers differ, or a choice lacks
@@ -74,7 +72,7 @@ def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -
 
 
 def kl_divergence(reference: Tensor, other: Tensor) -> float:
-    """KL(reference || other) in nats, 0 or more, of two log-distributions [V]."""
+    """Return KL(reference || other) in nats, 0 or more, of two log-distributions [V]."""
     p, q = reference.double(), other.double()
     possible = p > -torch.inf  # 0 * log 0 is 0
     terms = p[possible].exp() * (p[possible] - q[possible])

@@ -1,7 +1,7 @@
-"""Planning a cache: what a corpus takes in every tier, and when loading beats computing.
+"""Planning of a cache: the size of a corpus in every tier, and when loading is worthwhile.
 
-`make_plan` computes sizes for the whole corpus, and times encoding and loading on a sample of its
-modules. `break_even_tokens` is the length from which on a module is loaded sooner than computed;
+`make_plan` computes sizes for the whole corpus, and measures encoding and loading on a sample of
+its modules. `break_even_tokens` is the length above which a module is loaded sooner than computed.
 `advise` puts the plan into sentences.
 """
 
@@ -39,7 +39,7 @@ from ragcache.store.tiers.base import named_os_error
 Progress = Callable[[int, int], None]
 
 SAMPLE = 6
-"""Modules that are encoded to measure times."""
+"""Number of modules that are encoded to measure times."""
 
 _ROWS = 500  # modules whose token ids are read at once
 _SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
@@ -49,10 +49,12 @@ _DROPPED = 1.25  # a cold read takes at least this many times as long as one fro
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """documents: their number. modules: the token ids of each."""
+    """The documents to plan for, as token ids."""
 
     documents: int
+    """Number of documents."""
     modules: tuple[Sequence[int], ...]
+    """Token ids of each module."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +65,7 @@ def corpus_of_sources(
     model: LoadedModel, sources: Iterable[DocumentSource] | DocumentSource, module_tokens: int,
     progress: Progress = lambda *_: None,
 ) -> Corpus:  # fmt: skip
-    """Return the corpus of documents, split as ingestion splits them. Raises `DocumentError`."""
+    """Return the corpus of documents, split as in ingestion. Raises `DocumentError`."""
     documents = load_sources(sources).documents
     modules: list[array[int]] = []
     for number, document in enumerate(documents, start=1):
@@ -93,30 +95,31 @@ def corpus_of_collection(
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The size of a corpus in one tier. nbytes: upper bound of what the tier allocates.
-    budget_bytes: None for no limit."""
+    """The size of a corpus in one tier."""
 
     tier: str
     kv_dtype: str
     nbytes: int
+    """Upper bound of the bytes that the tier allocates."""
     budget_bytes: int | None
+    """Budget of the tier. Unset without a limit."""
 
     @property
     def share(self) -> float:
-        """The share of the corpus that fits, 0 to 1."""
+        """Share of the corpus that fits, 0 to 1."""
         if self.budget_bytes is None or self.nbytes <= self.budget_bytes:
             return 1.0
         return self.budget_bytes / self.nbytes
 
 
 def shape_of(model: CausalLM, tokens: int) -> KVStates:
-    """States of `tokens` tokens on the meta device: a shape without memory."""
+    """Return states of `tokens` tokens on the meta device: a shape without memory."""
     keys, values = model.new_states(tokens, torch.device("meta"))
     return KVStates(keys.to(model.states_dtype), values.to(model.states_dtype), 0)
 
 
 def bytes_per_token(model: CausalLM) -> dict[str, int]:
-    """Bytes of a token by `kv_dtype`, scales included."""
+    """Return the bytes of a token by `kv_dtype`, scales included."""
     heads = model.num_layers * model.num_kv_heads
     eight = heads * (model.head_dim + model.value_dim + torch.float32.itemsize)
     return {kind: model.bytes_per_token if kind == "model" else eight for kind in KV_DTYPES}
@@ -125,7 +128,7 @@ def bytes_per_token(model: CausalLM) -> dict[str, int]:
 def tier_sizes(
     model: CausalLM, lengths: Sequence[int], budgets: dict[str, int | None]
 ) -> tuple[TierSize, ...]:
-    """Sizes of modules of these lengths, by `kv_dtype`, in every tier that has a budget."""
+    """Return the sizes of modules of these lengths, for each `kv_dtype` and tier with a budget."""
     kinds = [check_kv_dtype(kind) for kind in KV_DTYPES]
     pinned = model.device.type == "cuda"
     empty: list[Tier] = [
@@ -146,11 +149,15 @@ def tier_sizes(
 def break_even_tokens(
     tokens: Sequence[int], compute_s: Sequence[float], load_s: Sequence[float]
 ) -> float | None:
-    """Return the length in tokens from which on a module is loaded faster than computed: the
-    shortest one if loading is faster at every length, None if it is slower at the longest.
+    """Return the length in tokens above which a module is loaded faster than computed.
 
-    tokens: measured lengths, ascending; the gain of loading is linear between two of them.
-    compute_s, load_s: seconds to compute and to load a module of each length.
+    Returns the shortest length if loading is always faster, or None when it is slower at the
+    longest length.
+
+    Args:
+        tokens: Measured lengths, ascending. The gain of loading is interpolated between them.
+        compute_s: Seconds to compute a module of each length.
+        load_s: Seconds to load a module of each length.
 
     Example:
         >>> break_even_tokens([10, 20], compute_s=[1.0, 2.0], load_s=[1.5, 1.5])
@@ -169,22 +176,23 @@ def break_even_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes of each tier. device_bytes: None without a device tier. disk_bytes: None for the free
-    space of the disk."""
+    """Bytes of each tier."""
 
     host_bytes: int
     device_bytes: int | None = None
+    """Budget of the device tier. Without one, the plan has no device tier."""
     disk_bytes: int | None = None
+    """Budget of the disk tier. Defaults to the free space of the disk."""
 
     @classmethod
     def parse(
         cls, host: int | str, device: int | str | None = None, disk: int | str | None = None
     ) -> Budgets:
-        """Budgets from sizes such as `8GiB`. Raises `ConfigurationError`."""
+        """Parse sizes such as `8GiB`. Raises `ConfigurationError`."""
         return cls(parse_bytes(host), *map(parse_optional_bytes, (device, disk)))
 
     def limits(self, folder: Path) -> dict[str, int | None]:
-        """Return the bytes of each tier to plan; `folder` is on the disk."""
+        """Return the bytes of each tier to plan. `folder` is on the disk."""
         disk = shutil.disk_usage(folder).free if self.disk_bytes is None else self.disk_bytes
         device = {} if self.device_bytes is None else {"device": self.device_bytes}
         return {"host": self.host_bytes, "disk": disk, **device}
@@ -192,26 +200,28 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Times of a module's first `tokens`. compute_s: seconds to encode them after the preamble.
-    nbytes, load_s: by `kv_dtype`, the size of their blob, and the seconds to load it, restore it
-    and copy it to the model's device."""
+    """Measurements of the first `tokens` tokens of a module."""
 
     tokens: int
     compute_s: float
+    """Seconds to encode them after the preamble."""
     nbytes: dict[str, int]
+    """Bytes of their blob by `kv_dtype`."""
     load_s: dict[str, float]
+    """Seconds to load, restore and copy the blob to the model's device, by `kv_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTimes:
-    """Times of a sample. encode_s: seconds to encode all its modules in one call. cold: whether
-    loading was timed from the disk and not from the system's page cache."""
+    """Measurements of a sample of modules."""
 
     modules: int
     tokens: int
     encode_s: float
+    """Seconds to encode all modules in one call."""
     cuts: tuple[Cut, ...]
     cold: bool
+    """Whether loading was measured from the disk, and not from the system's page cache."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -220,29 +230,30 @@ class SampleTimes:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The plan of a corpus. bytes_per_token, break_even_tokens: by `kv_dtype`. tokens: of all
-    modules, without the preamble. encode_s: extrapolated from the sample by tokens.
-    break_even_bandwidth: bytes per second below which a module in the model's dtype is computed
-    faster than loaded."""
+    """The plan of a corpus."""
 
     model: str
     dtype: str
     bytes_per_token: dict[str, int]
+    """Bytes of a token by `kv_dtype`."""
     documents: int
     modules: int
     tokens: int
+    """Tokens of all modules, without the preamble."""
     longest: int
+    """Tokens of the longest module."""
     preamble_tokens: int
     tiers: tuple[TierSize, ...]
     measured: SampleTimes
     encode_s: float
+    """Seconds to encode the corpus, extrapolated from the sample by tokens."""
     break_even_tokens: dict[str, float | None]
+    """Length above which a module is loaded faster than computed, by `kv_dtype`."""
     break_even_bandwidth: float
+    """Bytes per second below which a module in the model's dtype is computed faster than loaded."""
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
-        """Return the sizes of the corpus in a tier, by `kv_dtype`; none if the plan has no such
-        tier.
-        """
+        """Return the sizes of the corpus in a tier of the plan by `kv_dtype`."""
         return {size.kv_dtype: size for size in self.tiers if size.tier == tier}
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,13 +269,23 @@ def make_plan(
     model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
     instruction: str | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
-    """Plan the caching of a corpus. folder: the future state folder, which decides the disk to
-    measure; it need not exist. sample: the number of modules to measure. instruction: the text
-    before the documents, as in `RagCache.open`.
+    """Plan the caching of a corpus.
 
-    Raises `NoDocuments` for a corpus without text, `ConfigurationError` for an instruction that
-    cannot be used or a module that does not fit the model's window, `StoreFull` or
-    `StoreUnwritable` if the disk cannot take the sample.
+    Args:
+        model: The model.
+        corpus: The corpus.
+        budgets: Bytes of each tier.
+        folder: Future state folder, which need not exist. Loading is measured on its disk.
+        sample: Number of modules to measure.
+        instruction: Text before the documents, as in `RagCache.open`.
+        progress: Called with a description of each step.
+
+    Raises:
+        NoDocuments: The corpus holds no text.
+        ConfigurationError: The instruction cannot be used, or a module does not fit the model's
+            window.
+        StoreFull: The disk is full.
+        StoreUnwritable: The disk cannot be written.
     """
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):
@@ -303,7 +324,7 @@ def make_plan(
 
 
 def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
-    """Indices of `count` modules, evenly spaced in the order of their lengths."""
+    """Return indices of `count` modules, evenly spaced in the order of their lengths."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     count = min(count, len(order))
     return [order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)]
@@ -313,7 +334,7 @@ def measure_sample(
     model: CausalLM, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
     progress: Callable[[str], None],
 ) -> SampleTimes:  # fmt: skip
-    """Return times encoding and loading of a sample, in a temporary folder on the disk of `folder`.
+    """Measure encoding and loading of a sample, in a temporary folder on the disk of `folder`.
 
     Raises `StoreFull` or `StoreUnwritable`.
     """
@@ -345,8 +366,9 @@ def _measure_cut(
     model: CausalLM, root: KVStates, tokens: Sequence[int],
     disks: dict[str, DiskTier], host: HostTier,
 ) -> tuple[Cut, bool]:  # fmt: skip
-    """Return times of a module, and whether it was loaded from the disk and not from the page
-    cache.
+    """Measure a module. Also returns whether it was loaded from the disk itself.
+
+    The page cache could have held it instead.
     """
     compute_s = median_seconds(model, lambda: encode_modules(model, root, [tokens]))
     [states] = encode_modules(model, root, [tokens])
@@ -371,13 +393,13 @@ def _measure_cut(
 def encode_modules(
     model: CausalLM, root: KVStates, modules: Sequence[Sequence[int]]
 ) -> list[KVStates]:
-    """States of modules, each encoded after the preamble's states."""
+    """Return the states of modules, each encoded after the preamble's states."""
     jobs = [EncodeJob(list(ids), root.length, Segment(root, 0)) for ids in modules]
     return list(encode(model, jobs))
 
 
 def median_seconds(model: CausalLM, run: Callable[[], object]) -> float:
-    """Median seconds of three runs, or of fewer if they take long."""
+    """Return the median seconds of three runs, or of fewer if they take long."""
     times: list[float] = []
     while len(times) < _RUNS and sum(times) < _MAX_SECONDS:
         begin = time.perf_counter()
@@ -396,7 +418,7 @@ def drop_pages(path: Path) -> None:
 
 
 def advise(plan: CachePlan) -> list[str]:
-    """Advice on a plan in sentences: whether caching pays, for which modules, and what it takes."""
+    """Return the plan in sentences: whether caching pays, for which modules, and at which cost."""
     longest, advice = plan.measured.cuts[-1], []
     load, compute = longest.load_s["model"], longest.compute_s
     module, loaded, computed = longest.tokens, format_seconds(load), format_seconds(compute)

@@ -1,4 +1,4 @@
-"""Recognition: finds the texts of ingested modules in a prompt.
+"""Recognition of the texts of ingested modules in a prompt.
 
 All windows of `WINDOW` characters of the prompt are hashed in numpy (Karp and Rabin, 1987). A table
 of the hashes of modules' first windows gives the places where a module may begin. Modules with the
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.int64]
 Versions = dict[str, tuple[int, int]]
 
 WINDOW = 32
-"""Characters of a fingerprint, a power of two; shorter texts have none."""
+"""Characters of a fingerprint, a power of two. Shorter texts have no fingerprint."""
 
 _BASE = 0x9E3779B97F4A7C15
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
@@ -96,10 +96,10 @@ class _Index:
 
 
 def find(text: str, table: FingerprintTable) -> list[RecognizedModule]:
-    """Return the modules in a text, by position; no two overlap.
+    """Return the modules in a text, by position, without overlaps.
 
-    Longer matches win, then earlier ones; of equal texts the one that was indexed first. Modules
-    of fewer than `WINDOW` characters, without outer whitespace, are not searched for.
+    Longer matches win, then earlier ones. Of equal texts, the first in the index wins. Modules of
+    fewer than `WINDOW` characters, without outer whitespace, are not searched for.
     """
     found: list[RecognizedModule] = []
     for begin, end, module in _apart(text, table):
@@ -108,8 +108,11 @@ def find(text: str, table: FingerprintTable) -> list[RecognizedModule]:
 
 
 def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow]]:
-    """Non-overlapping matches: begin, end, module. The heap holds the longest match of each place;
-    one that no longer has room is replaced by the longest that has."""
+    """Return matches that do not overlap: begin, end, module.
+
+    The heap holds the longest match of each place. A match without enough room is replaced by the
+    longest one that fits.
+    """
     waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
     heapify(waiting)  # places differ: groups are not compared
     taken: list[tuple[int, int, ModuleRow]] = []  # by begin
@@ -138,8 +141,8 @@ def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> 
 class FingerprintTable:
     """Groups of modules whose first `WINDOW` characters have the same hash. Thread-safe.
 
-    Groups are sorted on demand, so that a change of the catalog costs one sort of hashes, and
-    later that of the groups that prompts meet.
+    Groups are sorted on demand: a change of the catalog costs one sort of hashes, and a sort of
+    each group when a prompt first meets it.
     """
 
     def __init__(self, prints: Fingerprints) -> None:
@@ -154,8 +157,9 @@ class FingerprintTable:
         self._groups: dict[int, PrefixGroup] = {}
 
     def pairs(self, text: str) -> tuple[Numbers, Numbers]:
-        """Place in order where a module may begin, and the number of the group with the hash of the
-        window there.
+        """Return the places where a module may begin, in order, and the number of the group there.
+
+        The first window of the group's modules has the hash of the window at that place.
         """
         nothing = np.empty(0, dtype=np.int64)
         if len(text) < WINDOW or not self._modules:
@@ -184,21 +188,20 @@ class FingerprintTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixGroup:
-    """Modules of distinct texts with the same hash of their first window, sorted by text.
-
-    lengths: [modules] characters without outer whitespace. shared: the common prefix of all.
-    parents: [modules] the longest other text that is a prefix of each, or -1.
-    """
+    """Modules of distinct texts with the same hash of their first window, sorted by text."""
 
     modules: list[ModuleRow]
     lengths: list[int]
+    """Characters without outer whitespace [modules]."""
     shared: str
+    """Common prefix of all texts."""
     longest: int
     parents: list[int]
+    """Longest other text that is a prefix of each text, or -1 [modules]."""
 
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
-        """Return the group of one row or more; of equal texts the first is kept."""
+        """Return the group of one or more rows. Keeps the first of equal texts."""
         every = [row.text.strip() for row in rows]
         order = sorted(range(len(rows)), key=every.__getitem__)
         order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
@@ -224,11 +227,11 @@ class PrefixGroup:
         return self.within(last, len(common_prefix(here, self._text(last))))
 
     def within(self, number: int, size: int) -> int:
-        """Return the longest module of at most `size` characters that equals a module's text or is
-        a prefix of it, or -1.
+        """Return the longest module of at most `size` characters that begins a module, or -1.
 
-        Texts with its first `size` characters as a prefix are adjacent. The first of them equals
-        these characters, or its parent is the longest that is shorter.
+        The module itself counts, too. Texts with its first `size` characters as a prefix are
+        adjacent. The first of them equals these characters, or its parent is the longest that is
+        shorter.
         """
         if self.lengths[number] <= size:
             return number
@@ -243,7 +246,7 @@ class PrefixGroup:
 
 
 def _parents(texts: Sequence[str]) -> list[int]:
-    """For sorted distinct texts, the longest other text that is a prefix of each, or -1."""
+    """Return the longest other text that is a prefix of each of sorted, distinct texts, or -1."""
     if not any(map(str.startswith, texts[1:], texts)):  # then none begins with any
         return [-1] * len(texts)
     parents: list[int] = []
@@ -270,13 +273,12 @@ def common_prefix(one: str, other: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprints:
-    """Hashes of modules' texts without outer whitespace; shorter texts than `WINDOW` have none.
-
-    firsts: [modules] hashes of the first `WINDOW` characters. modules: sorted by text in each part.
-    """
+    """Hashes of modules' texts without outer whitespace, from `WINDOW` characters on."""
 
     firsts: Hashes
+    """Hashes of the first `WINDOW` characters [modules]."""
     modules: tuple[ModuleRow, ...]
+    """Modules, sorted by text in each part."""
 
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> Fingerprints:
@@ -295,10 +297,11 @@ class Fingerprints:
 
 
 def window_hashes(text: str) -> Hashes:
-    """Polynomial hashes of all runs of `WINDOW` characters, modulo 2^64 (Karp and Rabin, 1987).
+    """Return polynomial hashes of all runs of `WINDOW` characters, modulo 2^64.
 
-    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. That of 2n characters
-    follows from those of two neighbors of n. The high bits are better distributed than the low.
+    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n (Karp and Rabin, 1987).
+    The hash of 2n characters follows from the hashes of both halves. The high bits are better
+    distributed than the low.
 
     Returns:
         [characters - WINDOW + 1], in order; empty for a shorter text.

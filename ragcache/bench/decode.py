@@ -39,13 +39,13 @@ from ragcache.states.quantization import restored
 
 @dataclass(frozen=True, slots=True)
 class DecodeSetting(PromptSetting):
-    """The batch."""
+    """Size of the batch and lengths of its prompts."""
 
     shape: LlamaShape = LlamaShape()
     requests: int = 16
     new_tokens: int = 64
     copies_tokens: int = 8
-    """Tokens that are generated over copies, whose steps are long."""
+    """Tokens to generate over copies, whose steps are slow."""
     dtype: str = "auto"
 
 
@@ -64,10 +64,11 @@ def bench_decode(
     """Decode the same requests over shared documents and over copies of them, in turn.
 
     Returns:
-        Medians over the steps in which all requests decode. ratio_to_copies: Tokens a second, as
-        a multiple of Hugging Face `generate` with a copy of the documents for each request.
-        kv_bytes_ratio: Bytes held, as a multiple of one copy of the documents and the private
-        tokens. scheduler_share: Share of a step that is neither the model nor the choice of tokens.
+        Medians over the steps in which all requests decode. `ratio_to_copies` is tokens per second
+        as a multiple of Hugging Face `generate` with a copy of the documents for each request.
+        `kv_bytes_ratio` is the bytes held, as a multiple of one copy of the documents and the
+        private tokens. `scheduler_share` is the share of a step outside the model and the choice of
+        tokens.
     """
     setting = setting or DecodeSetting()
     progress("building the model")
@@ -106,7 +107,7 @@ def bench_decode(
 
 
 def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
-    """Random states, since the time of a step does not depend on their values."""
+    """Return random states, since the time of a step does not depend on their values."""
     torch.manual_seed(1)
     found, start = list[KVStates](), 0
     for length in (setting.preamble_tokens, *[setting.module_tokens] * setting.modules):
@@ -120,7 +121,7 @@ def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
 def _contexts(
     setting: DecodeSetting, causal: CausalLM, states: Sequence[KVStates]
 ) -> list[Context]:
-    """Return the same modules in another order for every request."""
+    """Return a context for each request, with the same modules in another order."""
     rng = random.Random(2)
     new, contexts = setting.new_tokens, []
     for _ in range(setting.requests):
@@ -131,7 +132,7 @@ def _contexts(
 
 
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
-    """Run the requests on the engine core and times the steps in which all of them decode."""
+    """Run the requests on the engine core, and time the steps in which all of them decode."""
     own = sum(len(r.context.token_ids) + r.max_tokens for r in requests)
     room = (own + 3 * 64 * len(requests)) * causal.computed_bytes_per_token
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))
@@ -155,11 +156,16 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
 def generate_copies(
     model: Any, prompts: Sequence[Sequence[KVStates]], questions: Sequence[Sequence[int]], new: int
 ) -> list[float]:
-    """Seconds of each decoding step of a batch, after the first token.
+    """Return the seconds of each decoding step of a batch, after the first token.
 
-    prompts: the states before each question, equally many tokens for all. They are copied into one
-    `DynamicCache` of [B, Hkv, S, D] a layer: Hugging Face `generate` over states that every request
-    has a copy of.
+    This is Hugging Face `generate` over states of which every request has a copy, in one
+    `DynamicCache` of [B, Hkv, S, D] for each layer.
+
+    Args:
+        model: A Hugging Face model.
+        prompts: States before each question, with the same number of tokens for all.
+        questions: Token ids of each question.
+        new: Number of tokens to generate.
     """
     from transformers import DynamicCache, LogitsProcessorList
 

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: shapes of random models, timing, and Hugging Face's ways."""
+"""Shared parts of the benchmarks: random models, timing, and Hugging Face baselines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama; the default is the shape of the figures on a CPU (0.4 B)."""
+    """Sizes of a Llama. The default is the shape of the published figures on a CPU (0.4 B)."""
 
     num_layers: int = 24
     hidden: int = 896
@@ -47,7 +47,7 @@ class LlamaShape:
 
     @property
     def head_weights(self) -> int:
-        """Weights of the product that makes logits."""
+        """Weights of the product that computes logits."""
         return self.hidden * self.vocabulary
 
     @property
@@ -56,15 +56,14 @@ class LlamaShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     def flops(self, new_tokens: int, past_tokens: int) -> float:
-        """Floating-point operations of a causal pass over `new_tokens` after `past_tokens`, with
-        logits of the last row only."""
+        """Return the floating-point operations of a causal pass. Counts logits of the last row."""
         products = 2.0 * new_tokens * self.num_layers * self.layer_weights
         pairs = new_tokens * past_tokens + new_tokens * (new_tokens + 1) / 2
         attention = 4.0 * pairs * self.num_layers * self.num_heads * self.head_dim
         return products + attention + 2.0 * self.hidden * self.vocabulary
 
     def draw_tokens(self, rng: random.Random, count: int) -> list[int]:
-        """Token ids drawn uniformly from the vocabulary."""
+        """Draw token ids uniformly from the vocabulary."""
         return [rng.randrange(self.vocabulary) for _ in range(count)]
 
     def config(self, dtype: torch.dtype) -> Any:
@@ -108,16 +107,14 @@ class PromptSetting:
         return self.preamble_tokens + self.modules * self.module_tokens
 
     def draw(self, shape: LlamaShape) -> tuple[list[int], list[list[int]], list[int]]:
-        """Token ids of the preamble, of each module and of the question."""
+        """Draw token ids of the preamble, of each module and of the question."""
         draw = partial(shape.draw_tokens, random.Random(1))
         modules = [draw(self.module_tokens) for _ in range(self.modules)]
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
 def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
-    """Return a model of the shape on the CPU, as `load_model` opens one whose weights are in
-    bfloat16.
-    """
+    """Return a model of the shape on the CPU, as `load_model` opens bfloat16 weights."""
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
@@ -130,14 +127,14 @@ def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
 
 
 def dtypes_of(causal: CausalLM) -> dict[str, str]:
-    """Dtypes that a model computes in and keeps states in, for the JSON of every figure."""
+    """Return the dtypes of a model's computation and states, for the JSON of every figure."""
     from ragcache.models import dtype_name
 
     return {"compute": dtype_name(causal.dtype), "states": dtype_name(causal.states_dtype)}
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
+    """Return the wall-clock seconds of one call."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
@@ -145,19 +142,19 @@ def seconds(run: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def prefill(model: Any, prompt: Sequence[int]) -> int:
-    """Return the first token of a prompt of which everything is computed."""
+    """Compute a whole prompt. Returns the first token of the answer."""
     logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
 
 def in_dtype(states: KVStates, dtype: torch.dtype) -> KVStates:
-    """States as Hugging Face attends to them: in the dtype that the model computes in."""
+    """Convert states to the dtype that the model computes in, which Hugging Face needs."""
     return KVStates(states.keys.to(dtype), states.values.to(dtype), states.start)
 
 
 @torch.inference_mode()
 def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
-    """Return the first token over the states of every layer, concatenated into a `DynamicCache`."""
+    """Return the first token over the states of every layer, concatenated in a `DynamicCache`."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -30,14 +30,17 @@ from ragcache.planning import encode_modules
 from ragcache.states import KVStates
 
 COMPUTED = str(EXACT)
-"""The mode, among the figures, in which every token is computed."""
+"""Name, in the results, of the mode that computes every token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSetting:
-    """The load. Each rate is offered for `seconds`, and at least `requests` requests, after the
-    previous one has drained; rates grow by `growth` until the latency exceeds the limit or
-    `most_rates` have run."""
+    """The load: rates of requests, and their prompts.
+
+    Each rate is offered for `seconds`, and for at least `requests` requests, after the previous one
+    has drained. Rates grow by `growth` until the latency exceeds the limit or `most_rates` have
+    run.
+    """
 
     shape: LlamaShape = LlamaShape(num_layers=6)
     documents: int = 64
@@ -55,14 +58,18 @@ class ServeSetting:
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """The figures of a rate in requests per second. ttft in seconds; normalized: the mean of each
-    request's latency over its output tokens, in seconds (Orca §6.2, vLLM §6.1)."""
+    """Results of one rate."""
 
     rate: float
+    """Offered requests per second."""
     throughput: float
+    """Completed requests per second."""
     ttft_p50: float
+    """Median time to first token, in seconds."""
     ttft_p99: float
     normalized: float
+    """Mean of each request's latency divided by its output tokens, in seconds (Orca §6.2, vLLM
+    §6.1)."""
 
 
 def bench_serve(
@@ -70,10 +77,10 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Run the same requests at growing rates through one engine in both modes.
 
-    The knee is the highest rate at which the normalized latency stays below the limit, by
-    interpolation between the rates. The limit is the same for both modes: twice the latency of a
-    single request in mode `exact`. knee_ratio_to_exact: the knee with cached documents over that
-    in `exact`.
+    The knee is the highest rate at which the normalized latency stays below the limit, interpolated
+    between the rates. The limit is the same for both modes: twice the latency of a single request
+    in mode `exact`. `knee_ratio_to_exact` is the knee with cached documents over the knee in
+    `exact`.
     """
     setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
@@ -135,7 +142,7 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
 
 
 def _offer(engine: LLMEngine, requests: Iterable[Request], rate: float) -> LoadPoint:
-    """Submit the requests as a Poisson process of the rate, and waits for all."""
+    """Submit the requests as a Poisson process of the rate, and wait for all."""
     rng = random.Random(5)
     handles = []
     begin = time.perf_counter()

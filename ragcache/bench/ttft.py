@@ -29,24 +29,24 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True)
 class TtftSetting(PromptSetting):
-    """The prompt, and repetitions of each way. dtype: what the model, whose weights are bfloat16,
-    computes in by each of them."""
+    """The prompt, and the repetitions of each way."""
 
     shape: LlamaShape = LlamaShape()
     prefill_runs: int = 2
     cached_runs: int = 9
     dtype: str = "auto"
+    """Dtype of computation. The weights are bfloat16."""
 
 
 def bench_ttft(
     setting: TtftSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Run the three ways in turn and returns medians in seconds and their ratios.
+    """Run the three ways in turn, and return median seconds and their ratios.
 
-    The prompt holds the modules in another order than they were encoded in, so that all are moved.
+    The prompt has the modules in another order than they were encoded in, so that all are moved.
     Times end when the first token is known and include concatenation, which every prompt needs.
-    `processor` has the same in seconds of all of the process's threads, which count no waiting
-    beside other processes: with one thread they say what a busy machine would do alone.
+    `processor` has the same in processor seconds of all threads, which exclude waiting for other
+    processes: with one thread they approximate an idle machine.
     """
     setting = setting or TtftSetting()
     progress("building the model")
@@ -90,7 +90,7 @@ def bench_ttft(
 
 
 def _ratios(setting: TtftSetting, runs: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of the runs of each way, the limit, and their ratios."""
+    """Return the medians of each way, the limit, and their ratios."""
     prefill, concat, cached = (statistics.median(runs[n]) for n in ("prefill", "concat", "cached"))
     everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
     remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
@@ -111,6 +111,6 @@ def _cached(
 
 
 def _both_seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Wall-clock seconds of one call, and processor seconds of all threads."""
+    """Return the wall-clock seconds of one call, and the processor seconds of all threads."""
     busy = time.process_time()
     return seconds(run), time.process_time() - busy

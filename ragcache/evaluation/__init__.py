@@ -1,4 +1,4 @@
-"""Evaluation of answers to known questions: sets of questions, marks, and modes side by side."""
+"""Evaluation with known questions: data sets, metrics, and comparisons of modes."""
 
 from ragcache.evaluation.datasets import Dataset, Question, load_dataset
 from ragcache.evaluation.metrics import (

@@ -1,8 +1,8 @@
-"""Sets of known questions, with the documents that they bring: JSON lines of your own, or SQuAD.
+"""Sets of known questions and their documents: JSON lines of your own, or SQuAD.
 
 | format | known by | documents |
 |---|---|---|
-| lines | `question`, `answers` | none, or those of `context` or `contexts` |
+| lines | `question`, `answers` | the texts in `context` or `contexts`, if any |
 | SQuAD 1.1 and 2.0, XQuAD | `paragraphs` within `data` | a paragraph each |
 """
 
@@ -20,55 +20,51 @@ from ragcache.documents import SourceDocument
 from ragcache.errors import ConfigurationError
 
 Over = Literal["all", "own"]
-"""Which documents questions are asked over: the whole collection, or those that each brings."""
+"""Documents that a question is asked over: the whole collection, or its own documents."""
 
 DOCUMENT = "evaluated"
-"""The metadata key by which a question finds its own documents."""
+"""Metadata key by which a question finds its own documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its accepted answers.
-
-    Attributes:
-        id: Its name in its file.
-        question: The text.
-        answers: Any of them is right; none: the documents do not answer it.
-        document: The document that contains the answer, "" where that is not known.
-        own: Ids of the documents that it is asked over; none: the whole collection.
-    """
+    """A question with its accepted answers."""
 
     id: str
+    """Name of the question in its file."""
     question: str
+    """Text of the question."""
     answers: tuple[str, ...]
+    """Right answers. Empty if the documents do not answer the question."""
     document: str = ""
+    """Document that contains the answer. Empty if unknown."""
     own: tuple[str, ...] = ()
+    """Ids of the documents to ask over. Empty for the whole collection."""
 
     @property
     def filters(self) -> dict[str, Any] | None:
-        """Filter that select the question's own documents. None to ask over the collection."""
+        """Filter that selects the question's own documents, if it has any."""
         return {DOCUMENT: {"$in": list(self.own)}} if self.own else None
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Questions and the documents that they bring.
-
-    Attributes:
-        name: Of the file, without its suffix.
-        format: Of the file, such as `SQuAD`.
-        questions: In the order of the file.
-        documents: None where the questions are about a collection that exists.
-    """
+    """Questions and their documents."""
 
     name: str
+    """Name of the file, without its suffix."""
     format: str
+    """Format of the file, such as `SQuAD`."""
     questions: tuple[Question, ...]
+    """Questions in the order of the file."""
     documents: tuple[SourceDocument, ...] = ()
+    """Documents to ingest. Empty if the questions are about an existing collection."""
 
     def sample(self, count: int, seed: int = 0) -> Dataset:
-        """So many questions, drawn at random, in the order of the file. Documents that only other
-        questions are asked over are left out."""
+        """Draw questions at random, and keep them in the order of the file.
+
+        Documents that only other questions are asked over are left out.
+        """
         if count >= len(self.questions):
             return self
         chosen = sorted(random.Random(seed).sample(range(len(self.questions)), count))
@@ -82,18 +78,15 @@ class Dataset:
 
 @dataclass(slots=True)
 class DatasetBuilder:
-    """Collects the questions and documents of a file. Equal texts become one document.
-
-    Attributes:
-        over: Whether a question is asked over `all` documents, or over its `own`.
-    """
+    """Collects the questions and documents of a file. Equal texts become one document."""
 
     over: Over = "all"
+    """Whether a question is asked over `all` documents, or over its `own`."""
     questions: list[Question] = field(default_factory=list)
     documents: dict[str, SourceDocument] = field(default_factory=dict)
 
     def add_document(self, text: object, title: object = "") -> str:
-        """Add the text of a document, below its title; return its id."""
+        """Add the text of a document, below its title. Returns its id."""
         checked, heading = _text(text, "a document"), _text(title, "a title").strip()
         if not checked.strip():
             raise ValueError("a document is empty")
@@ -111,11 +104,11 @@ class DatasetBuilder:
         """Add a question.
 
         Args:
-            name: Its id.
-            question: Its text.
-            answers: The accepted answers.
-            documents: Ids of the documents that it brings.
-            document: Id of the one that answers it. Defaults to the only one that it brings.
+            name: Id of the question.
+            question: Text of the question.
+            answers: Accepted answers.
+            documents: Ids of the question's own documents.
+            document: Id of the document that answers it. Defaults to its only document.
         """
         accepted = tuple(_text(each, "an answer") for each in answers)
         asked = _text(question, "the question")
@@ -127,7 +120,7 @@ class DatasetBuilder:
         self.questions.append(Question(str(name), asked, accepted, document, own))
 
     def add_line(self, row: Any, number: int) -> None:
-        """Add a line of a file, with its number."""
+        """Add the question of a line."""
         if not isinstance(row, dict):
             raise TypeError("a line must be an object")
         contexts = row.get("contexts", [row["context"]] if "context" in row else [])
@@ -139,7 +132,7 @@ class DatasetBuilder:
         self.add_question(name, row["question"], answers_of(row), documents, named)
 
     def add_article(self, row: Any, number: int) -> None:
-        """Add an article of SQuAD, whose answers are objects; none where `is_impossible`."""
+        """Add an article of SQuAD, whose answers are objects. `is_impossible` means no answer."""
         for place, paragraph in enumerate(row["paragraphs"]):
             title = row.get("title", "").replace("_", " ")
             document = self.add_document(paragraph["context"], title)
@@ -150,8 +143,12 @@ class DatasetBuilder:
                 self.add_question(name, asked["question"], texts, [document])
 
     def build(self, path: Path, format: str) -> Dataset:
-        """Build the set of a file. Raises `ConfigurationError` where it holds no questions, or
-        where a question that is to be asked over its own documents brings none."""
+        """Build the data set of a file.
+
+        Raises:
+            ConfigurationError: It has no questions, or a question that is to be asked over its own
+                documents has none.
+        """
         if not self.questions:
             raise ConfigurationError(f"{path} holds no questions")
         if self.over == "own" and not all(question.own for question in self.questions):
@@ -167,15 +164,15 @@ _ARTICLE = "`data` of SQuAD holds articles with `paragraphs`"
 
 
 def load_dataset(path: Path, over: Over = "all") -> Dataset:
-    """Read questions: JSON lines, or a file of SQuAD.
+    """Read questions from JSON lines, or from a file of SQuAD.
 
     Args:
         path: The file.
-        over: Whether they are asked over `all` documents, or each over its `own`.
+        over: Whether questions are asked over `all` documents, or each over its `own`.
 
     Raises:
-        ConfigurationError: The file cannot be read, holds no questions, or a row is none; the
-            message names the row.
+        ConfigurationError: The file cannot be read or holds no questions, or a row is not a
+            question; the message names the row.
     """
     builder = DatasetBuilder(over)
     rows = list(read_rows(path))
@@ -192,7 +189,7 @@ def load_dataset(path: Path, over: Over = "all") -> Dataset:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read the rows of a file of JSON or JSON lines, with the numbers of their lines or from 1."""
+    """Yield the rows of a file of JSON or JSON lines with their numbers, which start at 1."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""Marks of an answer, and what a sample of marks says: intervals and paired significance.
+"""Metrics of an answer, and statistics over questions: intervals and paired significance.
 
-Exact match and F1 follow SQuAD (Rajpurkar et al., 2016, section 6.1); Chinese and Japanese
+Exact match and F1 follow SQuAD (Rajpurkar et al., 2016, section 6.1). Chinese and Japanese
 characters count as words, as in CMRC 2018 (Cui et al., 2019, section 4.1). ROUGE-L is Lin (2004),
 section 3, of one sentence.
 """
@@ -29,8 +29,10 @@ _AT_ONCE = 2**22  # numbers that are drawn together
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation and articles, with single spaces, also around every Chinese
-    and Japanese character."""
+    """Return the text in lower case, without punctuation and articles, with single spaces.
+
+    Every Chinese and Japanese character becomes a word.
+    """
     kept = text.lower().translate(_PUNCTUATION)
     if _UNSPACED.search(kept):
         kept = "".join(each for each in kept if unicodedata.category(each)[0] != "P")
@@ -39,14 +41,17 @@ def normalize(text: str) -> str:
 
 
 def exact_match(given: str, answers: Sequence[str]) -> bool:
-    """Whether an answer equals an accepted one after normalization; where none is accepted, whether
-    nothing is answered, as in SQuAD 2.0."""
+    """Whether an answer equals an accepted one after normalization.
+
+    Without accepted answers, whether the answer is empty, as in SQuAD 2.0.
+    """
     return normalize(given) in [normalize(answer) for answer in answers or ("",)]
 
 
 def f1(given: str, answers: Sequence[str]) -> float:
-    """Return the best F1 of words over the accepted answers, of which none means that nothing is to
-    be answered.
+    """Return the best F1 of words over the accepted answers.
+
+    Without accepted answers, an empty answer is right.
     """
     words = normalize(given).split()
     return max(_f1(words, normalize(answer).split()) for answer in answers or ("",))
@@ -60,8 +65,9 @@ def _f1(given: list[str], answer: list[str]) -> float:
 
 
 def rouge_l(given: str, answers: Sequence[str]) -> float:
-    """Return the best ROUGE-L F-measure over the accepted answers: of the longest common
-    subsequence of lower-case words, without stemming.
+    """Return the best ROUGE-L F-measure over the accepted answers.
+
+    It is based on the longest common subsequence of lower-case words, without stemming.
     """
     words = _rouge_words(given)
     return max(_rouge_l(words, _rouge_words(answer)) for answer in answers or ("",))
@@ -78,7 +84,7 @@ def _rouge_l(given: list[str], answer: list[str]) -> float:
 
 
 def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the length of the longest one, in one row of the table at a time."""
+    """Return the length of the longest common subsequence, with one row of the table."""
     row = [0] * (len(other) + 1)
     for word in one:
         above_left = 0
@@ -100,11 +106,11 @@ class Interval:
 def bootstrap_interval(marks: Sequence[float], seed: int = 0) -> Interval:
     """Return the percentile bootstrap interval of a mean (Efron, 1979), 95 %.
 
-    Marks that are all equal give an interval without width: no resample differs.
+    The interval of equal marks has no width, since no resample differs.
 
     Args:
-        marks: One a question; at least one.
-        seed: Of the resamples.
+        marks: One or more marks, one for each question.
+        seed: Seed of the resamples.
 
     Example:
         >>> bootstrap_interval([0.0, 1.0] * 50)
@@ -118,9 +124,10 @@ def bootstrap_interval(marks: Sequence[float], seed: int = 0) -> Interval:
 def paired_bootstrap(
     one: Sequence[float], other: Sequence[float], seed: int = 0
 ) -> tuple[Interval, float]:
-    """Return the interval of the mean difference `one - other` over the same questions, and the
-    two-sided p-value of no difference (Koehn, 2004): twice the share of resamples on the far side
-    of 0, at most 1.
+    """Return the interval and p-value of the mean difference over the same questions.
+
+    The interval is of `one - other`. The p-value is two-sided (Koehn, 2004): twice the share of
+    resamples on the far side of 0, at most 1.
     """
     differences = np.asarray(one, np.float64) - np.asarray(other, np.float64)
     means = np.concatenate(list(_resampled_means(differences, seed)))
@@ -130,7 +137,7 @@ def paired_bootstrap(
 
 
 def _resampled_means(marks: NDArray[np.float64], seed: int) -> Iterator[NDArray[np.float64]]:
-    """Means of `RESAMPLES` samples with replacement, in portions."""
+    """Yield the means of `RESAMPLES` samples with replacement, in portions."""
     rng, count = np.random.default_rng(seed), len(marks)
     portion = max(1, _AT_ONCE // count)
     for begin in range(0, RESAMPLES, portion):

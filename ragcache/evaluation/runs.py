@@ -1,4 +1,4 @@
-"""Questions asked in one mode after another, their answers marked, and the modes compared."""
+"""Runs of questions in several modes: their answers are marked, and the modes compared."""
 
 from __future__ import annotations
 
@@ -35,82 +35,72 @@ PASTED = (
     "Use the following pieces of context to answer the question at the end. Keep the answer as "
     "short as possible.\n\n{documents}\n\nQuestion: {question}"
 )
-"""The message of such a chat, whose beginning differs from the one modules are encoded after."""
+"""Message of such a chat. Its begin differs from the preamble of encoded modules."""
 
 MARKS = ("exact_match", "f1", "rouge_l")
-"""The marks of an answer that modes are compared by."""
+"""Marks of an answer by which modes are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedAnswer:
-    """A question with its answer and marks.
-
-    Attributes:
-        question: The question.
-        given: The answer.
-        exact_match, f1, rouge_l: Its marks; see `ragcache.evaluation.metrics`.
-        retrieved: Whether the document that answers it was; None where it names none.
-        first_token: The first token of the answer; None where there is none.
-        first_token_seconds: From the call, with all states that it reads at hand.
-        prompt_tokens, cached_tokens, computed_tokens: Of the prompt; see `Reuse`.
-        finish_reason: As in `Answer`.
-        kl_divergence: Of the first token's distribution from that of mode `exact`, in nats; None
-            where that was not run or one of the two has no first token.
-        agrees: Whether the likeliest first token is that of mode `exact`, or None.
-    """
+    """A question with its answer and marks. See `ragcache.evaluation.metrics` for the marks."""
 
     question: Question
     given: str
+    """The answer."""
     exact_match: bool
     f1: float
     rouge_l: float
     retrieved: bool | None
+    """Whether the document that answers it was retrieved, if the question names one."""
     first_token: int | None
+    """First token of the answer, if it has any."""
     first_token_seconds: float
+    """Seconds from the call to the first token, with all states in the cache."""
     prompt_tokens: int
+    """Tokens of the prompt, as in `Reuse`."""
     cached_tokens: int
     computed_tokens: int
     finish_reason: str
+    """See `Answer`."""
     kl_divergence: float | None = None
+    """Divergence of the first token's distribution from mode `exact`, in nats. Unset unless `exact`
+    ran and both answers have a first token."""
     agrees: bool | None = None
+    """Whether the likeliest first token is the same as in mode `exact`, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """A mode: means over its questions, 0 to 1 where nothing else is said.
-
-    Attributes:
-        mode: `chat:MODE` where the questions were chats.
-        questions: How many.
-        exact_match, f1, rouge_l: Of the marks.
-        retrieved: Of the questions that name a document; None where none does.
-        kl_divergence, agreement: Of first tokens, beside mode `exact`; None where that was not run.
-        first_token_seconds: The median.
-        cached_share: Of the prompts' tokens, those whose states were read.
-        computed_tokens: Of a prompt.
-        intervals: 95 % bootstrap intervals, by the name of the mean.
-        marked: All answers.
-    """
+    """Results of one mode. Means are from 0 to 1, unless a field says otherwise."""
 
     mode: str
+    """Name of the mode, or `chat:MODE` for chats."""
     questions: int
+    """Number of questions."""
     exact_match: float
     f1: float
     rouge_l: float
     retrieved: float | None
+    """Share of retrieved documents among the questions that name one, if any does."""
     kl_divergence: float | None
+    """Mean divergence of first tokens from mode `exact`, in nats, if `exact` ran."""
     agreement: float | None
+    """Share of first tokens that are the same as in mode `exact`, if `exact` ran."""
     first_token_seconds: float
+    """Median seconds to the first token."""
     cached_share: float
+    """Share of the prompts' tokens whose states were read."""
     computed_tokens: float
+    """Mean number of computed tokens of a prompt."""
     intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """95 % bootstrap intervals by the name of the mean."""
     marked: tuple[MarkedAnswer, ...] = ()
+    """All answers."""
 
     @classmethod
     def of(cls, mode: str, marked: Sequence[MarkedAnswer], seed: int = 0) -> EvaluationReport:
-        """Return the means of marked answers, of which there is at least one. seed: of the
-        bootstrap.
-        """
+        """Summarize one or more marked answers. `seed` is the seed of the bootstrap."""
         names = (*MARKS, "retrieved", "kl_divergence", "agrees")
         marks = {name: _known([getattr(each, name) for each in marked]) for name in names}
         means = {name: fmean(known) if known else None for name, known in marks.items()}
@@ -131,40 +121,33 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A mark of a mode beside that of a reference, over the same questions.
-
-    Attributes:
-        mode, reference: The two modes.
-        mark: One of `MARKS`.
-        difference: Of the means, mode - reference.
-        interval: Of the difference, by the paired bootstrap, 95 %.
-        p_value: Two-sided, of no difference, by the same bootstrap.
-    """
+    """A difference between two modes over the same questions."""
 
     mode: str
     reference: str
     mark: str
+    """One of `MARKS`."""
     difference: float
+    """Difference of the means, `mode` minus `reference`."""
     interval: Interval
+    """Interval of the difference, by the paired bootstrap, 95 %."""
     p_value: float
+    """Two-sided p-value of no difference, by the same bootstrap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Modes over the same questions.
-
-    Attributes:
-        setting: What was asked, and how: names and values for readers of the report.
-        reports: Mode by mode, in the order that they were asked for.
-        comparisons: Each mode with the reference: `exact` if it is among them, or else the first.
-    """
+    """Modes over the same questions."""
 
     setting: Mapping[str, Any]
+    """Names and values that describe the run, for readers of the report."""
     reports: tuple[EvaluationReport, ...]
+    """Reports in the order of the modes."""
     comparisons: tuple[Comparison, ...]
+    """Comparisons of each mode with the reference: `exact` if it ran, or else the first mode."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
@@ -173,20 +156,19 @@ def evaluate_modes(
     modes: Sequence[str | ReuseMode], *, setting: Mapping[str, Any] | None = None, seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """Ask the same questions in several modes, and compares these.
+    """Ask the same questions in several modes, and compare the modes.
 
-    Mode `exact` is asked first if it is among them: first tokens of the others are compared with
-    its.
+    Mode `exact`, if included, is asked first: first tokens of the others are compared with it.
 
     Args:
-        rag: Where the collection is.
-        collection: Its name.
-        questions: What to ask.
-        modes: What to ask in; each once.
-        setting: Kept in the result.
-        seed: Of the bootstraps.
-        progress: Called with the mode and the numbers of marked and of all questions.
-        **options: As for `ask_questions`.
+        rag: Open folder with the collection.
+        collection: Name of the collection.
+        questions: Questions to ask.
+        modes: Modes to ask in, without duplicates.
+        setting: Description of the run, kept in the result.
+        seed: Seed of the bootstraps.
+        progress: Called with the mode, the number of marked questions and their total.
+        **options: See `ask_questions`.
 
     Raises:
         ConfigurationError: There are no questions or no modes.
@@ -218,20 +200,21 @@ def ask_questions(
     extractive: bool | None = None, reference: Sequence[Choice] | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[MarkedAnswer], list[Choice]]:  # fmt: skip
-    """Ask one question after another, so that the times to first tokens are those of a request
-    alone, and shares no states of questions.
+    """Ask one question after another, and mark the answers.
 
-    One whose documents had to be encoded is asked again, and the second time counts.
+    Times to first tokens are therefore times of a single request. Questions share no states. If
+    documents had to be encoded for a question, it is asked again, and only the second answer
+    counts.
 
     Args:
-        rag: Where the collection is.
-        collection: Its name.
-        questions: What to ask; each over its own documents if it has such.
-        mode, k, relative_threshold: As in `AskOptions`.
+        rag: Open folder with the collection.
+        collection: Name of the collection.
+        questions: Questions to ask, each over its own documents if it has any.
+        mode, k, relative_threshold: See `AskOptions`.
         through: `chat` puts the `k` retrieved modules into a message.
-        extractive: As in `GenerationParams`.
-        reference: The choices that mode `exact` gave to the same questions.
-        progress: Called with the numbers of marked and of all questions.
+        extractive: See `GenerationParams`.
+        reference: Choices that mode `exact` gave to the same questions.
+        progress: Called with the number of marked questions and their total.
 
     Returns:
         The marked answers, and the choices with the distributions of their first tokens.
@@ -279,7 +262,7 @@ def _pasted(question: str, texts: Sequence[str]) -> Message:
 
 
 def _mark(question: Question, answer: Answer, exact: Choice | None) -> MarkedAnswer:
-    """exact: what mode `exact` gave."""
+    """Mark an answer. `exact` is the choice of mode `exact`."""
     choice, text, accepted = answer.choices[0], answer.text, question.answers
     divergence, agrees = None, None
     if exact is not None and not (exact.first_logprobs is None or choice.first_logprobs is None):
@@ -304,7 +287,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def compare_reports(reports: Sequence[EvaluationReport], seed: int = 0) -> tuple[Comparison, ...]:
-    """Each mode beside `exact`, or else beside the first one. seed: of the bootstraps."""
+    """Compare each mode with `exact`, or else with the first one."""
     named = (each for each in reports if each.mode.removeprefix("chat:") == str(EXACT))
     reference = next(named, reports[0])
     return tuple(

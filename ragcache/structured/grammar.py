@@ -1,9 +1,9 @@
-"""Grammars of answers: as values, compiled for a model's vocabulary, and held to while decoding.
+"""Grammars of answers, compiled for a model's vocabulary and enforced while decoding.
 
 A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with
 llguidance, and the engine takes a mask from its `GrammarConstraint` before each token. Compilation
-runs in the caller's thread, without the interpreter's lock. llguidance's limits bound its time, and
-JSON schemas that they do not bound are checked in a process of their own first.
+runs in the caller's thread, without the interpreter's lock. llguidance's limits bound its time. A
+JSON schema that they do not bound is checked in a process of its own first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "ebnf", "lark"]
 
 LONGEST = 2**18
-"""The most characters of a grammar. An enum of 10,500 strings has 251,000: it compiles in 73 ms."""
+"""Maximum characters of a grammar. An enum of 10,500 strings has 251,000: it compiles in 73 ms."""
 
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-"""Limits other than the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2 KB."""
+"""Limits that differ from the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2
+KB."""
 
 CHECK_SECONDS = 2.0
-"""Most seconds of the check of a JSON schema that joins many parts."""
+"""Maximum seconds of the check of a JSON schema that joins many parts."""
 
 _JOINED = re.compile(r'"(pattern|patternProperties|format|allOf|anyOf|oneOf)":')
 _FEW = 8  # joined parts that are checked in milliseconds, however they are joined
@@ -64,8 +65,10 @@ _JSON = {
 class Grammar:
     """The form of an answer's text, from its first character to its last.
 
-    Equal grammars are compiled once for each model. Raises `InvalidRequest` for an empty text, and
-    for one of more than `LONGEST` characters.
+    Equal grammars are compiled once for each model.
+
+    Raises:
+        InvalidRequest: The text is empty, or longer than `LONGEST` characters.
     """
 
     kind: Kind
@@ -81,7 +84,7 @@ class Grammar:
 
     @classmethod
     def of(cls, params: GenerationParams) -> Grammar | None:
-        """Return the grammar that an answer keeps to, None if any text is allowed.
+        """Return the grammar of the generation parameters, or None to allow any text.
 
         Raises:
             InvalidRequest: The grammar is empty, too long, or one that decoding cannot enforce.
@@ -100,7 +103,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema allows, on one line.
+        """Return the grammar of a JSON schema, written on one line.
 
         Properties come in the schema's order; others are allowed only by `additionalProperties`.
 
@@ -123,14 +126,15 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object, on one line."""
+        """Return the grammar of any JSON object, on one line."""
         return cls("json_schema", _ANY_OBJECT)
 
     @classmethod
     def response_format(cls, wanted: Mapping[str, Any] | None) -> Grammar | None:
-        """Return the grammar of OpenAI's `response_format`; None if any text is allowed.
+        """Return the grammar of OpenAI's `response_format`, or None to allow any text.
 
-        Raises `InvalidRequest` for an unknown type or a missing schema.
+        Raises:
+            InvalidRequest: The type is unknown, or the schema is missing.
         """
         if wanted is None:
             return None
@@ -151,7 +155,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return a text that the whole pattern matches.
+        """Return the grammar of a text that the whole pattern matches.
 
         Patterns have classes, groups, alternatives and repetition, but no look-around and no back
         references.
@@ -160,17 +164,17 @@ class Grammar:
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:
-        """Return a text of the rule `root`, in GBNF, the notation of llama.cpp."""
+        """Return the grammar of the rule `root`, in GBNF, the notation of llama.cpp."""
         return cls("ebnf", text)
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Return a text of the rule `start`, in llguidance's variant of Lark."""
+        """Return the grammar of the rule `start`, in llguidance's variant of Lark."""
         return cls("lark", text)
 
     @property
     def source(self) -> str:
-        """The grammar as llguidance takes it. Raises `InvalidRequest`."""
+        """The grammar in llguidance's notation. Raises `InvalidRequest`."""
         from llguidance import LLMatcher
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -187,7 +191,7 @@ class Grammar:
 
 
 def lark_json(schema: dict[str, Any]) -> str:
-    """Return the JSON of a schema, on one line, as an expression of a rule of `Grammar.lark`."""
+    """Return a JSON schema as an expression of a rule of `Grammar.lark`, on one line."""
     return f"%json {json.dumps({**_closed(schema), 'x-guidance': _JSON}, ensure_ascii=False)}"
 
 
@@ -199,8 +203,9 @@ _JOINING = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema in which objects have only the properties that it names, unless it says
-    otherwise or joins several schemas.
+    """Return the schema with `additionalProperties` false by default.
+
+    Objects that join several schemas or set it themselves are unchanged.
     """
     if not isinstance(schema, dict):
         return schema
@@ -219,8 +224,11 @@ def _closed(schema: Any) -> Any:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises `InvalidRequest` for a grammar that no model can be held to, or whose check takes more
-    than `CHECK_SECONDS`."""
+    """Check that a model can be constrained to a grammar.
+
+    Raises:
+        InvalidRequest: It cannot, or the check takes more than `CHECK_SECONDS`.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     if _count_joined(grammar) > _FEW:
@@ -232,7 +240,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def _count_joined(grammar: Grammar) -> int:
-    """Parts of a JSON schema that llguidance compares or intersects with each other."""
+    """Return the number of parts of a JSON schema that llguidance compares or intersects."""
     joined = len(_JOINED.findall(grammar.text))
     if '"patternProperties"' in grammar.text:
         joined += grammar.text.count('":')
@@ -240,10 +248,10 @@ def _count_joined(grammar: Grammar) -> int:
 
 
 def _check_in_process(source: str) -> str:
-    """Return the reason for which a grammar cannot be compiled, or "".
+    """Return the reason why a grammar cannot be compiled, or "".
 
-    llguidance intersects the patterns of a schema without a limit: 20 of them take minutes. Nothing
-    can end a thread, so that a process checks them, which takes 0.1 s to start.
+    llguidance intersects the patterns of a schema without a limit: 20 of them take minutes. A
+    thread cannot be ended, so a process checks them. It takes 0.1 s to start.
     """
     try:
         checked = subprocess.run(
@@ -269,23 +277,22 @@ def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 class ModelGrammarCompiler:
-    """Compiles grammars for one model; thread-safe. A grammar allows the model's stop tokens where
-    it is complete.
+    """Compiles grammars for one model. Thread-safe.
 
-    Attributes:
-        tokenizer: llguidance's view of the model's vocabulary, as wide as its logits.
+    A grammar allows the model's stop tokens where it is complete.
     """
 
     KEPT = 32
-    """How many compiled grammars are kept, those used last."""
+    """Number of compiled grammars in the cache, which evicts the least recently used."""
 
     def __init__(self, model: LoadedModel) -> None:
         from llguidance import LLParserLimits
 
         self.tokenizer: LLTokenizer = _Vocabulary(model).ll_tokenizer()
+        """llguidance's view of the model's vocabulary, as wide as its logits."""
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         self.compile_grammar = lru_cache(self.KEPT)(self._compile)
-        """Compiles a grammar, or takes it from the cache. The result is to be copied, not advanced.
+        """Compiles a grammar, or takes it from the cache. Copy the result before advancing it.
         Raises `InvalidRequest`."""
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -306,7 +313,7 @@ T = TypeVar("T")
 
 
 def once_per_model(make: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Keep what is made for a model at its first use until the model is dropped; thread-safe."""
+    """Make an object for a model on first use, and keep it as long as the model. Thread-safe."""
     kept: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
     lock = threading.Lock()
 
@@ -320,14 +327,17 @@ def once_per_model(make: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], 
 
 
 grammar_compiler = once_per_model(ModelGrammarCompiler)
-"""The compiler of a model."""
+"""Returns the compiler of a model."""
 
 
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
-    """Compile a grammar for a model's vocabulary; the result makes a constraint for each answer
-    (`engine.Request.constraint`).
+    """Compile a grammar for a model's vocabulary.
 
-    Raises `InvalidRequest`.
+    Returns:
+        A function that makes a constraint for each answer (`engine.Request.constraint`).
+
+    Raises:
+        InvalidRequest: The grammar cannot be compiled.
     """
     compiler = grammar_compiler(model)
     compiled = compiler.compile_grammar(grammar)
@@ -336,14 +346,15 @@ def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
 
 
 class GrammarConstraint:
-    """The state of one answer in its grammar. words: of 32 tokens each, in a mask."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
+        """Begin an answer. A mask has `words` words of 32 tokens each."""
         self._matcher = matcher
         self._mask = torch.zeros(words, dtype=torch.int32, device="cpu")
 
     def mask(self) -> Tensor:
-        """See `Constraint.mask`. Raises `ValueError` where the grammar exceeds its limits."""
+        """See `Constraint.mask`. Raises `ValueError` if the grammar exceeds its limits."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.nbytes)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
@@ -361,16 +372,13 @@ class GrammarConstraint:
 
 
 TOOL_MARKERS = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"))
-"""The control tokens that a grammar may use; the text of all others is hidden from callers."""
+"""Control tokens that a grammar may use. The text of all others is hidden from callers."""
 
 
 class _Vocabulary:
-    """A model's vocabulary as llguidance asks for it: it calls this for the tokens of text that a
-    grammar leaves no choice about.
+    """A model's vocabulary, as llguidance expects it.
 
-    Attributes:
-        tokens: The bytes of every row of the logits: b"" for control tokens and for rows beyond the
-            tokenizer, which no grammar may use.
+    llguidance calls it for the tokens of text that the grammar leaves no choice about.
     """
 
     bos_token_id = None
@@ -389,12 +397,14 @@ class _Vocabulary:
             if added.special and added.content not in TOOL_MARKERS:
                 hidden.add(number)
         self.tokens = [b""] * width
+        """Bytes of every row of the logits. Empty for control tokens and for rows beyond the
+        tokenizer, which no grammar may use."""
         for token, number in tokenizer.get_vocab().items():
             if number < width and number not in hidden:
                 self.tokens[number] = spell(token)
 
     def ll_tokenizer(self) -> LLTokenizer:
-        """llguidance's tokenizer of this vocabulary."""
+        """Return llguidance's tokenizer of this vocabulary."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
@@ -403,7 +413,10 @@ class _Vocabulary:
         return made
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """As the model spells it, or else with the longest tokens: some tokenizers add a space."""
+        """Return the tokens of a text as the model spells it, or else the longest tokens.
+
+        Some tokenizers add a space, so that their spelling cannot be used.
+        """
         raw = text if isinstance(text, bytes) else text.encode()
         ids: list[int] = self._tokenizer.encode(raw.decode(), add_special_tokens=False)
         if b"".join(self.tokens[each] for each in ids) == raw:

@@ -1,7 +1,6 @@
-"""Tool calls in a model's text: of a whole text (`parse_tool_calls`), or streamed
-(`ToolCallParser`).
+"""Tool calls in a model's text, whole (`parse_tool_calls`) or streamed (`ToolCallParser`).
 
-A generator for each style separates text from calls. It suspends wherever it needs more text. The
+A generator for each style separates text from calls. It suspends whenever it needs more text. The
 JSON object of a call is scanned for its end, its name and its arguments as it arrives.
 """
 
@@ -28,12 +27,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """A call that cannot be read. name: None if it could not be read either. text: the call as the
-    model wrote it, without the markers around it. error: the reason."""
+    """A call that cannot be read."""
 
     name: str | None
+    """Name of the tool, if it could be read."""
     text: str
+    """The call as the model wrote it, without the markers around it."""
     error: str
+    """Why it cannot be read."""
 
 
 # A string, whose end is the group unless it is still to come, or a mark of JSON's structure.
@@ -41,13 +42,16 @@ _PART = re.compile(r'"(?:[^"\\]++|\\.)*+("?)|[{}\[\]:,]', re.DOTALL)
 
 
 class CallScanner:
-    """Scans `{"name": ..., "arguments": {...}}` up to its closing brace. It follows strings and
-    brackets only; `parse_call` checks at the end that the text is JSON.
+    """Scans `{"name": ..., "arguments": {...}}` up to its closing brace.
 
-    head: what a style leaves out, up to the arguments, whose closing brace then ends the object.
+    It follows strings and brackets only: `parse_call` checks at the end that the text is JSON.
     """
 
     def __init__(self, head: str = "") -> None:
+        """Begin an object. `head` is its text up to the arguments, for a style that leaves it out.
+
+        With a head, the closing brace of the arguments ends the object.
+        """
         self.text = ""
         self.done = False
         self.keys: list[str] = []
@@ -66,7 +70,7 @@ class CallScanner:
 
     @property
     def arguments(self) -> str:
-        """The text of the arguments read so far; "" if they are no object."""
+        """Text of the arguments read so far. Empty unless they are an object."""
         return "" if self._begin is None else self.text[self._begin : self._end]
 
     def read(self, text: str) -> int:
@@ -110,7 +114,7 @@ def _string(literal: str) -> str:
 
 
 def parse_call(scan: CallScanner, raw: str) -> ToolCall | InvalidToolCall:
-    """Return the call of a scanned object. raw: the text as the model wrote it."""
+    """Return the call of a scanned object. `raw` is the text as the model wrote it."""
     try:
         fields = _loads(scan.text)
         if [key for key in scan.keys if key in ARGUMENTS][1:] or scan.keys.count("name") > 1:
@@ -145,12 +149,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of the call number `index`, from 0. name: the tool's name in the first delta of a
-    call, then None. arguments: more of the JSON text of the arguments."""
+    """A part of a call."""
 
     index: int
+    """Number of the call in the answer, from 0."""
     name: str | None
+    """Name of the tool, in the first delta of a call only."""
     arguments: str
+    """More of the JSON text of the arguments."""
 
 
 AnyDelta = TextDelta | ToolCallDelta
@@ -159,34 +165,31 @@ AnyToolCall = ToolCall | InvalidToolCall
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A part of a parser. It yields whenever it needs more text."""
+"""A part of a parser, which yields whenever it needs more text."""
 
 SPACE = " \t\r\n"
 
 
 @dataclass(slots=True)
 class _Call:
-    """The call that is being read."""
+    """A call that is being read."""
 
     scan: CallScanner | None = None
-    """Scanner of its JSON object; None while there is no such object."""
+    """Scanner of its JSON object, once there is one."""
     raw: str = ""
-    """The text of the call, as the model wrote it."""
+    """Text of the call, as the model wrote it."""
     named: bool = False
     """Whether a delta has reported its name."""
     emitted: int = 0
-    """Characters of the arguments in deltas so far."""
+    """Number of characters of the arguments in deltas so far."""
 
 
 class ToolCallParser:
     """Separates text and calls while the model writes.
 
-    A part of a marker is held back until it is complete or refuted. Deltas of a call begin once its
-    name is known; `calls` says whether it is valid, once it has ended. The result does not depend
-    on how the text is cut.
-
-    Attributes:
-        calls: The calls that have ended, in order.
+    A part of a marker is held back until it is complete or refuted. The deltas of a call begin once
+    its name is known. When the call has ended, `calls` tells whether it is valid. The result does
+    not depend on how the text is cut.
 
     Raises:
         InvalidRequest: The style is unknown.
@@ -194,6 +197,7 @@ class ToolCallParser:
 
     def __init__(self, style: ToolStyle | str) -> None:
         self.calls: list[AnyToolCall] = []
+        """Calls that have ended, in order."""
         self.rest = ""
         """Text that has not been read yet."""
         self.ended = False
@@ -223,7 +227,7 @@ class ToolCallParser:
         return deltas
 
     def emit_text(self, text: str) -> None:
-        """Emit text; white space at the beginning and after a call only if text follows."""
+        """Emit text. White space at the begin and after a call is emitted only if text follows."""
         text, self._blank = self._blank + text, ""
         if not self._text_emitted and not text.strip():
             self._blank = text
@@ -235,7 +239,7 @@ class ToolCallParser:
             self._deltas.append(TextDelta(text))
 
     def read_text(self, marker: str = "") -> Steps[bool]:
-        """Emit the text before a marker, and skips it. Returns False at the end of the text."""
+        """Emit the text before a marker and skip it. Returns False at the end of the text."""
         while True:
             text, found, after = self.rest.partition(marker) if marker else (self.rest, "", "")
             kept = 0 if found or self.ended else overlap(text, marker)
@@ -258,10 +262,9 @@ class ToolCallParser:
         return _Call(scan)
 
     def read_object(self, call: _Call, *, needs_arguments: bool = False) -> Steps[bool]:
-        """Read the call's object, and emits it once its name is known and, with `needs_arguments`,
-        the key of its arguments.
+        """Read the object of a call and emit it. Returns whether it ended before the text did.
 
-        Returns whether it ended before the text did.
+        Emits once the name is known and, with `needs_arguments`, the key of the arguments.
         """
         scan = call.scan = call.scan or CallScanner()
         while True:
@@ -278,7 +281,7 @@ class ToolCallParser:
             yield
 
     def read_junk(self, call: _Call, *markers: str) -> Steps[str]:
-        """End the call at the nearest marker, and skips it.
+        """End the call at the nearest marker, and skip it.
 
         Returns that marker, or "" at the end of the text.
         """
@@ -292,7 +295,7 @@ class ToolCallParser:
         return marker
 
     def end_call(self, call: _Call, junk: str = "") -> None:
-        """End the call. junk: the text between its object and its end."""
+        """End the call. `junk` is the text between its object and its end."""
         if call.scan is None:
             wrong = "a call is a JSON object"
         elif not call.scan.done:
@@ -318,7 +321,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 def _parse_hermes(parser: ToolCallParser) -> Steps[None]:
-    """`<tool_call>{...}</tool_call>`, any number of times, with text around them."""
+    """Parse `<tool_call>{...}</tool_call>`, any number of times, with text around the calls."""
     begin, end = "<tool_call>", "</tool_call>"
     marker = ""
     while marker == begin or (yield from parser.read_text(begin)):
@@ -334,8 +337,10 @@ def _parse_hermes(parser: ToolCallParser) -> Steps[None]:
 
 
 def _parse_llama(parser: ToolCallParser) -> Steps[None]:
-    """`{"name": ..., "parameters": {...}}` from the beginning, more after `;`. An object without
-    these two keys is text."""
+    """Parse `{"name": ..., "parameters": {...}}` at the begin, and more objects after `;`.
+
+    An object without these two keys is text.
+    """
     tag = "<|python_tag|>"
     while True:
         skipped = SPACE + ";" if parser.calls else SPACE
@@ -356,12 +361,12 @@ def _parse_llama(parser: ToolCallParser) -> Steps[None]:
 
 
 def _untagged(text: str, tag: str) -> str:
-    """Return the text after the tag, if it has one; "" where more text must tell."""
+    """Return the text after the tag, if it has one, or "" until more text decides."""
     return "" if tag.startswith(text) else text.removeprefix(tag).lstrip(SPACE)
 
 
 def _parse_mistral(parser: ToolCallParser) -> Steps[None]:
-    """Text, then `[TOOL_CALLS]` with a list of calls, or with `name[ARGS]{...}` once for each."""
+    """Parse text, then `[TOOL_CALLS]` with a list of calls, or before each `name[ARGS]{...}`."""
     begin = "[TOOL_CALLS]"
     while (yield from parser.read_text(begin)):
         call = parser.begin_call()
@@ -383,7 +388,7 @@ def _parse_mistral(parser: ToolCallParser) -> Steps[None]:
 
 
 def _parse_list(parser: ToolCallParser, begin: str) -> Steps[None]:
-    """Return the calls of a list, to its end."""
+    """Parse the calls of a list, to its end."""
     while first := (yield from parser.skip(SPACE + ",")):
         if first == "]":
             parser.rest = parser.rest[1:]

@@ -33,7 +33,7 @@ class ToolStyle(StrEnum):
 def tool_style(tokenizer: Any) -> ToolStyle | None:
     """Return the style of a tokenizer's chat template.
 
-    Returns None for a template that takes no tools or writes calls in an unknown notation.
+    A template that takes no tools, or writes calls in an unknown notation, has none.
     """
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, Mapping):
