@@ -1,4 +1,4 @@
-"""The KV cache: states in tiers, leased, evicted by policy, reconciled with the ledger."""
+"""The KV store: states in tiers, with leases, eviction, and recovery from the ledger."""
 
 from ragcache.store.admin import TierStatus, tier_status
 from ragcache.store.eviction import EvictionIndex

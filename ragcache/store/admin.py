@@ -1,4 +1,4 @@
-"""Operators' commands on states by key, each with a dry run, and how full the tiers are."""
+"""Operators' commands on states, each with a dry run, and the status of the tiers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """One state and what happens to it. tier: where it is, or will be encoded; to: where it moves;
-    nbytes: allocated in `tier`, 0 where it is not encoded yet."""
+    """A change of one state."""
 
     key: KVKey
     action: Action
     tier: str
+    """Tier of the state, or the tier in which it will be encoded."""
     to: str
+    """Target tier of a move."""
     nbytes: int
+    """Allocated bytes in `tier`. 0 for a state to encode."""
 
 
 def pin(
     store: KVStore, keys: Sequence[KVKey], pinned: bool = True, *, dry_run: bool = False
 ) -> list[StateChange]:
-    """Pins states, or unpins them, in every tier that holds them."""
+    """Pin or unpin states in every tier that has them."""
     changes = _changes(store, keys, "pin" if pinned else "unpin")
     if not dry_run:
         store.pin(keys, pinned)
@@ -41,8 +43,17 @@ def pin(
 def expire(
     store: KVStore, keys: Sequence[KVKey], seconds: float | None, *, dry_run: bool = False
 ) -> list[StateChange]:
-    """Limits the life of states in every tier to `seconds` from now, or lifts the limit with None.
-    Raises `ConfigurationError` for seconds that are negative or not finite."""
+    """Limit the lifetime of states in every tier, or remove the limit with None.
+
+    Args:
+        store: The store.
+        keys: Keys of the states.
+        seconds: Lifetime from now.
+        dry_run: Return the changes without making them.
+
+    Raises:
+        ConfigurationError: The seconds are negative or not finite.
+    """
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
     changes = _changes(store, keys, "keep" if seconds is None else "expire")
@@ -54,8 +65,11 @@ def expire(
 def evict(
     store: KVStore, keys: Sequence[KVKey], tier: str | None = None, *, dry_run: bool = False
 ) -> list[StateChange]:
-    """Removes states from a tier, or from all. Pinned ones go too: an operator named them.
-    Raises `ConfigurationError` for an unknown tier."""
+    """Remove states from a tier, or from all tiers, including pinned states.
+
+    Raises:
+        ConfigurationError: The tier does not exist.
+    """
     if tier is not None:
         _tier_index(store, tier)
     changes = [c for c in _changes(store, keys, "evict") if tier in (None, c.tier)]
@@ -67,9 +81,14 @@ def evict(
 def move(
     store: KVStore, keys: Sequence[KVKey], tier: str, *, dry_run: bool = False
 ) -> list[StateChange]:
-    """Brings states to a tier, and takes them from the tiers above it: from memory to the disk,
-    say, or back. Tiers below keep their copies. Raises `ConfigurationError` for an unknown tier,
-    and `StoreBudgetExceeded` where it has no room."""
+    """Move states to a tier and remove them from the tiers above it.
+
+    Tiers below keep their copies.
+
+    Raises:
+        ConfigurationError: The tier does not exist.
+        StoreBudgetExceeded: The tier has no room.
+    """
     target = _tier_index(store, tier)
     above = store.memory.every[: store.memory.every.index(target)]
     changes, nearest = [], {key: (index, n) for key, index, n in reversed(_held(store, keys))}
@@ -102,7 +121,7 @@ def _changes(store: KVStore, keys: Sequence[KVKey], action: Action) -> list[Stat
 
 
 def _held(store: KVStore, keys: Sequence[KVKey]) -> list[tuple[KVKey, TierIndex, int]]:
-    """Each key with the tiers that hold it, the fastest first, and its bytes there."""
+    """Return each key with the tiers that have it, fastest first, and its bytes there."""
     with store.memory.lock:
         return [
             (key, index, index.entries.get(key).nbytes)
@@ -122,20 +141,25 @@ def _tier_index(store: KVStore, tier: str) -> TierIndex:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A tier now. used_bytes: as allocated. budget_bytes: None for no limit. hits: states that were
-    found here since the store was opened. persistent: whether it outlives the process."""
+    """The current state of a tier."""
 
     name: str
     used_bytes: int
+    """Allocated bytes."""
     budget_bytes: int | None
+    """Maximum of allocated bytes. Unlimited if None."""
     pinned_bytes: int
+    """Bytes of pinned states."""
     states: int
+    """Number of states."""
     hits: int
+    """States found in this tier since the store was opened."""
     persistent: bool
+    """Whether the tier outlives the process."""
 
 
 def tier_status(store: KVStore) -> list[TierStatus]:
-    """The tiers, the fastest first, from what is known in memory."""
+    """Return the status of all tiers, fastest first, without I/O."""
     found = []
     for index in store.memory.every:
         with store.memory.lock:

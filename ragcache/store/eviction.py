@@ -1,8 +1,8 @@
-"""Eviction by 2Q (Johnson and Shasha, 1994), decided purely: no I/O, no clock, no store.
+"""Eviction by 2Q (Johnson and Shasha, 1994), as pure bookkeeping without I/O or a clock.
 
-States that were used once wait in a short queue, first in, first out; states that were used again
-are kept in the order of their last use. So neither an ingestion nor questions that nobody repeats
-push out the documents that many ask for.
+States that were used once wait in a short first-in, first-out queue. States that were used again
+are kept in order of their last use. Neither ingestion nor one-time questions therefore evict
+popular documents.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import NamedTuple
 from ragcache.states import KVKey
 
 ONCE_SHARE = 0.05
-"""The share of a tier's bytes above which states that were used once go first."""
+"""Fraction of a tier's bytes above which states used once are evicted first."""
 GONE_SHARE = 0.5
-"""The bytes of states that went after one use and whose keys are remembered, as a share of the
-tier's bytes."""
+"""Maximum size of evicted states whose keys are remembered, as a fraction of the tier's bytes."""
 
 
 class KVEntry(NamedTuple):
-    """States in one tier. nbytes: as allocated there. last_use: on the ledger's logical clock."""
+    """States in one tier."""
 
     nbytes: int
+    """Allocated bytes."""
     last_use: int
+    """Tick of the ledger's logical clock."""
 
 
 class EvictionIndex:
-    """The states of one tier, in the order in which they go. Every change is O(1). Not thread-safe.
+    """The states of one tier in eviction order. Every change is O(1). Not thread-safe.
 
-    Three queues, the next to go first: states used once, states used again, and the keys of states
-    that went after one use. A state enters the second queue when it is used again, while it is in
-    the first one or while its key is remembered in the third.
+    There are three queues: states used once, states used again, and keys that were evicted after
+    one use. States enter the second queue when they are used again, or when they return while their
+    key is in the third queue.
     """
 
     def __init__(self) -> None:
@@ -49,26 +50,29 @@ class EvictionIndex:
         return key in self._once or key in self._again
 
     def __iter__(self) -> Iterator[KVKey]:
-        """The keys, the next to go first within each queue."""
+        """Iterate over the keys, in eviction order within each queue."""
         yield from self._once
         yield from self._again
 
     def get(self, key: KVKey) -> KVEntry:
-        """The entry of a key. Raises `KeyError` for a key that is not here."""
+        """Return the entry of a key. Raises `KeyError` if it is missing."""
         return self._once[key] if key in self._once else self._again[key]
 
     def is_reused(self, key: KVKey) -> bool:
-        """Whether states are here that were used again."""
+        """Return whether states have been used again."""
         return key in self._again
 
     def add(self, key: KVKey, nbytes: int, last_use: int, *, reused: bool = False) -> bool:
-        """Adds states, in place of those of the same key.
+        """Add states, in place of earlier states of the key.
 
         Args:
-            reused: They were used again, in another tier or by another process.
+            key: Key of the states.
+            nbytes: Allocated bytes.
+            last_use: Tick of the logical clock.
+            reused: The states were used again in another tier or by another process.
 
         Returns:
-            Whether this is the use that makes them states that were used again.
+            Whether the states have just become states that were used again.
         """
         known = key in self._again
         reused = reused or known or key in self._gone
@@ -83,15 +87,16 @@ class EvictionIndex:
         return reused and not known
 
     def touch(self, key: KVKey, last_use: int) -> bool:
-        """Counts a use of states that are here; returns whether it is the first one that counts as
-        being used again."""
+        """Count a use of present states. Returns as `add` does."""
         return self.add(key, self.get(key).nbytes, last_use, reused=True)
 
     def remove(self, key: KVKey, *, remember: bool = False) -> int:
-        """Removes states; returns their bytes, 0 if there were none.
+        """Remove states. Returns their bytes, or 0 if they are missing.
 
         Args:
-            remember: They go for pressure: the next use of the key counts as being used again.
+            key: Key of the states.
+            remember: The reason is pressure. The next use of the key then counts as being used
+                again.
         """
         once = key in self._once
         nbytes = (self._once if once else self._again).pop(key, KVEntry(0, 0)).nbytes
@@ -107,13 +112,14 @@ class EvictionIndex:
     def choose_victims(
         self, need_bytes: int, stays: Callable[[KVKey], bool] = lambda _: False
     ) -> list[KVKey] | None:
-        """Choose the states to remove so that so many bytes become free, in order.
+        """Choose states to evict, in order, until `need_bytes` become free.
 
         Args:
-            stays: Whether a state may not go: it is leased or pinned.
+            need_bytes: Bytes to free.
+            stays: Returns whether a state must stay, because it is leased or pinned.
 
         Returns:
-            Their keys; None if all that may go are not enough.
+            Keys of the states. None, if all states that may go are not enough.
         """
         once = (key for key in self._once if not stays(key))
         again = (key for key in self._again if not stays(key))

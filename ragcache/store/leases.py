@@ -1,16 +1,16 @@
-"""Leases: states in use, and how those that are missing come to memory.
+"""Leases: states in use, and how missing states get into memory.
 
-The caller drives, and nothing in the store calls back:
+The caller drives; the store calls nothing back:
 
-    with store.lease(keys, request) as lease:      # what the tiers hold is in memory now
-        while missing := lease.claim():            # what this caller has to encode
+    with store.lease(keys, request) as lease:      # reads states that the tiers have
+        while missing := lease.claim():            # keys that this caller has to encode
             for key, states in zip(missing, encode(missing), strict=True):
-                lease.put(key, states)             # blob, row, memory
+                lease.put(key, states)             # writes the blob, the row and the memory tier
         use(lease.states)
 
-A key of a lease is in one of four states: its states are here (`Lease.found`), this thread reads
-them (a `Flight` of its own), this caller encodes them (`Lease.encoding`), or another thread or
-process reads or encodes them, and this one waits for the end and looks again.
+Each key of a lease is in one of four states. It is present (`Lease.found`), read by this thread (in
+a `Flight` of its own), encoded by this caller (`Lease.encoding`), or read or encoded by another
+thread or process. In the last case the lease waits for the end and looks again.
 """
 
 from __future__ import annotations
@@ -33,118 +33,137 @@ from ragcache.store.persistent_tiers import Flight, PersistentTiers, Room, Singl
 
 logger = logging.getLogger(__name__)
 
-_WRITERS = 2  # threads that write blobs of what GPUs have computed
-_WRITES = 8  # of one lease that are under way, each with a copy in main memory
-ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
-_REMEMBERED = 10_000  # states that were encoded here, those encoded last
-CLAIM_PATIENCE = 1.0  # seconds of them for a question, before it encodes for itself
+_WRITERS = 2  # threads that write blobs
+_WRITES = 8  # maximum running writes of one lease, each with a copy in main memory
+_REMEMBERED = 10_000  # recently encoded keys
+ENCODING_SECONDS = 600.0  # maximum wait for states that another process encodes
+CLAIM_PATIENCE = 1.0  # maximum wait of a question, which then encodes them itself
 
 Origin = Literal["ingest", "warm", "question"]
-"""Why states are leased: documents are ingested, a call names them, or a question needs them."""
+"""Reason of a lease: an ingestion, a call that names the states, or a question."""
 
-_Read = tuple[KVKey, TierIndex, StoredStates]  # states and the tier below the first that has them
+_Read = tuple[KVKey, TierIndex, StoredStates]  # states, and the tier from which they were read
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """Facts about the states that a lease names. origin: why they are leased: those of ingestions
-    and warm calls are written to every tier that outlives the process, and those of warm calls
-    count as used again. mode: how they are encoded, `root` for a preamble; root: the key of the
-    preamble that they depend on; model: its fingerprint."""
+    """Properties of the states that a lease names."""
 
     origin: Origin = "question"
+    """Reason of the lease. States of ingestions and warm calls are written to every persistent
+    tier. States of warm calls count as used again.
+    """
     mode: str = ""
+    """Encoding of the states. `root` for a preamble."""
     root: KVKey | None = None
+    """Key of the preamble that the states depend on."""
     model: str = ""
+    """Fingerprint of the model."""
 
 
 @dataclass(slots=True)
 class _Encoding:
-    """Keys that one call of `Lease.claim` returned, until their states are put.
-
-    keys: those that are left. flight: of these in this process. in_ledger: those whose claim
-    between processes has not ended. persists: whether their states go to the persistent tiers.
-    since: when the caller began with the next one.
-    """
+    """Keys returned by one call of `Lease.claim`, until their states are put."""
 
     keys: dict[KVKey, None]
+    """Keys whose states are not put yet."""
     flight: Flight
+    """Flight of the keys in this process."""
     in_ledger: set[KVKey]
+    """Keys whose claim in the ledger has not ended."""
     persists: bool
+    """Whether the states go to the persistent tiers."""
     since: float
+    """Time at which the caller began to encode the next state."""
 
 
 class Lease:
-    """States in use: no tier evicts them until the lease is released. For one thread at a time.
+    """States in use, which no tier evicts until the lease is released.
 
-    keys: in the caller's order. tick: when it began, by the clock of all sessions. source: for each
-    key the tier that it was found in (`device`, `host`, `disk` or `remote`) or `encoded`. moved:
-    bytes read from each tier below the first. unreadable: keys whose rows exist, but whose states
-    no tier could give. lost_blobs: whether a blob turned out to be corrupt or vanished, and has to
-    be replaced. waited: seconds for what other processes encode. writes: of blobs of states that
-    were put, from a copy in main memory, beside what the caller does next.
-    """
+    For one thread at a time."""
 
     def __init__(
         self, manager: LeaseManager, keys: Sequence[KVKey], request: LeaseRequest, tick: int,
         below: Sequence[str],
     ) -> None:  # fmt: skip
-        self.keys, self.request, self.tick = tuple(keys), request, tick
+        self.keys = tuple(keys)
+        """Keys in the caller's order."""
+        self.request = request
+        self.tick = tick
+        """Tick of the logical clock at which the lease began."""
         self.found: dict[KVKey, StoredStates] = {}
         self.source: dict[KVKey, str] = {}
+        """For each key, the tier that had its states (`device`, `host`, `disk` or `remote`), or
+        `encoded`.
+        """
         self.moved: dict[str, int] = dict.fromkeys(below, 0)
+        """Bytes read from each tier below the first."""
         self.unreadable: set[KVKey] = set()
+        """Keys with a row whose states no tier could return."""
         self.lost_blobs = False
+        """Whether a blob was corrupt or missing and has to be replaced."""
         self.waited = 0.0
+        """Seconds spent waiting for other processes."""
         self.encoding: _Encoding | None = None
         self.writes: deque[Future[None]] = deque()
+        """Running writes of blobs, from copies in main memory."""
         self._manager = manager
         self._released = False
 
     @property
     def states(self) -> tuple[StoredStates, ...]:
-        """In the order of the keys; all of them must be here."""
+        """States in the order of the keys. All of them must be present."""
         return tuple(self.found[key] for key in self.keys)
 
     @property
     def missing(self) -> list[KVKey]:
-        """The keys whose states are not here yet, once each."""
+        """Keys whose states are not present yet, without duplicates."""
         return [key for key in dict.fromkeys(self.keys) if key not in self.found]
 
     def claim(self) -> list[KVKey]:
-        """The missing keys that this caller must encode and `put`; none when all states are here.
-        No other caller gets them until their states are put or this lease is released.
+        """Claim missing keys, whose states this caller must then encode and `put`.
 
-        A key that another thread or process is encoding is waited for only when nothing else is
-        missing, so that no two wait for each other; where the other one fails, it is claimed here.
+        No other caller gets the keys until their states are put or this lease is released. Waits
+        for keys that another thread or process is encoding only if no other key is missing, so that
+        two leases never wait for each other. If the other one fails, its keys are claimed here.
 
-        Raises `ValueError` where states of the last claim were not put, `StoreError` where the
-        ledger does not answer and these states are not for a question, and `StoreBudgetExceeded`
-        where more is in use than the first tier may hold.
+        Returns:
+            Claimed keys. Empty if all states are present.
+
+        Raises:
+            ValueError: States of the last claim have not been put.
+            StoreError: The ledger does not answer, and the lease is not for a question.
+            StoreBudgetExceeded: The leased states exceed the budget of the first tier.
         """
         return self._manager.claim(self)
 
     def put(self, key: KVKey, states: KVStates) -> None:
-        """Stores the states of a claimed key, and shares them. The blob of states that a GPU has
-        computed may be written after this returns: what fails then, a later `put` or `release`
-        raises. Raises `ValueError` for another key, `StoreError` where they cannot be stored and
-        are not for a question, and `StoreBudgetExceeded` where more is in use than the first tier
-        may hold."""
+        """Store and share the states of a claimed key.
+
+        A blob of states computed on a GPU may be written after this returns. If that fails, a later
+        `put` or `release` raises the error.
+
+        Raises:
+            ValueError: This lease has not claimed the key.
+            StoreError: The states cannot be stored, and the lease is not for a question.
+            StoreBudgetExceeded: The leased states exceed the budget of the first tier.
+        """
         self._manager.put(self, key, states)
 
     def extend(self, keys: Sequence[KVKey], request: LeaseRequest) -> None:
-        """Adds keys to a lease whose states are all here, as `KVStore.lease` would: modules after
-        the preamble that they depend on."""
+        """Add keys, such as modules after their preamble. All earlier states must be present."""
         self._manager.extend(self, keys, request)
 
     @property
     def is_writing(self) -> bool:
-        """Whether blobs of this lease may still be under way."""
+        """Whether blobs of this lease may still be in progress."""
         return bool(self.writes)
 
     def release(self) -> None:
-        """Ends the lease when its blobs are written, and its claims if any are left; further calls
-        do nothing. Raises `StoreError` where a blob could not be written."""
+        """Wait for the blobs and end the lease with its remaining claims. May be called again.
+
+        Raises `StoreError` if a blob could not be written.
+        """
         if not self._released:
             self._released = True
             self._manager.release(self)
@@ -157,8 +176,10 @@ class Lease:
 
 
 class LeaseManager:
-    """Finds the states of leases, and keeps those that their callers encode. Nothing is read,
-    copied or computed under a lock."""
+    """Reads the states of leases and stores newly encoded states.
+
+    No lock is held during a read, a copy or a computation.
+    """
 
     def __init__(
         self, memory: MemoryTiers, persistent: PersistentTiers, ledger: Ledger,
@@ -167,12 +188,12 @@ class LeaseManager:
         self._patience = claim_patience
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._counters = flights, counters
-        self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # none until there is work
+        self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # starts threads on demand
         self._encoded: deque[KVKey] = deque(maxlen=_REMEMBERED)
-        self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
+        self._ahead: dict[KVKey, str] = {}  # unused states that were read ahead: their tiers
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
-        """Holds keys, and reads what the tiers have of them."""
+        """Lease keys and read the states that the tiers have."""
         below = [index.name for index in self._memory.every[1:]]
         lease = Lease(self, keys, request, self._ledger.advance_clock(), below)
         unique = lease.missing
@@ -185,33 +206,32 @@ class LeaseManager:
         return lease
 
     def extend(self, lease: Lease, keys: Sequence[KVKey], request: LeaseRequest) -> None:
-        """Adds keys to a lease: see `Lease.extend`."""
+        """See `Lease.extend`."""
         assert not lease.missing, "a lease is extended when its states are here"
         lease.keys, lease.request, lease.lost_blobs = (*lease.keys, *keys), request, False
         self._memory.hold(lease.missing)
         self.load(lease)
 
     def unkept(self) -> set[KVKey]:
-        """Keys of the states encoded last that no tier has which outlives the process."""
+        """Return recently encoded keys that no persistent tier has."""
         return {key for key in self._encoded if not self._persistent.holds(key)}
 
     def take_reused(self) -> list[KVKey]:
-        """Keys that were used again since the last call, and that the nearest tier which outlives
-        the process does not have."""
+        """Return keys used again since the last call that the nearest persistent tier lacks."""
         with self._memory.lock:
             keys, self._memory.reused = self._memory.reused, set()
             nearest = self._persistent.indexes[:1]
             return [key for index in nearest for key in keys if key not in index.entries]
 
     def release(self, lease: Lease) -> None:
-        """Ends a lease and notes its uses; one that ends with claims used nothing."""
+        """End a lease and count its uses. A lease with remaining claims counts none."""
         abandoned = lease.encoding is not None
-        failures = [write.exception() for write in lease.writes]  # waits for each
+        failures = [write.exception() for write in lease.writes]  # waits
         lease.writes.clear()
         self._end_encoding(lease)
         self._memory.release(dict.fromkeys(lease.keys))
         if self._memory.top.tier.traits.grouped:
-            lease.found.clear()  # memory of a device is used again when nothing refers to it
+            lease.found.clear()  # references keep memory of a device in use
         if not abandoned:
             found = [key for key, tier in lease.source.items() if tier != "encoded"]
             self._counters.hits.update(lease.source[key] for key in found)
@@ -221,12 +241,11 @@ class LeaseManager:
                 raise failure
 
     def close(self) -> None:
-        """Waits for blobs that are being written."""
+        """Wait for running writes of blobs."""
         self._writers.shutdown()
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
-        """Brings what the tiers have to memory. wait: also for keys that are in flight in other
-        threads."""
+        """Read the states that the tiers have. `wait`: also states in flight elsewhere."""
         while True:
             with self._begin(lease) as flight:
                 self._read_all(lease, flight)
@@ -235,8 +254,7 @@ class LeaseManager:
             flight.wait_for_others()
 
     def claim(self, lease: Lease) -> list[KVKey]:
-        """Claims missing keys: see `Lease.claim`. A key that is in flight in another thread is
-        looked for again at the end of its flight, after this thread's own."""
+        """See `Lease.claim`. Waits for flights of other threads after ending this thread's own."""
         if lease.encoding is not None:
             raise ValueError(f"{len(lease.encoding.keys)} claimed states are not put yet")
         while lease.missing:
@@ -254,7 +272,7 @@ class LeaseManager:
         return []
 
     def put(self, lease: Lease, key: KVKey, states: KVStates) -> None:
-        """Stores states: see `Lease.put`."""
+        """See `Lease.put`."""
         encoding = lease.encoding
         if encoding is None or key not in encoding.keys:
             raise ValueError(f"{key} is not claimed by this lease")
@@ -262,13 +280,13 @@ class LeaseManager:
         self._counters.encoded_tokens += states.length
         self._keep(lease, encoding, key, states)
         del encoding.keys[key]
-        encoding.flight.end([key])  # unless a writer has it
+        encoding.flight.end([key])  # a key with a writer has left this flight
         if not encoding.keys:
             self._end_encoding(lease)
         encoding.since = time.perf_counter()
 
     def read_ahead(self, key: KVKey) -> None:
-        """Brings states to the first tier if it has room. This does not count as a use."""
+        """Read states into the first tier if it has room. Does not count as a use."""
         if not self._memory.has_room(key):
             return
         with self._flights.begin([key]) as flight:
@@ -281,12 +299,14 @@ class LeaseManager:
                     self._ahead[key] = found[0].name
 
     def _begin(self, lease: Lease) -> Flight:
-        """Begins flights on the keys of a lease that are not in the first tier."""
+        """Begin flights on the keys of a lease that are not in the first tier."""
         return self._flights.begin([key for key in lease.missing if not self._find(lease, key)])
 
     def _find(self, lease: Lease, key: KVKey) -> bool:
-        """Looks into the first tier. States that were read ahead are used for the first time by the
-        lease that finds them."""
+        """Look up a key in the first tier.
+
+        The first lease of states that were read ahead counts as their first use.
+        """
         tier = self._ahead.pop(key, None)
         states = self._memory.find(key, lease.tick if tier is None else None)
         if states is None:
@@ -297,8 +317,11 @@ class LeaseManager:
         return True
 
     def _read_all(self, lease: Lease, flight: Flight) -> list[KVKey]:
-        """Reads the keys of a flight; returns those that no tier gives. The first tier may have
-        them from a flight that just ended. What could not be read once is not tried again."""
+        """Read the keys of a flight. Returns the keys that no tier has.
+
+        The first tier may have some of them from a flight that has just ended. Keys that could not
+        be read are not tried again.
+        """
         lost = self._counters.corrupt
         away = [key for key in flight.mine if not self._find(lease, key)]
         self._read(lease, flight, [key for key in away if key not in lease.unreadable])
@@ -308,12 +331,14 @@ class LeaseManager:
         return left
 
     def _claim(self, lease: Lease, flight: Flight, left: list[KVKey]) -> tuple[list[KVKey], bool]:
-        """Chooses which of the keys that no tier gives are encoded by this caller, and whether they
-        are claimed between processes. What another process has encoded meanwhile is read; where
-        others encode all that is left, this waits for one of them.
+        """Choose the keys that this caller encodes, of keys that no tier has.
 
-        A question does without the ledger where that does not answer, and where the other process
-        takes longer than its patience.
+        Reads states that another process has encoded in the meantime. If other processes encode all
+        remaining keys, waits for one of them. A question encodes without a claim if the ledger does
+        not answer or its patience ends.
+
+        Returns:
+            The keys, and whether they are claimed in the ledger.
         """
         while left and self._persistent.indexes:
             try:
@@ -337,8 +362,11 @@ class LeaseManager:
         return left, False
 
     def _wait_for_others(self, lease: Lease, keys: Sequence[KVKey]) -> bool:
-        """Waits for states that another process encodes; False where a question has waited for all
-        of its patience. Raises `LedgerUnavailable`."""
+        """Wait for states that another process encodes.
+
+        Returns False when the patience of a question has ended. Raises `LedgerUnavailable` for
+        other leases.
+        """
         question = lease.request.origin == "question"
         began, seconds = time.monotonic(), ENCODING_SECONDS
         if question:
@@ -357,15 +385,17 @@ class LeaseManager:
         return False
 
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
-        """Reads what other processes have recorded."""
+        """Read states that other processes have recorded."""
         self._persistent.learn(rows)
         keys = list(dict.fromkeys(row.key for row in rows))
         self._read(lease, flight, keys)
         lease.unreadable.update(key for key in keys if key not in lease.found)
 
     def _end_encoding(self, lease: Lease) -> None:
-        """Ends the claims between processes before the flights, so that a thread which takes a key
-        over claims it anew."""
+        """End the claims in the ledger, then the flights.
+
+        In this order, a thread that takes over a key claims it anew.
+        """
         encoding, lease.encoding = lease.encoding, None
         if encoding is not None:
             try:
@@ -374,15 +404,14 @@ class LeaseManager:
                 encoding.flight.end()
 
     def _release_claims(self, keys: Iterable[KVKey]) -> None:
-        """A ledger that has gone away forgets claims with the session."""
+        """Release claims. An unreachable ledger forgets them together with the session."""
         try:
             self._ledger.locks.release(keys)
         except StoreError as error:
             logger.warning("%s; claims stay until this process ends", error)
 
     def _read(self, lease: Lease, flight: Flight, keys: Sequence[KVKey]) -> None:
-        """Looks into the tiers below the first, and brings what they have there: to a device all at
-        once, side by side."""
+        """Read states from the tiers below the first. A device gets all of them side by side."""
         reads: list[_Read] = []
         for key in keys:
             found = self._read_below(key, self._memory.room)
@@ -394,7 +423,7 @@ class LeaseManager:
         self._keep_read(lease, flight, reads)
 
     def _keep_read(self, lease: Lease, flight: Flight, reads: Sequence[_Read]) -> None:
-        """Brings to the first tier what was read below it, and ends its flight."""
+        """Put states that were read into the first tier and end their flights."""
         memory, reused = self._memory, lease.request.origin == "warm"
         with memory.lock:
             for key, index, _ in reads:
@@ -406,13 +435,13 @@ class LeaseManager:
             states = here or readable(read)
             if here is None:
                 mapped = index.tier.traits.mapped and index.tier.kv_dtype == "model"
-                memory.keep_unbudgeted(key, states, beside=not mapped)
+                memory.keep_unbudgeted(key, states, extra=not mapped)
             lease.found[key], lease.source[key] = states, index.name
             lease.moved[index.name] += states.nbytes
             flight.end([key])
 
     def _read_below(self, key: KVKey, room: Room) -> tuple[TierIndex, StoredStates] | None:
-        """Reads states from the nearest tier below the first that has them."""
+        """Read states from the nearest tier below the first that has them."""
         with self._memory.lock:
             for index in self._memory.indexes[1:]:
                 if key in index.entries:
@@ -420,7 +449,7 @@ class LeaseManager:
         return self._persistent.read(key, room)
 
     def _keep(self, lease: Lease, encoding: _Encoding, key: KVKey, states: KVStates) -> None:
-        """Stores what was encoded: blob, row, and then the first tier."""
+        """Store encoded states: the blob, its row, then the first tier."""
         memory, request = self._memory, lease.request
         memory.describe(
             key, StateMetadata(states.length, request.mode, request.root, request.model)
@@ -437,14 +466,16 @@ class LeaseManager:
         warm = request.origin == "warm"
         placed = memory.place(memory.top, key, states, lease.tick, reused=warm)
         if placed is None:
-            memory.keep_unbudgeted(key, states, beside=True)
+            memory.keep_unbudgeted(key, states, extra=True)
         lease.found[key], lease.source[key] = placed or states, "encoded"
         self._counters.encoded += 1
         self._encoded.append(key)
 
     def _write_later(self, lease: Lease, encoding: _Encoding, key: KVKey, states: KVStates) -> bool:
-        """Hands states that a GPU has computed to a writer: copied to main memory beside what the
-        GPU computes next, and to a blob from there. False where they are written now."""
+        """Let a writer thread copy states computed on a GPU to main memory and write their blob.
+
+        The GPU meanwhile computes the next states. Returns False if the blob must be written now.
+        """
         if lease.request.origin == "question":
             return False
         while len(lease.writes) >= _WRITES or (lease.writes and lease.writes[0].done()):
@@ -458,7 +489,7 @@ class LeaseManager:
         return True
 
     def _write(self, flight: Flight, key: KVKey, states: StoredStates, tick: int) -> None:
-        """In a writer's thread: the blob, its row, and then the end of claim and flight."""
+        """Write a blob and its row in a writer thread, then end the claim and the flight."""
         with flight:
             try:
                 wait_for_arrival(states)

@@ -1,4 +1,4 @@
-"""The tiers in memory: what they hold, what is leased, and what is known of every key."""
+"""Memory tiers: their entries, leases, and the metadata of every key."""
 
 from __future__ import annotations
 
@@ -20,33 +20,40 @@ from ragcache.store.eviction import EvictionIndex
 from ragcache.store.tiers import Tier
 from ragcache.tiers import TIERS, shared_tiers
 
-_READING_SECONDS, _POLL_SECONDS = 1.0, 0.002
-_ATTEMPTS = 4  # at an extent in one piece, each after an eviction
-_BLOCK = 4096  # bytes by which a blob may be larger than its states
+_READING_SECONDS, _POLL_SECONDS = 1.0, 0.002  # limit and pause of waiting for a step that reads
+_ATTEMPTS = 4  # to allocate one extent, each after an eviction
+_BLOCK = 4096  # maximum bytes by which a blob is larger than its states
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since a store was opened. encoded: states computed. corrupt: blobs that failed
-    their checksum or vanished. unreadable: tiers that could not be read or written when they were
-    wanted. unclaimed: states computed for one question without a claim: the ledger did not answer,
-    or another process took too long. hits: by tier, states found there. evictions: by (tier,
-    reason). encoded_tokens, encode_seconds: of the states computed, from the claim to their end.
-    read_bytes, read_seconds: by tier, of blobs."""
+    """Events since the store was opened."""
 
     encoded: int = 0
+    """Encoded states."""
     corrupt: int = 0
+    """Blobs that failed their checksum or vanished."""
     unreadable: int = 0
+    """Failed reads and writes of tiers."""
     unclaimed: int = 0
+    """States encoded without a claim, for one question, because the ledger did not answer or
+    another process took too long.
+    """
     hits: Counter[str] = field(default_factory=Counter)
+    """States found, by tier."""
     evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Evictions, by tier and reason."""
     encoded_tokens: int = 0
+    """Length of encoded states in tokens."""
     encode_seconds: float = 0.0
+    """Duration of encoding, from a claim to its states."""
     read_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of blobs read, by tier."""
     read_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Duration of reading blobs, by tier."""
 
     def measured_costs(self) -> dict[str, float]:
-        """The fields of `ragcache.routing.RoutingCosts` that have been measured so far."""
+        """Return the fields of `ragcache.routing.RoutingCosts` that have been measured."""
         measured, shared = {}, shared_tiers()
         if seconds := sum(self.read_seconds[name] for name in shared):
             read = sum(self.read_bytes[name] for name in shared)
@@ -58,8 +65,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TierIndex:
-    """A tier and what is known of its states without asking it. Only bookkeeping, under the lock of
-    `MemoryTiers`; the tier does the I/O."""
+    """A tier and the bookkeeping of its entries.
+
+    The lock of `MemoryTiers` guards the bookkeeping. I/O is done by the tier.
+    """
 
     tier: Tier
     entries: EvictionIndex = field(default_factory=EvictionIndex)
@@ -70,47 +79,50 @@ class TierIndex:
 
 
 class MemoryTiers:
-    """Tiers in memory, fastest first, and what is known of the states in every tier.
+    """Memory tiers, fastest first, and the bookkeeping of all tiers.
 
-    `lock` guards the bookkeeping of all tiers, and is never held while anything is copied, read or
-    computed.
+    `lock` guards the bookkeeping. It is never held during a copy, a read or a computation.
     """
 
     def __init__(
         self, indexes: Sequence[TierIndex], usage: UsageBuffer, counters: Counters,
         persistent: Sequence[TierIndex] = (),
     ) -> None:  # fmt: skip
-        """persistent: the tiers that outlive the process, whose states are leased as well."""
+        """Create the bookkeeping. States of `persistent` tiers can be leased as well."""
         self.lock = threading.RLock()
         self.indexes = tuple(indexes)
         self.every = (*indexes, *persistent)
         self.top = indexes[0]
         self.leases: Counter[KVKey] = Counter()
-        """How often each key is in use."""
+        """Number of leases of each key."""
         self.metadata: dict[KVKey, StateMetadata] = {}
         self.reused: set[KVKey] = set()
-        """Keys that were used again in the first tier since this was last emptied."""
+        """Keys used again in the first tier since this set was last emptied."""
         self.pinned: set[KVKey] = set()
-        """Keys that stay, in every tier."""
+        """Keys that stay in every tier."""
         self.until: dict[KVKey, float] = {}
-        """Unix seconds at which states expire, in every tier."""
+        """Unix seconds at which states expire in every tier."""
         self.dropped: dict[KVKey, tuple[str, str | None]] = {}
-        """Keys that go after their last lease: the reason, and the tier or None for all."""
+        """Keys to remove after their last lease, with the reason and the tier. None as the tier
+        stands for all tiers.
+        """
         self._usage, self._counters = usage, counters
         self._unbudgeted: dict[KVKey, tuple[StoredStates, int]] = {}
-        """States in use that no tier in memory took, until their last lease ends, with the bytes
-        that they take in addition to the budget: encoded ones while leases or pins filled the first
-        tier (as much as its budget at most), or ones mapped from a disk (no bytes)."""
+        """Leased states that no memory tier has taken, with their bytes in excess of the budget.
+
+        They were encoded while leases or pins filled the first tier (at most its budget), or are
+        mapped from a disk (no bytes). They are kept until their last lease ends.
+        """
         self._placing = {index.name: threading.RLock() for index in self.indexes}
 
     def hold(self, keys: Iterable[KVKey]) -> None:
-        """Begins a use of keys, whether or not they are in memory."""
+        """Lease keys, whether or not they are in memory."""
         with self.lock:
             for key in keys:
                 self.leases[key] += 1
 
     def release(self, keys: Iterable[KVKey]) -> None:
-        """Ends a use."""
+        """End a lease of keys."""
         with self.lock:
             for key in keys:
                 self.leases[key] -= 1
@@ -125,7 +137,7 @@ class MemoryTiers:
         return key in self.leases or key in self.pinned
 
     def find(self, key: KVKey, tick: int | None) -> StoredStates | None:
-        """States that are unbudgeted or in the first tier. Counts as a use at a tick, if any."""
+        """Return states that are unbudgeted or in the first tier. With a tick, count a use."""
         with self.lock:
             if key in self._unbudgeted:
                 return self._unbudgeted[key][0]
@@ -136,26 +148,28 @@ class MemoryTiers:
             return self.top.tier.get(key)
 
     def is_known(self, key: KVKey) -> bool:
-        """Whether any tier holds a key, so far as this process knows."""
+        """Return whether any tier has a key, as far as this process knows."""
         with self.lock:
             return any(key in index.entries for index in self.every)
 
     def row(self, index: TierIndex, key: KVKey, nbytes: int, tick: int) -> StateRow:
-        """A row of states that enter a tier now."""
+        """Return the ledger row of states that enter a tier now."""
         metadata = self.metadata.get(key) or StateMetadata(0)
         until, kind = self.until.get(key, math.inf), index.tier.kv_dtype
         return StateRow(key, index.name, nbytes, 0, tick, key in self.pinned, until, kind, metadata)
 
     def resync_usage(self) -> None:
-        """Notes all that the tiers in memory hold once more: the ledger has forgotten it."""
+        """Record all entries of memory tiers again, after the ledger has forgotten them."""
         with self.lock:
             for index in self.indexes:
                 for key in index.entries:
                     self._usage.add_entry(self.row(index, key, *index.entries.get(key)))
 
     def load_rows(self, index: TierIndex, rows: Iterable[StateRow]) -> None:
-        """Notes that a tier that outlives processes holds states, as the ledger says. States that
-        the ledger counts uses of were used again."""
+        """Add the rows of a persistent tier to its bookkeeping.
+
+        States with hits in the ledger count as used again.
+        """
         with self.lock:
             for row in sorted(rows, key=attrgetter("last_use")):
                 index.entries.add(row.key, row.nbytes, row.last_use, reused=row.hits > 0)
@@ -166,12 +180,12 @@ class MemoryTiers:
                     self.until[row.key] = row.expires_at
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
-        """Sets whether states stay, in every tier."""
+        """Pin or unpin states in every tier."""
         with self.lock:
             (self.pinned.update if pinned else self.pinned.difference_update)(keys)
 
     def set_expirations(self, limits: Mapping[KVKey, float]) -> None:
-        """Sets until when states are kept, in Unix seconds; `math.inf` is without a limit."""
+        """Set expirations in Unix seconds. `math.inf` removes a limit."""
         with self.lock:
             for key, until in limits.items():
                 if until == math.inf:
@@ -180,21 +194,23 @@ class MemoryTiers:
                     self.until[key] = until
 
     def forget_expirations(self, now: float) -> None:
-        """Forgets the limits of gone states that have passed: encoded again, they have none."""
+        """Forget past expirations of absent states, so that encoding them again sets no limit."""
         with self.lock:
             for key in [key for key, until in self.until.items() if until <= now]:
                 if not self.is_known(key):
                     del self.until[key]
 
     def expired(self, index: TierIndex, now: float) -> list[KVKey]:
-        """The states of a tier that have expired and may go."""
+        """Return the expired states of a tier that may be removed."""
         with self.lock:
             ended = [key for key, until in self.until.items() if until <= now]
             return [key for key in ended if key in index.entries and not self._stays(key)]
 
     def choose_victims(self, index: TierIndex, need: int) -> dict[KVKey, str] | None:
-        """The states to remove from a tier, with the reason, so that `need` bytes become free:
-        expired ones, then those that the queues name. None if that is not possible."""
+        """Choose states to remove until `need` bytes of a tier become free, with the reasons.
+
+        Expired states go first, then states in eviction order. If that is not enough, returns None.
+        """
         with self.lock:
             leaving = dict.fromkeys(self.expired(index, time.time()), "ttl")
             need -= sum(index.entries.get(key).nbytes for key in leaving)
@@ -206,8 +222,19 @@ class MemoryTiers:
         self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *,
         evict: bool = True, reused: bool = False,
     ) -> StoredStates | None:  # fmt: skip
-        """Puts states into a tier in memory; returns them as the tier has them, None if there is no
-        room. evict: whether others may go for them. reused: they were used again elsewhere."""
+        """Put states into a memory tier.
+
+        Args:
+            index: The tier.
+            key: Key of the states.
+            states: The states.
+            tick: Tick of the use.
+            evict: Whether other states may be evicted for them.
+            reused: The states were used again in another tier.
+
+        Returns:
+            The states as stored. Without room, None.
+        """
         tier = index.tier
         with self._placing[index.name]:
             room = 0 if tier.owns(states) else tier.size_of(states)
@@ -223,21 +250,25 @@ class MemoryTiers:
                         continue
                     left -= 1
                     if tier.traits.slabs and left and evict and self._make_room(index, room):
-                        continue  # what was free was not in one piece
+                        continue  # the free bytes were not contiguous
                     return None
                 return self._placed(index, key, nbytes, tick, reused=reused)
 
     def _reading(self, tier: Tier, nbytes: int) -> bool:
-        """Whether a GPU's tier has no room because of states that were let go, and that a step
-        still reads: for one or two steps."""
+        """Return whether a GPU tier is full only because a running step reads released states.
+
+        This lasts for one or two steps.
+        """
         budget = tier.budget_bytes
         return tier.traits.on_gpu and budget is not None and tier.used_bytes + nbytes > budget
 
     def place_together(
         self, entries: Sequence[tuple[KVKey, StoredStates]], tick: int, *, reused: bool
     ) -> list[StoredStates | None]:
-        """As `place` in the first tier, for several keys. A device gets them side by side, if it
-        has room for all."""
+        """Put several states into the first tier, as `place` does.
+
+        A device gets them side by side if it has room for all.
+        """
         top = self.top
         if top.tier.traits.grouped and len(entries) > 1:
             with self._placing[top.name]:
@@ -254,7 +285,7 @@ class MemoryTiers:
     def _placed(
         self, index: TierIndex, key: KVKey, nbytes: int, tick: int, *, reused: bool
     ) -> StoredStates:
-        """Notes states that a tier in memory has taken; returns them as the tier has them."""
+        """Record states that a memory tier has taken. Returns them as stored."""
         with self.lock:
             if index.entries.add(key, nbytes, tick, reused=reused) and index is self.top:
                 self.reused.add(key)
@@ -262,14 +293,14 @@ class MemoryTiers:
         return readable(index.tier.get(key))
 
     def _fit(self, index: TierIndex, nbytes: int, *, evict: bool = True) -> bool:
-        """Makes room for so many bytes within the budget; returns whether there is any."""
+        """Make room for `nbytes` within the budget. Returns whether there is room."""
         tier = index.tier
         used = index.entries.used_bytes if tier.traits.on_gpu else tier.used_bytes
         need = used + nbytes - (tier.budget_bytes or nbytes)
         return need <= 0 or (evict and self._make_room(index, need))
 
     def has_room(self, key: KVKey) -> bool:
-        """Whether the first tier has room for a key now, by its size in another tier."""
+        """Return whether the first tier has room for a key, by its size in another tier."""
         tier = self.top.tier
         with self.lock:
             sizes = [s.entries.get(key).nbytes for s in self.every if key in s.entries]
@@ -277,9 +308,11 @@ class MemoryTiers:
         return bool(sizes) and min(sizes) - _BLOCK <= free
 
     def room(self, nbytes: int, *, evict: bool = True) -> Allocate | None:
-        """Main memory to load so many bytes into, None where there is none. What is loaded into
-        the first tier is then placed without a copy; before a device, memory of the host tier is
-        only passed through, and pushes nothing out."""
+        """Return an allocator of main memory to load `nbytes` into. None without room.
+
+        States loaded for the first tier are placed without a copy. In front of a device, host
+        memory is only a transfer buffer and evicts no states.
+        """
         index = self._buffers()
         if index is None:
             return None
@@ -291,8 +324,10 @@ class MemoryTiers:
         return index.tier.allocate
 
     def begin_download(self, states: StoredStates) -> StoredStates | None:
-        """A copy in memory of the host tier, which is not an entry yet, of states that the device
-        before it has computed; None for others, and where there is no room."""
+        """Begin to copy states that the device has computed into the memory of the host tier.
+
+        The copy is not an entry yet. Returns None without a device or without room.
+        """
         index = self._buffers()
         if index is None or not self.top.tier.is_computed(states):
             return None
@@ -304,7 +339,7 @@ class MemoryTiers:
         return None
 
     def end_download(self, key: KVKey, states: StoredStates, tick: int) -> None:
-        """Keeps a copy that has ended: the device may let go of its own for free."""
+        """Add a finished copy to the host tier, so that the device can evict its own at no cost."""
         index = self._buffers()
         if index is not None and key not in index.entries:
             self.place(index, key, states, tick)
@@ -312,13 +347,21 @@ class MemoryTiers:
     def _buffers(self) -> TierIndex | None:
         return next((index for index in self.indexes if index.tier.traits.buffers), None)
 
-    def keep_unbudgeted(self, key: KVKey, states: StoredStates, *, beside: bool) -> None:
-        """Keeps states for as long as they are leased. beside: whether they take room beside the
-        budget of the first tier. Raises `StoreBudgetExceeded`, also where the first tier is a
-        device that could not read them elsewhere."""
+    def keep_unbudgeted(self, key: KVKey, states: StoredStates, *, extra: bool) -> None:
+        """Keep states that have no room in the first tier, for as long as they are leased.
+
+        Args:
+            key: Key of the states.
+            states: The states.
+            extra: Whether they take memory in addition to the budget.
+
+        Raises:
+            StoreBudgetExceeded: The leased states would exceed the budget, or the first tier is a
+                GPU, which cannot read other memory.
+        """
         tier = self.top.tier
         away = tier.traits.on_gpu and not tier.is_computed(states)
-        nbytes = tier.size_of(states) if beside or away else 0
+        nbytes = tier.size_of(states) if extra or away else 0
         with self.lock:
             entries = self.top.entries
             used = sum(size for _, size in self._unbudgeted.values())
@@ -334,13 +377,13 @@ class MemoryTiers:
             self._unbudgeted[key] = (states, nbytes)
 
     def describe(self, key: KVKey, metadata: StateMetadata) -> None:
-        """Sets the metadata of states that were just encoded, and keeps them from being dropped."""
+        """Set the metadata of newly encoded states and cancel their removal."""
         with self.lock:
             self.metadata[key] = metadata
             self.dropped.pop(key, None)
 
     def drop(self, key: KVKey, reason: str, tier: str | None = None) -> None:
-        """Removes states from a tier in memory, or from all; those in use after the last lease."""
+        """Remove states from a memory tier, or from all; leased states after their last lease."""
         with self.lock:
             if key in self.leases:
                 self.dropped[key] = (reason, tier)
@@ -350,7 +393,7 @@ class MemoryTiers:
                     self._remove(index, key, reason)
 
     def expire(self, index: TierIndex, now: float) -> None:
-        """Removes the states of a tier in memory that have expired."""
+        """Remove the expired states of a memory tier."""
         with self.lock:
             for key in self.expired(index, now):
                 self._remove(index, key, "ttl")
@@ -362,10 +405,10 @@ class MemoryTiers:
         self._counters.evictions[index.name, reason] += 1
 
     def _make_room(self, index: TierIndex, need: int) -> bool:
-        """Removes states from a tier in memory; what leaves for pressure goes to the next one."""
+        """Remove states from a memory tier. Evictions for pressure move to the next memory tier."""
         below = next(iter(self.indexes[self.indexes.index(index) + 1 :]), None)
         demoted: list[tuple[KVKey, StoredStates, int, bool]] = []
-        with self.lock:  # no other thread finds or chooses what leaves
+        with self.lock:  # no other thread may find or choose the same states
             leaving = self.choose_victims(index, need)
             if leaving is None:
                 return False
@@ -374,7 +417,7 @@ class MemoryTiers:
                     last_use, reused = index.entries.get(key).last_use, index.entries.is_reused(key)
                     demoted.append((key, index.tier.get(key), last_use, reused))
                 self._remove(index, key, reason)
-        while demoted and below is not None:  # each ends where it was before the next is copied
+        while demoted and below is not None:  # frees each state before the next one is copied
             key, states, last_use, reused = demoted.pop()
             self.place(below, key, states, last_use, reused=reused)
         return True

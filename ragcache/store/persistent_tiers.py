@@ -1,7 +1,7 @@
-"""The tiers that outlive the process: blobs, their rows in the ledger, and the order of both.
+"""Persistent tiers: blobs, their rows in the ledger, and the order of changes to both.
 
-A blob is written, then its row; a row is deleted, then its blob. Both happen under the claim on the
-key, so that one process at a time touches a blob, and in a flight, so that one thread does.
+A blob is written before its row, and a row is deleted before its blob. Both changes need the claim
+on the key, so that one process at a time changes a blob, and a flight, so that one thread does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from ragcache.tiers import TIERS
 logger = logging.getLogger(__name__)
 
 Room = Callable[[int], Allocate | None]
+"""Returns an allocator of main memory for a size in bytes. None without room."""
 
-_ATTEMPTS = 16  # at making room, against other processes that fill it
-_WRITES = 6  # of one blob, where the claim on its key was lost
+_ATTEMPTS = 16  # to make room while other processes fill it
+_WRITES = 6  # attempts at a blob whose claim is lost
 
 
 @dataclass(slots=True, eq=False)
@@ -41,20 +42,24 @@ class _End:
     """The end of a flight on one key."""
 
     thread: int | None = field(default_factory=threading.get_ident)
-    """Thread that ends the flight, and so must not wait for it. None for a writer's flight."""
+    """Thread that ends the flight and therefore must not wait for it. A writer's flight has none.
+    """
     reached: threading.Event = field(default_factory=threading.Event)
 
 
 class SingleFlight:
-    """At most one flight a key in this process: one thread reads, encodes or deletes its states;
-    others wait for the end, look again, and take over what it failed to make."""
+    """At most one flight per key in this process.
+
+    One thread reads, encodes or deletes the states of a key. Other threads wait for the end of its
+    flight, look again, and do the work themselves if it failed.
+    """
 
     def __init__(self) -> None:
         self.ends: dict[KVKey, _End] = {}
         self.lock = threading.Lock()
 
     def begin(self, keys: Iterable[KVKey]) -> Flight:
-        """Begins flights on those of the keys that are in none."""
+        """Begin flights on the keys that are not in flight."""
         with self.lock:
             keys = dict.fromkeys(keys)
             others = {key: self.ends[key] for key in keys if key in self.ends}
@@ -64,8 +69,11 @@ class SingleFlight:
 
 
 class Flight:
-    """The keys of one call of `SingleFlight.begin`. mine: keys that were in no other flight;
-    others: the ends of flights on the rest, to wait for after one's own."""
+    """The flights of one call of `SingleFlight.begin`.
+
+    `mine` are the keys whose flights began. `others` are the flights of other threads on the
+    remaining keys, to be waited for after `mine` has ended.
+    """
 
     def __init__(
         self, flights: SingleFlight, mine: dict[KVKey, _End], others: Mapping[KVKey, _End]
@@ -74,7 +82,7 @@ class Flight:
         self._flights, self._open = flights, mine
 
     def end(self, keys: Iterable[KVKey] | None = None) -> None:
-        """Ends the flight on some of its keys, or on all; one that has ended is no error."""
+        """End the flights on some keys, or on all. Ended flights are ignored."""
         with self._flights.lock:
             for key in list(self._open if keys is None else keys):
                 if end := self._open.pop(key, None):
@@ -82,21 +90,20 @@ class Flight:
                     end.reached.set()
 
     def split(self, keys: Iterable[KVKey]) -> Flight:
-        """A flight of its own on some of the keys, for this thread or another one to end."""
+        """Move some keys to a flight of their own, which this thread or another one ends."""
         return Flight(self._flights, {key: self._open.pop(key) for key in keys}, {})
 
     def hand_over(self, key: KVKey) -> Flight:
-        """A flight on one key for a writer's thread to end; every thread may wait for it."""
+        """Move a key to a flight that a writer thread ends. Every thread may wait for it."""
         flight = self.split([key])
         flight._open[key].thread = None
         return flight
 
     def wait_for_others(self) -> None:
-        """Wait for the ends of the flights on all other keys.
+        """Wait for the flights of other threads.
 
         Raises:
-            ValueError: This thread has claimed one of them in another lease, and would wait for
-                itself.
+            ValueError: This thread has claimed a key in another lease and would wait for itself.
         """
         me = threading.get_ident()
         for key, end in self.others.items():
@@ -116,7 +123,7 @@ class Flight:
 
 
 class PersistentTiers:
-    """Disk and remote, the nearer first, under the ledger."""
+    """Disk and remote, nearest first, and their rows in the ledger."""
 
     def __init__(
         self, indexes: Sequence[TierIndex], ledger: Ledger, memory: MemoryTiers,
@@ -126,22 +133,25 @@ class PersistentTiers:
         self._ledger, self._memory = ledger, memory
         self._flights, self._counters = flights, counters
         self._later: set[KVKey] = set()
-        self.learned = 0  # the last use that was learned
+        self.learned = 0
+        """Tick of the last use taken over from other processes."""
 
     def holds(self, key: KVKey) -> bool:
-        """Whether one of the tiers holds a key, so far as this process knows."""
+        """Return whether one of the tiers has a key, as far as this process knows."""
         with self._memory.lock:
             return any(key in index.entries for index in self.indexes)
 
     def learn(self, rows: Iterable[StateRow]) -> None:
-        """Takes rows of the ledger into memory, whichever process wrote them."""
+        """Add rows of the ledger to the bookkeeping, whichever process wrote them."""
         rows = list(rows)
         for index in self.indexes:
             self._memory.load_rows(index, [row for row in rows if row.tier == index.name])
 
     def learn_uses(self) -> None:
-        """Takes over the uses of other processes, and those of states that were found in memory:
-        eviction from a tier with a budget goes by the uses of all."""
+        """Take over uses by other processes and uses in memory tiers.
+
+        Eviction from a tier with a budget depends on the uses of all processes.
+        """
         if all(index.tier.budget_bytes is None for index in self.indexes):
             return
         entries = {index.name: index.entries for index in self.indexes}
@@ -152,9 +162,14 @@ class PersistentTiers:
                     entries[tier].touch(key, last_use)
 
     def read(self, key: KVKey, room: Room) -> tuple[TierIndex, StoredStates] | None:
-        """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt
-        or vanished ones lose their row; unreadable ones are passed over. room: gives
-        memory to load blobs of a disk into; without it, or where it has none, they are mapped."""
+        """Read the states of a key in this thread's flight, from the nearest tier that has them.
+
+        Corrupt or missing blobs lose their row. Unreadable tiers are skipped.
+
+        Args:
+            key: Key of the states.
+            room: Provides memory to load blobs of a disk into. Blobs are mapped if it has none.
+        """
         for index in self.indexes:
             with self._memory.lock:
                 known = key in index.entries
@@ -188,7 +203,7 @@ class PersistentTiers:
             return index.tier.get(key)
 
     def _evict_corrupt(self, index: TierIndex, key: KVKey) -> None:
-        """Where the ledger cannot be written, only this process forgets what is corrupt."""
+        """Evict corrupt states. If the ledger cannot be written, only this process forgets them."""
         try:
             self._evict(index, [key], "corrupt")
         except StoreError as error:
@@ -197,8 +212,10 @@ class PersistentTiers:
             index.entries.remove(key)
 
     def write(self, key: KVKey, states: StoredStates, tick: int) -> None:
-        """Stores states in every tier. The claim on the key, which this session holds, ends with
-        the last row. Raises `StoreError` where the nearest tier cannot take them."""
+        """Store states in every tier. The last row ends this session's claim on the key.
+
+        Raises `StoreError` if the nearest tier cannot store them.
+        """
         for number, index in enumerate(self.indexes):
             last = number == len(self.indexes) - 1
             try:
@@ -213,9 +230,11 @@ class PersistentTiers:
     def add(
         self, found: Mapping[KVKey, StoredStates], tick: int, tier: TierIndex | None = None
     ) -> None:
-        """Stores states in a tier, or in all that lack them, but for keys that another process has
-        claimed. One transaction claims them, and one for each tier records them. Raises
-        `StoreError`."""
+        """Store states in all tiers that lack them, or in one tier.
+
+        One transaction claims the keys, and one per tier records them. Skips keys that another
+        process has claimed. Raises `StoreError`.
+        """
         indexes = self.indexes if tier is None else (tier,)
         with self._memory.lock:
             lacking = {k: [i for i in indexes if i is tier or k not in i.entries] for k in found}
@@ -234,10 +253,12 @@ class PersistentTiers:
     def _write(
         self, index: TierIndex, found: Mapping[KVKey, StoredStates], tick: int, last: Set[KVKey]
     ) -> None:
-        """Writes blobs, then their rows in one transaction, which ends the claims on the `last`
-        keys; also of those before one that fails. Where a claim was lost because this process was
-        silent, another may have deleted the blob: it is claimed and written again. Raises
-        `LedgerUnavailable` where another process keeps the claim."""
+        """Write blobs, then their rows in one transaction that ends the claims on the `last` keys.
+
+        If a blob fails, the blobs before it are still recorded. If a claim was lost because this
+        process was silent, another process may have deleted the blob: it is claimed and written
+        again. Raises `LedgerUnavailable` if another process keeps the claim.
+        """
         for attempt in range(_WRITES):
             rows: list[StateRow] = []
             try:
@@ -265,13 +286,13 @@ class PersistentTiers:
         try:
             return index.tier.put(key, states)
         except StoreBudgetExceeded:
-            if index.tier.traits.shared:  # listing it takes too long
+            if index.tier.traits.shared:  # slow to list
                 raise
-            index.tier.scan()  # other processes have deleted what this one still counts
+            index.tier.scan()  # other processes may have deleted blobs
             return index.tier.put(key, states)
 
     def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
-        """Reserves bytes of the budget, which all processes share, and evicts what is needed."""
+        """Reserve bytes of the budget, which all processes share, and evict states if needed."""
         for _ in range(_ATTEMPTS):
             need = self._ledger.reserve(index.name, key, nbytes, budget)
             if not need:
@@ -290,7 +311,7 @@ class PersistentTiers:
         )
 
     def _refresh(self, index: TierIndex) -> bool:
-        """Reads what other processes have changed; returns whether anything differed."""
+        """Read changes by other processes. Returns whether the keys of the tier differ."""
         rows = [row for row in self._ledger.load() if row.tier == index.name]
         keys = {row.key for row in rows}
         with self._memory.lock:
@@ -304,20 +325,24 @@ class PersistentTiers:
         return keys != before
 
     def evict(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
-        """Evicts states from a tier. Returns the keys that went: not those in flight, claimed by
-        others or, for pressure and time, pinned by others."""
+        """Evict states from a tier.
+
+        Returns:
+            Evicted keys. Keys in flight and keys claimed by other processes stay. For pressure and
+            time, states pinned by other processes stay as well.
+        """
         with self._flights.begin(keys) as flight:
             if reason == "pressure":
                 self._demote(index, flight.mine)
             return self._evict(index, flight.mine, reason)
 
     def _demote(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
-        """Copies what leaves a tier to the next one, where that does not have it yet."""
+        """Copy states that leave a tier to the next tier, unless it has them."""
         after = self.indexes[self.indexes.index(index) + 1 :]
         for key in keys if after else ():
             if key in after[0].entries:
                 continue
-            found = self.read(key, lambda _: None)  # mapped: main memory has other use
+            found = self.read(key, lambda _: None)  # no memory: map the blob
             if found is None or not self._ledger.locks.acquire([key]):
                 continue
             states, tick = restored(found[1]), self._ledger.advance_clock()
@@ -339,7 +364,7 @@ class PersistentTiers:
         return gone
 
     def discard(self, keys: Iterable[KVKey]) -> None:
-        """Deletes the blobs of states whose rows a transaction has retired, and forgets them."""
+        """Delete and forget the blobs of retired states, whose rows are gone."""
         keys = list(dict.fromkeys(keys))
         for key in keys:
             self._memory.drop(key, "superseded")
@@ -357,14 +382,19 @@ class PersistentTiers:
         return self._ledger.reclaim(index.name, flight.mine) if flight.mine else ([], [])
 
     def discard_later(self) -> None:
-        """Discards what was in flight, or claimed elsewhere, at the first attempt."""
+        """Discard states that were in flight or claimed elsewhere at the first attempt."""
         keys, self._later = self._later, set()
         if keys:
             self.discard(keys)
 
     def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:
-        """Whether a tier holds a blob without a row that is neither in flight nor claimed. remove:
-        deletes it."""
+        """Return whether a tier has a blob without a row, a flight and a claim.
+
+        Args:
+            index: The tier.
+            key: Key of the blob.
+            remove: Delete an orphan.
+        """
         with self._flights.begin([key]) as flight:
             gone, _ = self._reclaim(index, flight)
             found = bool(gone) and key in index.tier
@@ -373,8 +403,10 @@ class PersistentTiers:
             return found
 
     def _delete_blobs(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
-        """Their claims, which this session holds, end in any case: a blob that could not be deleted
-        has no row any more, and `verify` names it."""
+        """Delete blobs and end this session's claims on them.
+
+        A blob that cannot be deleted has no row any more. `verify` reports it.
+        """
         try:
             for key in keys:
                 index.tier.delete(key)

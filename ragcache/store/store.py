@@ -1,4 +1,4 @@
-"""The KV cache: tiers under one ledger and their options, recovery when it is opened, threads."""
+"""The KV store: tiers with one ledger, recovery at opening, and background threads."""
 
 from __future__ import annotations
 
@@ -42,22 +42,29 @@ from ragcache.tiers import TIERS
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
-_RETIRED_SECONDS = 60.0  # for which retired states are looked for in memory
+"""Seconds between runs of the upkeep."""
+_RETIRED_SECONDS = 60.0  # during which retired states are removed from memory
 
 
 class KVStore:
-    """Tiers under one ledger. Thread-safe; several processes may share ledger, disk and remote.
+    """Tiers with one ledger. Thread-safe. Several processes may share ledger, disk and remote.
 
-    memory: tiers that end with the process, the fastest first; persistent: those that outlive it,
-    the nearest first. States that are leased for ingestion and by warm calls are stored in all
-    persistent tiers; the first memory tier holds those in use. on_heartbeat: called after each
-    heartbeat, in its thread.
+    States leased for ingestion and by warm calls are stored in all persistent tiers. The first
+    memory tier has the states in use.
     """
 
     def __init__(
         self, ledger: Ledger, memory: Sequence[Tier], persistent: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
     ) -> None:  # fmt: skip
+        """Create a store without opening a session.
+
+        Args:
+            ledger: The ledger.
+            memory: Memory tiers, fastest first.
+            persistent: Persistent tiers, nearest first.
+            claim_patience: Seconds that a question waits for states that another process encodes.
+        """
         self.ledger = ledger
         self.counters = Counters()
         indexes, flights = list(map(TierIndex, persistent)), SingleFlight()
@@ -72,6 +79,7 @@ class KVStore:
         self._retired: dict[KVKey, float] = {}
         self._keeping = threading.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
+        """Functions called after each heartbeat, in its thread."""
         self.remote_checked = False
         self._remote_fault = ""
         self._stopped = threading.Event()
@@ -84,17 +92,17 @@ class KVStore:
         kv_dtype: KVDtype = "model", tiers: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
     ) -> KVStore:  # fmt: skip
-        """Open the store of a state folder, and make its ledger and its disk agree.
+        """Open the store of a state folder and reconcile its ledger with its disk.
 
         Args:
             folder: The state folder.
             database: The database with the ledger.
             host_bytes: Budget of the host tier.
             disk_bytes: Budget of the disk tier. Defaults to no limit.
-            kv_dtype: How the host and the disk keep states.
-            tiers: Tiers in addition to host and disk, each at its place in `TIERS`.
-            claim_patience: Seconds that a question waits for states which another process encodes,
-                before it encodes them itself.
+            kv_dtype: Storage format of the host and disk tiers.
+            tiers: Tiers in addition to host and disk. `TIERS` defines their order.
+            claim_patience: Seconds that a question waits for states that another process encodes.
+                It then encodes them itself.
         """
         ledger = Ledger.of_folder(database, folder)
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
@@ -105,8 +113,10 @@ class KVStore:
 
     @classmethod
     def inspect(cls, folder: Path, database: Database, tiers: Sequence[Tier] = ()) -> KVStore:
-        """Opens the store of a state folder without recovery and background threads: for `verify`
-        and operators' commands, while other processes may have it open."""
+        """Open the store of a state folder without recovery and upkeep.
+
+        For `verify` and operators' commands, while other processes may have the store open.
+        """
         ledger = Ledger.of_folder(database, folder)
         disk = DiskTier.open(folder / "states")
         store = cls(ledger, *_in_order([HostTier(1 << 30), disk, *tiers]))
@@ -116,8 +126,11 @@ class KVStore:
         return store
 
     def start(self) -> None:
-        """Begins the session: reads the ledger, ends what died, and starts the threads. Raises
-        `RemoteMismatch` before anything is changed."""
+        """Open the session: read the ledger, recover, and start the background threads.
+
+        Raises:
+            RemoteMismatch: The ledger names another remote. Nothing has been changed.
+        """
         self._check_remote_at_opening()
         with _garbage_collector_paused():
             rows = self.ledger.begin()
@@ -126,11 +139,11 @@ class KVStore:
         recover(self.ledger, self.persistent, rows)
         self._run("heart", HEARTBEAT_SECONDS, KVStore.heartbeat)
         self._run("sweep", SWEEP_SECONDS, KVStore.sweep)
-        if not self.remote_checked:  # a thread of its own: the remote may hang
+        if not self.remote_checked:  # in a thread of its own, because the remote may hang
             self._run("identity", SWEEP_SECONDS, KVStore.check_remote_again)
 
     def _run(self, name: str, seconds: float, work: Callable[[KVStore], None]) -> None:
-        """Does some work again and again in a thread, until the store is closed."""
+        """Repeat some work in a thread until the store is closed."""
         thread = threading.Thread(
             target=_repeat, args=(weakref.ref(self), self._stopped, seconds, work),
             name=f"ragcache-{name}", daemon=True,
@@ -139,8 +152,11 @@ class KVStore:
         thread.start()
 
     def _check_remote_at_opening(self) -> None:
-        """Compares the remote's identity with the ledger's; one that does not answer or is full now
-        later, where the store has threads. Raises `RemoteMismatch` and `StoreUnreadable`."""
+        """Compare the remote's identity with the ledger, now or later in a background thread.
+
+        A remote that does not answer or is full is compared later. Raises `RemoteMismatch` and
+        `StoreUnreadable`.
+        """
         try:
             self._check_remote()
         except RemoteMismatch:
@@ -149,21 +165,22 @@ class KVStore:
             logger.warning("%s; the remote is compared with the ledger when that is over", error)
 
     def _check_remote(self) -> None:
-        """Compares the remote's identity with the ledger's; a new one gets it. Raises
-        `StoreError`s, among them `RemoteMismatch` and `RemoteUnavailable`."""
+        """Compare the remote's identity with the ledger. A new remote gets one."""
         for index in self.persistent.indexes:
             index.tier.check_identity(self.ledger)
         self.remote_checked = True
 
     def check_remote_again(self) -> None:
-        """Compares a remote that could not be compared at opening. Another one takes no states from
-        now on. What is in its way is logged once."""
+        """Compare a remote that could not be compared at opening.
+
+        A wrong remote stores no states from then on. Each failure is logged once.
+        """
         if self.remote_checked:
             return
         try:
             self._check_remote()
         except RemoteMismatch as error:
-            self.remote_checked = True  # it compares itself with the ledger's whenever it is used
+            self.remote_checked = True  # from now on every use compares its identity
             logger.warning("%s; states are kept without it", error)
         except (RemoteUnavailable, LedgerUnavailable):
             pass  # logged at opening
@@ -174,24 +191,35 @@ class KVStore:
 
     @property
     def host(self) -> HostTier:
+        """The host tier."""
         return next(s.tier for s in self.memory.indexes if isinstance(s.tier, HostTier))
 
     @property
     def disk(self) -> DiskTier:
+        """The disk tier."""
         return next(s.tier for s in self.persistent.indexes if isinstance(s.tier, DiskTier))
 
     def bind_device(self, stream: Any, *, keep_free: int = 0) -> None:
-        """Connects the device tier, if there is one, with the engine that reads it. stream: the one
-        that the engine computes on. keep_free: what a tier without a budget of its own leaves free
-        of its device. Raises `StoreFull`."""
+        """Connect the device tier, if any, with the engine that reads it.
+
+        Args:
+            stream: Stream on which the engine computes.
+            keep_free: Bytes that a tier without a budget leaves free on its device.
+
+        Raises:
+            StoreFull: The device has no room for the tier.
+        """
         for index in self.memory.indexes:
             index.tier.bind(stream, keep_free)
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
-        """Leases keys, some of which may come twice, and reads the states that the tiers have. The
-        caller claims, encodes and puts the others, without any lock held, and releases the lease.
+        """Lease keys and read the states that the tiers have.
 
-        Raises `StoreBudgetExceeded` where more is in use than the first tier may hold.
+        The caller claims, encodes and puts missing states without holding a lock, and releases the
+        lease. Keys may repeat.
+
+        Raises:
+            StoreBudgetExceeded: The leased states exceed the budget of the first tier.
 
         Example:
             >>> with store.lease(keys) as lease:                      # doctest: +SKIP
@@ -202,24 +230,28 @@ class KVStore:
         return self._leases.lease(keys, request or LeaseRequest())
 
     def put_states(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
-        """Stores states that were encoded elsewhere, as ingestion would."""
+        """Store states that were encoded elsewhere, by default as an ingestion does."""
         with self.lease([key], request or LeaseRequest("ingest")) as lease:
             while lease.claim():
                 lease.put(key, states)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
-        """Begins to bring states from lower tiers to the first one, where there is room. A lease of
-        the same keys waits for it, and names the tier that they came from. What other processes
-        have encoded is looked up before, in one transaction."""
+        """Begin to read states from lower tiers into the first one, if it has room.
+
+        A lease of the same keys waits for the reads and reports their tiers as sources. First looks
+        up states that other processes have encoded, in one transaction.
+        """
         keys = list(keys)
         self.look_up(keys)
         if below := self._below(keys):
-            with suppress(RuntimeError):  # the store has just been closed
+            with suppress(RuntimeError):  # the store has been closed
                 self._ahead.submit(_once, self, lambda store: store.read_ahead(below))
 
     def look_up(self, keys: Sequence[KVKey]) -> None:
-        """Learns in one transaction what other processes have recorded of keys that this one knows
-        nothing of: a lease of them then claims none that is recorded."""
+        """Learn which unknown keys other processes have recorded, in one transaction.
+
+        A lease then claims no recorded keys.
+        """
         unknown = [key for key in keys if not self.memory.is_known(key)]
         if unknown and self.persistent.indexes:
             try:
@@ -228,12 +260,12 @@ class KVStore:
                 logger.warning("%s; what others have encoded is not looked for", error)
 
     def read_ahead(self, keys: Iterable[KVKey]) -> None:
-        """As `prefetch`, but returns when it is done."""
+        """Read states into the first tier, as `prefetch` does, before returning."""
         for key in self._below(keys):
             self._leases.read_ahead(key)
 
     def _below(self, keys: Iterable[KVKey]) -> list[KVKey]:
-        """The keys that a tier below the first has, and the first has not."""
+        """Return the keys that a tier below the first has and the first tier lacks."""
         with self.memory.lock:
             return [
                 key for key in dict.fromkeys(keys)
@@ -241,7 +273,10 @@ class KVStore:
             ]  # fmt: skip
 
     def fetch(self, keys: Sequence[KVKey]) -> Lease:
-        """Leases what some tier has, or other threads are reading; `found` lacks the rest."""
+        """Lease states that any tier has or that other threads are reading.
+
+        Other keys are missing from `Lease.found`.
+        """
         lease = self._leases.lease(keys, LeaseRequest())
         try:
             self._leases.load(lease, wait=True)
@@ -251,29 +286,33 @@ class KVStore:
         return lease
 
     def borrow(self, keys: Sequence[KVKey]) -> Lease:
-        """As `fetch`, but does not count as a use: for what the store itself does with states."""
+        """Lease states as `fetch` does, without counting a use. For the store's own work."""
         lease = self.fetch(keys)
         lease.source.clear()
         return lease
 
     def discard(self, keys: Iterable[KVKey]) -> None:
-        """Removes states whose rows a transaction has retired: blobs at once, states in use after
-        their last lease."""
+        """Remove states whose rows a transaction has retired.
+
+        Blobs are deleted now, states in use after their last lease.
+        """
         self.persistent.discard(keys)
 
     def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
-        """Keeps states from being evicted for pressure or time, in every tier and process."""
+        """Exempt states from eviction for pressure or time, in every tier and process."""
         self.ledger.pin(keys, pinned)
         self.memory.pin(keys, pinned)
 
     def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
-        """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
+        """Set the expiration of states in Unix seconds. None removes the limit."""
         self.ledger.expire(keys, at)
         self.memory.set_expirations(dict.fromkeys(keys, math.inf if at is None else at))
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
-        """Removes states from a tier, or from all; those in use leave memory after their last
-        lease. Their modules keep owning them: they are encoded again when they are needed."""
+        """Remove states from a tier, or from all tiers. Leased states go after their last lease.
+
+        Their modules keep their keys, so that the states are encoded again when needed.
+        """
         if tier is None or tier in [index.name for index in self.memory.indexes]:
             for key in keys:
                 self.memory.drop(key, "manual", tier)
@@ -284,20 +323,22 @@ class KVStore:
                 self.persistent.evict(index, here, "manual")
 
     def count_unkept(self) -> int:
-        """How many of the states encoded last end with this process. What was used again is written
-        before."""
+        """Return how many recently encoded states would be lost with this process.
+
+        First writes states that were used again to the disk.
+        """
         if self._leases.unkept():
             _once(self, KVStore._keep_reused)
         return len(self._leases.unkept())
 
     def sweep(self) -> None:
-        """The upkeep of every second: removes expired states, writes reused ones to the disk and
-        uses to the ledger."""
+        """Run the periodic upkeep.
+
+        Removes expired states, writes reused states to the disk, and writes uses to the ledger.
+        """
         now = time.time()
         with suppress(LedgerUnavailable):
-            self.memory.set_expirations(
-                self.ledger.expired(now)
-            )  # which another process may have set
+            self.memory.set_expirations(self.ledger.expired(now))  # set by any process
         for index in self.memory.every:
             if index.tier.traits.persistent:
                 self.persistent.evict(index, self.memory.expired(index, now), "ttl")
@@ -314,7 +355,7 @@ class KVStore:
             self.persistent.learn_uses()
 
     def _follow_retirements(self, now: float) -> None:
-        """Forgets what other processes have retired, and what was encoded here meanwhile."""
+        """Forget states that other processes have retired, including states encoded here since."""
         self._retired.update((key, now) for key in self.ledger.retired())
         for key in [k for k, at in self._retired.items() if at < now - _RETIRED_SECONDS]:
             del self._retired[key]
@@ -328,8 +369,10 @@ class KVStore:
             self.persistent.discard(key for key in keys if key not in owned)
 
     def heartbeat(self) -> None:
-        """Tells other processes that this one lives. Where they took it for dead, its tiers in
-        memory are written to the ledger again."""
+        """Tell other processes that this one is alive.
+
+        If they have ended its session, its memory tiers are written to the ledger again.
+        """
         if not self.ledger.sessions.heartbeat():
             logger.warning("this process was silent, and others ended its session; it goes on")
             self.memory.resync_usage()
@@ -340,9 +383,11 @@ class KVStore:
             follow()
 
     def _keep_reused(self) -> None:
-        """Writes states that questions used again to the disk, if something still owns them, and
-        takes back what lost its owner meanwhile. Preambles belong to the store, and have no row
-        before."""
+        """Write states that questions used again to the disk, if they still have an owner.
+
+        States that lose their owner during the write are removed again. Preambles belong to the
+        store and need no row.
+        """
         with self._keeping:
             keys = self._leases.take_reused()
             if not keys:
@@ -363,7 +408,7 @@ class KVStore:
             return owned_among(session, keys)
 
     def close(self) -> None:
-        """Writes what is pending and ends the session: rows of memory tiers go with it."""
+        """Finish pending writes and end the session. The rows of memory tiers end with it."""
         self._leases.close()
         self._stopped.set()
         self._ahead.shutdown(cancel_futures=True)
@@ -374,7 +419,7 @@ class KVStore:
 
 
 def _in_order(tiers: Iterable[Tier]) -> tuple[list[Tier], list[Tier]]:
-    """Tiers in memory and those that outlive the process, each in the order of `TIERS`."""
+    """Split tiers into memory tiers and persistent tiers, each in the order of `TIERS`."""
     order = list(TIERS)
     ordered = sorted(tiers, key=lambda tier: order.index(tier.name))
     memory = [tier for tier in ordered if not tier.traits.persistent]
@@ -385,7 +430,7 @@ def _repeat(
     reference: weakref.ref[KVStore], stopped: threading.Event, seconds: float,
     work: Callable[[KVStore], None],
 ) -> None:  # fmt: skip
-    """A thread of an open store, which ends with `close`, or when the store is garbage."""
+    """Repeat work for a store until it is closed or garbage-collected."""
     while not stopped.wait(seconds):
         store = reference()
         if store is None:
@@ -395,7 +440,7 @@ def _repeat(
 
 
 def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
-    """A failure ends a turn, never the thread."""
+    """Run work and log its failure, so that the thread goes on."""
     try:
         work(store)
     except StoreError as error:
@@ -408,7 +453,10 @@ def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """It takes a third of the time that reading 100,000 rows takes, and rows have no cycles."""
+    """Pause the garbage collector.
+
+    It takes a third of the time of reading 100,000 rows, which have no cycles.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -419,13 +467,15 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
-    """Recovery: removes states without an owner (rows, then blobs), rows without a blob, and
-    blobs without a row that no living process is writing."""
+    """Remove states without an owner, rows without a blob, and blobs without a row.
+
+    Blobs that a living process is writing stay.
+    """
     retired = _retire_leftovers(ledger)
     persistent.discard(retired)
     for index in persistent.indexes:
         if index.tier.traits.shared:
-            continue  # listing it takes its time: `verify` does
+            continue  # slow to list; `verify` does
         sizes = {row.key: row.nbytes for row in rows if row.tier == index.name}
         for key in retired:
             sizes.pop(key, None)
@@ -453,14 +503,14 @@ def _is_alone(ledger: Ledger) -> bool:
 
 
 def open_tiers(config: OpenConfig, device: torch.device) -> dict[str, Any]:
-    """The arguments of `KVStore.open` that a configuration asks for.
+    """Return the arguments of `KVStore.open` for a configuration.
 
     Args:
-        config: Budgets and places of the tiers.
+        config: Budgets and locations of the tiers.
         device: Device of the model.
 
     Raises:
-        ConfigurationError: The URL of the remote tier cannot be used.
+        ConfigurationError: The URL of the remote tier is not supported.
     """
     opened = (open_tier(config, device) for open_tier in OPENERS.values())
     return {
@@ -487,5 +537,4 @@ def _open_remote(config: OpenConfig, device: torch.device) -> Tier | None:  # no
 
 TierOpener = Callable[[OpenConfig, torch.device], Tier | None]
 OPENERS: dict[str, TierOpener] = {"device": _open_device, "remote": _open_remote}
-"""Opens each tier that is optional on the model's device; None where the configuration does not
-ask for it."""
+"""Opens each optional tier. A tier that the configuration does not ask for is None."""

@@ -1,7 +1,7 @@
-"""Verifying a store: every row against every blob, every owner and every vector.
+"""Verify a store: every row and blob, every owner, and every vector.
 
-The result is a list of `Disagreement`s; `repair` mends what it can. Nothing that is wrong is served
-meanwhile: blobs are verified whenever they are read.
+The result is a list of `Disagreement`s. `repair` fixes most of them. Wrong states are never served
+in the meantime, because every read verifies its blob.
 """
 
 from __future__ import annotations
@@ -36,46 +36,59 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Two records that differ, or one that is wrong.
-
-    kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
-    without a row), `size` (a row records more bytes than the blob takes), `unowned` (states without
-    an owner), `vector` (embeddings of one collection that differ in length), `module` (a document
-    without modules, or a module without states), `unreadable` (a tier that cannot be read now).
-    mended: by `repair`.
-    """
+    """Two records that differ, or one wrong record."""
 
     kind: str
+    """One of:
+
+    * `corrupt`: a blob fails its checksum
+    * `missing`: a row has no blob
+    * `orphan`: a blob has no row
+    * `size`: a row records more bytes than the blob occupies
+    * `unowned`: states have no owner
+    * `vector`: embeddings of one collection differ in length
+    * `module`: a document has no modules, or a module has no states
+    * `unreadable`: a tier cannot be read now
+    """
     subject: str
+    """Tier and key, collection, or document."""
     detail: str
-    mended: bool = False
+    repaired: bool = False
+    """Whether `repair` fixed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of a verification. interrupted: ingestions that did not end, with the number of
-    states that are kept for the next one of the same target; these are no disagreement."""
+    """The result of a verification."""
 
     states: int
+    """Number of verified states."""
     modules: int
+    """Number of modules."""
     found: tuple[Disagreement, ...]
     interrupted: dict[str, int]
+    """Number of states kept for each interrupted ingestion, by target. Not a disagreement: the next
+    ingestion of the target uses them.
+    """
 
     @property
     def clean(self) -> bool:
-        """Whether nothing disagrees any more."""
-        return all(each.mended for each in self.found)
+        """Whether all disagreements are repaired."""
+        return all(each.repaired for each in self.found)
 
 
 def verify(
     store: KVStore, *, repair: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
-    """Reads every blob of every tier that outlives processes; what other processes are writing
-    meanwhile is claimed, and passed over.
+    """Read every blob of every persistent tier, and compare all records.
 
-    store: best from `KVStore.inspect`. repair: removes rows and blobs that are wrong (what is
-    needed is encoded again), and forgets interrupted ingestions. progress: called with the numbers
-    of verified and of all blobs of a tier.
+    States that other processes are writing are skipped.
+
+    Args:
+        store: Store to verify, ideally from `KVStore.inspect`.
+        repair: Remove wrong rows and blobs, whose states are encoded again on demand, and forget
+            interrupted ingestions.
+        progress: Called with the number of verified blobs and of all blobs of a tier.
     """
     if repair:
         _forget_interrupted(store)
@@ -102,8 +115,8 @@ def _blobs(
         fault = _fault(index, key, row.nbytes)
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
-            mend = repair and kind != "unreadable"
-            gone = store.persistent.evict(index, [key], "corrupt") if mend else []
+            remove = repair and kind != "unreadable"
+            gone = store.persistent.evict(index, [key], "corrupt") if remove else []
             yield Disagreement(kind, f"{index.name} {key}", detail, bool(gone))
         if progress is not None:
             progress(done + 1, len(rows))
@@ -142,7 +155,7 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
 
 
 def _index(store: KVStore) -> Iterator[Disagreement]:
-    """Vectors that do not fit into one index, and documents that no question can find."""
+    """Find vectors that do not fit into one index, and documents that no question can find."""
     with store.ledger.database.reading() as session:
         size, group = func.length(VectorTable.vector), (CollectionTable.name, VectorTable.embedder)
         columns = from_modules(*group, func.min(size), func.max(size)).join(VectorTable)
@@ -173,7 +186,7 @@ def _interrupted(store: KVStore) -> dict[str, int]:
 
 
 def _forget_interrupted(store: KVStore) -> None:
-    """Retires the states of interrupted ingestions, unless a module needs them."""
+    """Retire the states of interrupted ingestions that no module needs."""
     ended = select(JobTable.id).where(JobTable.status != "running")
     with store.ledger.database.transaction() as session:
         rows = list(session.scalars(select(JobStateTable).where(JobStateTable.job_id.in_(ended))))

@@ -237,7 +237,7 @@ _KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
 
 def verify(
     state: ui.StateOption = ui.DEFAULT_STATE,
-    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair as much as possible.")] = False,
     ledger: ui.LedgerOption = None,
     remote: ui.RemoteOption = None,
     as_json: ui.JsonOption = False,
@@ -262,7 +262,7 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
     table = ui.plain_table("kind", "subject", "what is wrong", "", left=4)
     for each in found:
         subject = escape(_KEY.sub(r"\1…", each.subject))
-        table.add_row(each.kind, subject, escape(each.detail), "mended" if each.mended else "")
+        table.add_row(each.kind, subject, escape(each.detail), "repaired" if each.repaired else "")
     if found:
         ui.console.print(table)
     for target, states in report.interrupted.items():
@@ -272,11 +272,13 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
         )
     verdict = "nothing disagrees"
     if found:
-        mended = sum(each.mended for each in found)
-        verdict = f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {mended:,} mended"
+        repaired = sum(each.repaired for each in found)
+        verdict = (
+            f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {repaired:,} repaired"
+        )
     ui.console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
     if found and not repair:
-        ui.console.print("`ragcache verify --repair` mends what can be mended")
+        ui.console.print("`ragcache verify --repair` repairs as much as possible")
 
 
 def doctor(

@@ -103,14 +103,14 @@ def test_verify_prints_disagreements_and_repairs_on_request(run: Run, unowned: s
     command = ("verify", "--ledger", unowned)
     status, out, _ = run(*command)
     assert status == 1
-    assert "1 states, 0 modules: 1 disagreement, 0 mended" in out
+    assert "1 states, 0 modules: 1 disagreement, 0 repaired" in out
     for word in ("unowned", f"{make_key(1)[:12]}…", "--repair"):
         assert word in out
     status, out, _ = run(*command, "--json")
     report = json.loads(out)
     assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")
     status, out, _ = run(*command, "--repair")
-    assert (status, "1 disagreement, 1 mended" in out) == (0, True)
+    assert (status, "1 disagreement, 1 repaired" in out) == (0, True)
     status, out, _ = run(*command)
     assert (status, "0 states, 0 modules: nothing disagrees" in out) == (0, True)
 

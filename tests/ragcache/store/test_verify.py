@@ -1,4 +1,4 @@
-"""Verifying: what disagrees is named, and mended on request."""
+"""Verifying: what disagrees is named, and repaired on request."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def subject(number: int) -> str:
 
 @pytest.mark.usefixtures("catalog")
 class TestOneFault:
-    """Each is found, mended, and not found again; the rest of the store is left alone."""
+    """Each is found, repaired, and not found again; the rest of the store is left alone."""
 
     def check(self, store: KVStore, kind: str, about: str, left: int) -> None:
         for _ in range(2):
             report = verify(store)
             assert kinds(report) == [(kind, about)]
             assert not report.clean
-        mended = verify(store, repair=True)
-        assert (kinds(mended), mended.clean) == ([(kind, about)], True)
+        repaired = verify(store, repair=True)
+        assert (kinds(repaired), repaired.clean) == ([(kind, about)], True)
         again = verify(store)
         assert (again.found, again.states) == ((), left)
         assert set(store.disk.keys()) == store.ledger.keys("disk")
@@ -137,8 +137,8 @@ def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaire
     report = verify(store)
     assert (report.clean, report.found) == (True, ())
     assert report.interrupted == {"collection plans": 2}
-    mended = verify(store, repair=True)
-    assert (mended.clean, mended.interrupted) == (True, {})
+    repaired = verify(store, repair=True)
+    assert (repaired.clean, repaired.interrupted) == (True, {})
     assert set(store.disk.keys()) == {make_key(n) for n in (1, 2, 3, 4)}
 
 
