@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -16,18 +16,20 @@ from ragcache.engine import (
     EncodeJob,
     EngineConfig,
     Request,
+    RequestOutput,
     SamplingParams,
     Segment,
+    TokenDelta,
     encode,
 )
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
-from ragcache.errors import RequestCancelled
+from ragcache.errors import DeadlineExceeded, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import scaled
-from tests.ragcache.engine.delayed_runner import delayed_core
+from tests.ragcache.engine.delayed_runner import DelayedRunner, delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     Answer,
@@ -40,6 +42,8 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.ragcache.engine.test_constraint import Rising
+from tests.ragcache.engine.test_core_answers import words
 from tests.tiny_models import random_tokens, tiny_model
 
 MakeCore = Callable[[CausalLM, EngineConfig, ManualClock], EngineCore]
@@ -50,8 +54,8 @@ MODULES = ((3, 0), (7, 11), (12, 0), (5, 4), (9, 30))
 
 @dataclass(frozen=True)
 class Spec:
-    """A request in plain values. The first `lead` own tokens stand before the modules; `common`
-    ones are those of all requests of the same family, and `tail` others follow."""
+    """A request in plain values. The first `lead` own tokens stand before the modules; the next
+    `common` ones are shared by all requests of the same family, and `tail` others follow."""
 
     modules: tuple[int, ...]
     family: int
@@ -60,13 +64,18 @@ class Spec:
     tail: int
     gap: int
     limit: int
-    n: int
-    seed: int | None
-    tenant: str | None
+    n: int = 1
+    tenant: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    early: int = 0
+    stop: tuple[int, ...] = ()
+    text: str = ""
+    constraint: str = ""
+    timeout: float | None = None
 
     @property
     def blocks(self) -> int:
-        """What it needs alone."""
+        """The blocks that it needs alone."""
         return -(-(self.lead + self.common + self.tail + self.limit) // BLOCK_SIZE)
 
 
@@ -80,11 +89,25 @@ SPECS = st.builds(
     common=st.sampled_from([0, 3, 8, 9, 17]),
     tail=st.integers(1, 6),
     gap=st.sampled_from([0, 0, 5]),
-    limit=st.integers(1, 10),
+    limit=st.integers(1, 14),
     n=st.sampled_from([1, 1, 1, 2, 3]),
-    seed=st.sampled_from([None, None, 1, 2]),
     tenant=st.sampled_from([None, "a", "a", "b"]),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0, 0, 1]),
+        seed=st.sampled_from([1, 2]),
+        top_k=st.sampled_from([0, 7]),
+        presence_penalty=st.sampled_from([0, 0, 1.5]),
+        repetition_penalty=st.sampled_from([1, 1, 1.4]),
+        logprobs=st.sampled_from([None, None, 2]),
+    ),
+    early=st.sampled_from([0, 0, 4]),
+    stop=st.sampled_from([(), (), tuple(range(0, 128, 9)), tuple(range(0, 128, 5))]),
+    text=st.sampled_from(["", "words", "stops"]),
+    constraint=st.sampled_from(["", "", "", "rising", "short"]),
+    timeout=st.sampled_from([None, None, None, 3.0]),
 )
+CONSTRAINTS = {"": None, "rising": Rising, "short": partial(Rising, length=3)}
 
 
 class World:
@@ -100,7 +123,9 @@ class World:
     def context(self, spec: Spec) -> Context:
         segments, at = [], spec.lead
         for number in spec.modules:
-            segments.append(Segment(self.states[number], at, f"module {number}"))
+            length, start = MODULES[number]
+            tokens = random_tokens(length, seed=length + start)
+            segments.append(Segment(self.states[number], at, f"module {number}", token_ids=tokens))
             at = segments[-1].end
         shared = random_tokens(40, seed=50 + spec.family)[: spec.lead + spec.common]
         own = [*shared, *random_tokens(spec.tail, seed=60 + spec.tail)]
@@ -109,21 +134,39 @@ class World:
         return Context(tuple(segments), tuple(own), positions, positions[-1] + 1 + spec.gap)
 
     def request(self, spec: Spec, priority: int = 0) -> Request:
-        sampling = (
-            SamplingParams() if spec.seed is None else SamplingParams(temperature=1, seed=spec.seed)
-        )
         return Request(
             self.context(spec),
             spec.limit,
-            sampling=sampling,
-            n=spec.n,
+            frozenset(spec.stop),
+            spec.sampling,
+            spec.n,
+            stop=(f"word{spec.stop[0] + 1} ",) if spec.text == "stops" and spec.stop else (),
+            text=words if spec.text else None,
+            min_tokens=min(spec.early, spec.limit),
             tenant=spec.tenant,
+            timeout=spec.timeout,
+            constraint=CONSTRAINTS[spec.constraint],
             priority=priority,
         )
 
-    def _run_alone(self, spec: Spec) -> list[tuple[int, ...]]:
-        [completion] = run_requests(core_of(self.causal), self.request(spec))
-        return [choice.token_ids for choice in completion.choices]
+    def _run_alone(self, spec: Spec) -> list[tuple[object, ...]]:
+        [output] = run_requests(core_of(self.causal), self.request(replace(spec, timeout=None)))
+        return plain(output)
+
+
+def plain(output: RequestOutput) -> list[tuple[object, ...]]:
+    """All but log-probabilities, which depend on a batch by their last digits."""
+    return [(c.token_ids, c.text, c.finish_reason, c.stopped_by) for c in output.choices]
+
+
+def check_deltas(handle: Answer, output: RequestOutput) -> None:
+    """The deltas of each answer are its tokens and its text, in order."""
+    deltas: list[TokenDelta] = list(handle)
+    for index, choice in enumerate(output.choices):
+        own = [delta for delta in deltas if delta.choice == index]
+        shown = [delta.chosen.token for delta in own if delta.chosen is not None]
+        assert tuple(shown) == choice.token_ids
+        assert "".join(delta.text for delta in own) == choice.text
 
 
 @pytest.fixture(scope="module")
@@ -224,44 +267,38 @@ class Run:
 
 
 @pytest.mark.parametrize("make", [core_of, pytest.param(delayed_core, marks=pytest.mark.slow)])
-@settings(max_examples=scaled(50, quick=0.1), derandomize=True)
+@settings(max_examples=scaled(100, quick=0.05), derandomize=True)
 @given(day=DAYS)
 def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:
     engine = Run(world, day, make)
     engine.play()
     for number, visit in enumerate(day.visits):
         try:
-            completion = engine.answers[number].result(0)
+            output = engine.answers[number].result(0)
         except RequestCancelled:
             assert visit.leaves is not None
+        except DeadlineExceeded:
+            assert visit.spec.timeout is not None
         else:
-            answers = [choice.token_ids for choice in completion.choices]
-            assert answers == world.run_alone(visit.spec)
+            assert plain(output) == world.run_alone(visit.spec)
+            check_deltas(engine.answers[number], output)
     for job, handle in engine.states:
         [found], [expected] = list(handle), list(encode(world.causal, [job]))
         torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
+    if isinstance(engine.core.runner, DelayedRunner):
+        engine.core.runner.late.synchronize()
     assert_all_blocks_free(engine.core)
 
 
-def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
-    values: dict[str, object] = {
-        "modules": (2, 0),
-        "family": 0,
-        "lead": 0,
-        "common": 9,
-        "tail": 2,
-        "gap": 0,
-        "limit": 8,
-        "n": 1,
-        "seed": None,
-        "tenant": "a",
-    }
-    return Spec(**{**values, **changes})  # type: ignore[arg-type]
+SPEC = Spec((2, 0), family=0, lead=0, common=9, tail=2, gap=0, limit=8, tenant="a")
 
 
 def test_preempted_requests_answer_the_same(world: World) -> None:
-    specs = [spec(tail=n, limit=10, tenant=None, seed=n) for n in range(1, 7)]
+    specs = [
+        replace(SPEC, tail=n, limit=10, tenant=None, sampling=SamplingParams(1, seed=n))
+        for n in range(1, 7)
+    ]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
     handles = [submit_request(core, world.request(each)) for each in specs]
     for _ in range(10):
@@ -271,7 +308,7 @@ def test_preempted_requests_answer_the_same(world: World) -> None:
     drain(core)
     assert core.stats.preempted > 0
     for each, handle in zip(specs, handles, strict=True):
-        assert [handle.result(0).token_ids] == world.run_alone(each)
+        assert plain(handle.result(0)) == world.run_alone(each)
     assert_all_blocks_free(core)
 
 
@@ -279,7 +316,7 @@ def test_higher_priority_comes_first(world: World) -> None:
     core = core_of(world.causal, config_of(world.causal, running=1))
     order = []
     for priority in (0, -1, 1):
-        submit_to = submit_request(core, world.request(spec(limit=2), priority))
+        submit_to = submit_request(core, world.request(replace(SPEC, limit=2), priority))
         order.append((priority, submit_to))
     ended = []
     while core.busy:

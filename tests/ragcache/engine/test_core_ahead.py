@@ -8,21 +8,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ragcache.engine import (
     Context,
     EncodeJob,
     Request,
-    RequestOutput,
-    SamplingParams,
     Segment,
     TokenDelta,
     encode,
@@ -31,11 +26,10 @@ from ragcache.engine import core as core_module
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
-from ragcache.errors import DeadlineExceeded, EngineFailed, InvalidRequest, RequestCancelled
+from ragcache.errors import EngineFailed, InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
-from tests.conftest import scaled
 from tests.ragcache.engine.delayed_runner import DelayedRunner, delayed_core
 from tests.ragcache.engine.stepped_engine import (
     Answer,
@@ -49,7 +43,6 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
-from tests.ragcache.engine.test_constraint import Rising
 from tests.ragcache.engine.test_core_answers import Words, words
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -64,134 +57,6 @@ def causal() -> CausalLM:
 def runner_of(core: EngineCore) -> DelayedRunner:
     assert isinstance(core.runner, DelayedRunner)
     return core.runner
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A request in plain values, when it comes, and when it is given up."""
-
-    prompt: int
-    own: int
-    limit: int
-    n: int
-    sampling: SamplingParams
-    early: int
-    stop: tuple[int, ...]
-    text: str
-    constraint: str
-    timeout: float | None
-    tenant: str | None
-    arrives: int
-    leaves: int | None
-
-    def request(self, *, timeout: bool = True) -> Request:
-        tokens = [*random_tokens(12, seed=self.prompt), *random_tokens(self.own, seed=self.own)]
-        made: dict[str, Callable[[], Any] | None] = {
-            "": None, "rising": Rising, "short": lambda: Rising(length=3)
-        }  # fmt: skip
-        return Request(
-            plain_context(tokens), self.limit, frozenset(self.stop), self.sampling, self.n,
-            stop=(f"word{self.stop[0] + 1} ",) if self.text == "stops" and self.stop else (),
-            text=words if self.text else None, min_tokens=min(self.early, self.limit),
-            tenant=self.tenant, timeout=self.timeout if timeout else None,
-            constraint=made[self.constraint],
-        )  # fmt: skip
-
-
-PLANS = st.builds(
-    Plan,
-    prompt=st.integers(0, 1),
-    own=st.integers(1, 9),
-    limit=st.integers(1, 14),
-    n=st.sampled_from([1, 1, 1, 3]),
-    sampling=st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0, 0, 1]),
-        seed=st.just(3),
-        top_k=st.sampled_from([0, 7]),
-        presence_penalty=st.sampled_from([0, 0, 1.5]),
-        repetition_penalty=st.sampled_from([1, 1, 1.4]),
-        logprobs=st.sampled_from([None, None, 2]),
-    ),
-    early=st.sampled_from([0, 0, 4]),
-    stop=st.sampled_from([(), (), tuple(range(0, 128, 9)), tuple(range(0, 128, 5))]),
-    text=st.sampled_from(["", "words", "stops"]),
-    constraint=st.sampled_from(["", "", "", "rising", "short"]),
-    timeout=st.sampled_from([None, None, None, 3.0]),
-    tenant=st.sampled_from([None, "a", "a"]),
-    arrives=st.integers(0, 10),
-    leaves=st.none() | st.none() | st.integers(1, 16),
-)
-
-
-@pytest.fixture(scope="module")
-def alone(causal: CausalLM) -> Callable[[Plan], RequestOutput]:
-    def run(plan: Plan) -> RequestOutput:
-        [output] = run_requests(core_of(causal), plan.request(timeout=False))
-        return output
-
-    return run
-
-
-def play(core: EngineCore, clock: ManualClock, plans: list[Plan]) -> list[Answer]:
-    answers: dict[int, Answer] = {}
-    for step in range(18):
-        for number, plan in enumerate(plans):
-            if plan.arrives == step:
-                answers[number] = submit_request(core, plan.request())
-            if plan.leaves == step and number in answers:
-                answers[number].cancel()
-        core.step()
-        clock.now += 0.4
-    drain(core)
-    return [answers[number] for number in range(len(plans))]
-
-
-def check_deltas(handle: Answer, output: RequestOutput) -> None:
-    """The deltas of each answer are its tokens and its text, in order."""
-    deltas: list[TokenDelta] = list(handle)
-    for index, choice in enumerate(output.choices):
-        own = [delta for delta in deltas if delta.choice == index]
-        shown = [delta.chosen.token for delta in own if delta.chosen is not None]
-        assert tuple(shown) == choice.token_ids
-        assert "".join(delta.text for delta in own) == choice.text
-
-
-def plain(output: RequestOutput) -> list[tuple[object, ...]]:
-    """All but log-probabilities, which depend on a batch by their last digits."""
-    return [(c.token_ids, c.text, c.finish_reason, c.stopped_by) for c in output.choices]
-
-
-@settings(max_examples=scaled(100))
-@given(
-    plans=st.lists(PLANS, min_size=1, max_size=8),
-    blocks=st.sampled_from([10, 14, 200]),
-    running=st.sampled_from([2, 5, 64]),
-    step_tokens=st.sampled_from([3, 256]),
-)
-@pytest.mark.slow
-def test_answers_ahead_are_those_of_one_request(
-    causal: CausalLM,
-    alone: Callable[[Plan], RequestOutput],
-    plans: list[Plan],
-    blocks: int,
-    running: int,
-    step_tokens: int,
-) -> None:
-    clock = ManualClock()
-    core = delayed_core(causal, config_of(causal, blocks, step_tokens, 256, running), clock)
-    for plan, handle in zip(plans, play(core, clock, plans), strict=True):
-        try:
-            output = handle.result(0)
-        except RequestCancelled:
-            assert plan.leaves is not None
-        except DeadlineExceeded:
-            assert plan.timeout is not None
-        else:
-            assert plain(output) == plain(alone(plan))
-            check_deltas(handle, output)
-    runner_of(core).late.synchronize()
-    assert_all_blocks_free(core)
 
 
 def assert_answers_alone(core: EngineCore, requests: list[Request]) -> None:
