@@ -36,7 +36,7 @@ from ragcache_api.cluster.replicas import (
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
-from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, Caller, RateLimit
+from ragcache_api.http.auth import AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
     AnsweredRequest,
     AnswerRequest,
@@ -45,7 +45,6 @@ from ragcache_api.http.bodies import (
     PromptRequest,
     parse_body,
 )
-from ragcache_api.http.browser import open_paths
 from ragcache_api.http.errors import HTTPProblem, error_response, logged_error, stream_error
 from ragcache_api.http.request_ids import REQUEST_ID_HEADER, RequestIds, request_id
 from ragcache_api.settings import ServiceSettings
@@ -320,10 +319,4 @@ def create_gateway(
         database, replicas, table, Residency(database), settings.stale_seconds,
         resolve_embedder(settings.embedding), resolve_reranker(settings.reranker),
     )  # fmt: skip
-    access = AccessMiddleware(
-        gateway, auth=APIKeyAuth(keys), rate=RateLimit(settings.rate, settings.rate_storage),
-        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
-        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
-        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
-    )  # fmt: skip
-    return RequestIds(access)
+    return RequestIds(AccessMiddleware(gateway, keys, settings))

@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from ragcache import RagCache, __version__
-from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
-from ragcache_api.http.browser import install_pages, open_paths
+from ragcache_api.http.auth import AccessMiddleware
+from ragcache_api.http.browser import install_pages
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.protocol import error_schemas
 from ragcache_api.http.request_ids import RequestIds
@@ -24,7 +24,7 @@ from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
 from ragcache_api.settings import ServiceSettings
 
-_THREADS = 64  # of routes, and as many that wait for retrieval and leases
+_THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router, openai.router, answers.router, answers.schemas_router, documents.router,
     documents.jobs_router, admin.router, keys.router,
@@ -32,16 +32,16 @@ ROUTERS = (
 
 
 def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAPI:
-    """The HTTP service over an open state folder, as an ASGI application.
+    """Make the ASGI application of the HTTP service over an open state folder.
 
-    `app.state.service` is the `Service` of the routes.
+    `app.state.service` is the `Service` that the routes use.
 
     Args:
-        rag: Stays the caller's to close.
-        settings: Read from the environment and `ragcache.toml` by default.
+        rag: The open folder. The application does not close it.
+        settings: By default read from the environment and `ragcache.toml`.
 
     Raises:
-        MissingExtra: traces are on, and OpenTelemetry is not installed.
+        MissingExtra: The settings ask for telemetry, and OpenTelemetry is not installed.
     """
     settings = settings or ServiceSettings.read()
     service = Service(rag, settings)
@@ -52,13 +52,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     app.state.service = service
     if settings.telemetry:
         service.requests.on_end.append(trace_answers)
-    app.add_middleware(
-        AccessMiddleware, auth=APIKeyAuth(rag.keys),
-        rate=RateLimit(settings.rate, settings.rate_storage),
-        body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
-        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
-        allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
-    )  # fmt: skip
+    app.add_middleware(AccessMiddleware, keys=rag.keys, settings=settings)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     for router in ROUTERS:
@@ -84,29 +78,31 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _tick(service: Service) -> None:
-    """Records how many requests run, once for each point of the series."""
+    """Count the running requests once for each point of the time series."""
     while True:
         service.recorder.count_active(service.requests.active.values())
         await asyncio.sleep(POINT_SECONDS)
 
 
 def _operation_id(route: APIRoute) -> str:
-    """As `admin.list_modules`: the tag of the router, and the name of the function."""
+    """Join the router's tag and the function's name, such as `admin.list_modules`."""
     return f"{route.tags[0]}.{route.name}"
 
 
 class ServiceApp(FastAPI):
-    """FastAPI, whose OpenAPI document names the API key, and gives no status 422 under OpenAI's
-    interface: a request that cannot be read gets 400 there."""
+    """FastAPI with an OpenAPI document that declares the API key.
+
+    Routes of OpenAI's interface declare no status 422: they answer 400 to an invalid body.
+    """
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, made at the first call."""
+        """Return the OpenAPI document, made at the first call."""
         if self.openapi_schema is None:
             document = super().openapi()
             key = {"type": "http", "scheme": "bearer", "description": "An API key."}
             document["components"]["schemas"] |= error_schemas()
             document["components"]["securitySchemes"] = {"key": key}
-            document["security"] = [{"key": []}, {}]  # none is needed until the first is made
+            document["security"] = [{"key": []}, {}]  # no key is needed before the first one exists
             for path, operations in document["paths"].items():
                 if is_openai(path):
                     for operation in operations.values():

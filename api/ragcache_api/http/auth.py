@@ -1,7 +1,7 @@
-"""Who may call, how often and with how much: checked before anything of a request is read.
+"""The access check: keys, rates, sizes and deadlines, before any part of a body is read.
 
-An API key gives a caller a role and a namespace. Until the first key exists the service is open to
-this machine, and guards itself against pages of other sites that a browser here shows.
+An API key gives a caller a role and a namespace. Until the first key exists, the service is open to
+its own machine, and refuses calls that pages of other sites make in a browser there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from anyio import CapacityLimiter, to_thread
 from limits import RateLimitItem, parse_many
@@ -26,30 +25,35 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
 from ragcache.errors import MissingExtra, RagCacheError
+from ragcache_api.http.browser import open_paths
 from ragcache_api.http.errors import HTTPProblem, error_response, logged_error
+from ragcache_api.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 4  # wait for keys; one of them reads, for all
-_STORAGE_SECONDS = 1.0  # that a request waits for the storage of limits
-_REST_SECONDS = 5.0  # in which a storage that failed is not asked again
+_THREADS = 4  # that check keys; one at a time reads them from the ledger
+_STORAGE_SECONDS = 1.0  # timeout of the storage of rates
+_REST_SECONDS = 5.0  # pause after a failure of that storage
 TIMEOUT_HEADER = "x-request-timeout"
 _UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
-_OPEN = frozenset(("/health/live", "/health/ready"))
+_OPEN = ("/health/live", "/health/ready")
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
-_OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
+_OWN_SITES = ("same-origin", "none")  # `none`: the user typed or opened the address
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. name, key: those of the API key, "" and None where none is needed.
-    bucket: what rate limits count under."""
+    """The sender of a request."""
 
     name: str
+    """Name of the API key. Empty while no key exists."""
     role: str
+    """`user` or `admin`."""
     namespace: str
     bucket: str
+    """Name under which the caller's requests are counted against the rate."""
     key: int | None = None
+    """Id of the API key, if one was given."""
 
     @property
     def is_operator(self) -> bool:
@@ -63,22 +67,61 @@ class Caller:
             raise HTTPProblem(403, "forbidden", text)
 
 
-@dataclass(frozen=True, slots=True)
-class APIKeyAuth:
-    """Checks API keys from memory, in the event loop. Now and then the keys are read again, in
-    threads that no other work can take."""
+class AccessMiddleware:
+    """ASGI middleware that denies by default.
 
-    keys: ApiKeys
-    threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
+    Once a key exists, every path needs one, except health checks and the files of the operator's
+    page. The operator's paths need the role `admin`. `scope["state"]` gets the `caller`, and the
+    `end` of the request on `time.monotonic`.
+    """
 
-    async def identify_caller(self, authorization: str | None, address: str) -> Caller:
-        """The caller of a request. Before the first key, an administrator: the service listens
-        only on loopback then. Raises `HTTPProblem` (401)."""
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServiceSettings) -> None:
+        self._app, self._keys, self._settings = app, keys, settings
+        self._rate = RateLimit(settings.rate, settings.rate_storage)
+        self._open = {*_OPEN, *(open_paths() if settings.page else ())}
+        self._threads = CapacityLimiter(_THREADS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        settings = self._settings
+        try:
+            headers, state = Headers(scope=scope), scope.setdefault("state", {})
+            if path not in self._open:
+                state["caller"] = await self._admit(scope, headers, path)
+            end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
+            limit = settings.upload_bytes if _UPLOAD.match(path) else settings.body_bytes
+            check_length(headers.get("content-length"), limit)
+        except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
+            error = logged_error(problem, f"{scope['method']} {path}")
+            await error_response(error, path)(scope, receive, send)
+            return
+        await self._app(scope, bounded_receive(receive, limit, end), send)
+
+    async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
+        client = scope.get("client")
+        address = client[0] if client else "unknown"
+        caller = await self._identify(headers.get("authorization"), address)
+        if not caller.name:
+            self._check_origin(headers)
+        if _ADMIN.match(path) and caller.role != "admin":
+            raise HTTPProblem(403, "forbidden", "this key's role is not `admin`")
+        await self._rate.hit(caller.bucket)
+        return caller
+
+    async def _identify(self, authorization: str | None, address: str) -> Caller:
+        """Find the caller of a request from the keys in memory. Raises `HTTPProblem` (401).
+
+        Now and then the keys are read again, in threads that no other work can take. Before the
+        first key every caller is an administrator: the service then listens on loopback only.
+        """
         scheme, _, secret = (authorization or "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
-        verdict = self.keys.check_in_memory(secret)
+        verdict = self._keys.check_in_memory(secret)
         if verdict is None:
-            verdict = await to_thread.run_sync(self.keys.check, secret, limiter=self.threads)
+            verdict = await to_thread.run_sync(self._keys.check, secret, limiter=self._threads)
         if not verdict.exist:
             return Caller("", "admin", NAMESPACE, address)
         row = verdict.key
@@ -91,63 +134,21 @@ class APIKeyAuth:
             )  # fmt: skip
         return Caller(row.name, row.role, row.namespace, f"key {row.id}", row.id)
 
-
-@dataclass(frozen=True, slots=True)
-class AccessMiddleware:
-    """ASGI middleware that denies by default: once a key exists, every path needs one but health
-    and the page's files (`open_paths`), and the operator's paths need the role `admin`. It puts the
-    `caller` and the `end` of the request, at most `deadline` seconds off, in `scope["state"]`."""
-
-    app: ASGIApp
-    auth: APIKeyAuth
-    rate: RateLimit
-    body_bytes: int
-    upload_bytes: int
-    deadline: float
-    allowed_hosts: Collection[str]
-    open_paths: frozenset[str]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        path: str = scope["path"]
-        try:
-            headers, state = Headers(scope=scope), scope.setdefault("state", {})
-            if path not in _OPEN and path not in self.open_paths:
-                state["caller"] = await self._admit(scope, headers, path)
-            end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), self.deadline)
-            most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
-            check_length(headers.get("content-length"), most)
-        except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
-            error = logged_error(problem, f"{scope['method']} {path}")
-            await error_response(error, path)(scope, receive, send)
-            return
-        await self.app(scope, bounded_receive(receive, most, end), send)
-
-    async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
-        client = scope.get("client")
-        address = client[0] if client else "unknown"
-        caller = await self.auth.identify_caller(headers.get("authorization"), address)
-        if not caller.name:
-            self._check_origin(headers)
-        if _ADMIN.match(path) and caller.role != "admin":
-            raise HTTPProblem(403, "forbidden", "this key's role is not `admin`")
-        await self.rate.hit(caller.bucket)
-        return caller
-
     def _check_origin(self, headers: Headers) -> None:
-        """Without keys, another site's page in a browser on this machine could call the service,
-        by DNS rebinding or by a form. Raises `HTTPProblem` (403)."""
+        """Refuse calls of other sites' pages while no key exists. Raises `HTTPProblem` (403).
+
+        A browser on this machine would send them, after DNS rebinding or from a form.
+        """
         name = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
-        if name not in self.allowed_hosts:
+        if name not in (*self._settings.allowed_hosts, self._settings.host):
             raise HTTPProblem(
                 403, "unknown-host",
                 "a service without keys answers to its own names alone (setting allowed_hosts); "
                 "make a key with `ragcache keys create`",
             )  # fmt: skip
         site = headers.get("sec-fetch-site", "none").lower()
-        if site not in _OWN_SITES or not _is_own_origin(headers):
+        origin = headers.get("origin", f"://{headers['host']}").partition("://")[2]
+        if site not in _OWN_SITES or origin.lower() != headers["host"].lower():
             raise HTTPProblem(
                 403, "cross-site",
                 "a service without keys takes no calls of other sites' pages, nor of those on "
@@ -155,25 +156,29 @@ class AccessMiddleware:
             )  # fmt: skip
 
 
-def _is_own_origin(headers: Headers) -> bool:
-    """Whether the calling page, if any, came from here. The scheme may be a proxy's."""
-    origin = headers.get("origin")
-    return origin is None or origin.partition("://")[2].lower() == headers["host"].lower()
-
-
 class RateLimit:
-    """Counts the requests of each bucket in moving windows: of this process, or of all that share
-    a Redis. While that does not answer, each process counts for itself."""
+    """Counts the requests of each caller in moving windows.
+
+    Processes that share a Redis count together. While it does not answer, each counts for itself.
+    """
 
     def __init__(self, rate: str | None, storage: str | None = None) -> None:
-        """rate: as `100/minute`; storage: the URL of a Redis. Raises `MissingExtra`."""
+        """Set up the counters.
+
+        Args:
+            rate: Such as `100/minute`. Without one, nothing is counted.
+            storage: URL of a Redis. By default this process counts for itself.
+
+        Raises:
+            MissingExtra: The package redis is not installed.
+        """
         self._items: list[RateLimitItem] = parse_many(rate) if rate else []
         self._own = MovingWindowRateLimiter(MemoryStorage())
         self._shared = None if storage is None else MovingWindowRateLimiter(_redis(storage))
         self._asked_from = 0.0
 
     async def hit(self, bucket: str) -> None:
-        """Counts a request. Raises `HTTPProblem` (429), whose `Retry-After` is in seconds."""
+        """Count a request of a caller. Raises `HTTPProblem` (429) with `Retry-After` in seconds."""
         for item in self._items:
             until = await self._count(item, bucket)
             if until is not None:
@@ -184,7 +189,7 @@ class RateLimit:
                 )  # fmt: skip
 
     async def _count(self, item: RateLimitItem, bucket: str) -> float | None:
-        """When the next request may come, in Unix seconds, if this one is too much."""
+        """Count a request, and return the next possible time in Unix seconds if it is too many."""
         if self._shared is not None and time.monotonic() >= self._asked_from:
             try:
                 return await _hit(self._shared, item, bucket)
@@ -212,31 +217,41 @@ def _redis(url: str) -> RedisStorage:
         raise MissingExtra("rates in Redis need redis: pip install 'ragcache[redis]'") from error
 
 
-def check_length(declared: str | None, most: int) -> None:
-    """Checks a declared `Content-Length`. Raises `HTTPProblem` (400, 413)."""
+def check_length(declared: str | None, limit: int) -> None:
+    """Check the value of `Content-Length` against a limit. Raises `HTTPProblem` (400, 413)."""
     try:
         length = int(declared or 0)
     except ValueError:
         raise HTTPProblem(400, "bad-length", "Content-Length is not a number") from None
-    if length > most:
-        raise _too_large(most)
+    if length > limit:
+        raise _too_large(limit)
 
 
-def end_of(wanted: str | None, most: float) -> float:
-    """The end, on `time.monotonic`, of a request that arrives now. wanted: the seconds that it asks
-    for. most: those of the settings. Raises `HTTPProblem` (400)."""
+def end_of(wanted: str | None, limit: float) -> float:
+    """Return the end of a request that arrives now, on `time.monotonic`.
+
+    Args:
+        wanted: `X-Request-Timeout`, the seconds that the caller asks for.
+        limit: The most seconds, from the settings.
+
+    Raises:
+        HTTPProblem: (400) The header is not a positive number.
+    """
     try:
-        seconds = most if wanted is None else float(wanted)
+        seconds = limit if wanted is None else float(wanted)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
         raise HTTPProblem(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
-    return time.monotonic() + min(seconds, most)
+    return time.monotonic() + min(seconds, limit)
 
 
-def bounded_receive(receive: Receive, most: int, end: float) -> Receive:
-    """Counts the bytes of a body as they come, which must be before `end`. What it returns raises
-    `HTTPProblem` (413, 408)."""
+def bounded_receive(receive: Receive, limit: int, end: float) -> Receive:
+    """Wrap `receive` to count the bytes of the body.
+
+    The wrapper raises `HTTPProblem`: 413 for more bytes than the limit, and 408 if the body is not
+    complete at `end`, on `time.monotonic`.
+    """
     taken, more = 0, True
 
     async def receive_body() -> Message:
@@ -252,13 +267,13 @@ def bounded_receive(receive: Receive, most: int, end: float) -> Receive:
         if message["type"] == "http.request":
             more = message.get("more_body", False)
             taken += len(message.get("body", b""))
-            if taken > most:
-                raise _too_large(most)
+            if taken > limit:
+                raise _too_large(limit)
         return message
 
     return receive_body
 
 
-def _too_large(most: int) -> HTTPProblem:
-    detail = f"the body has more than the {most:,} bytes that are allowed here"
+def _too_large(limit: int) -> HTTPProblem:
+    detail = f"the body has more than the {limit:,} bytes that are allowed here"
     return HTTPProblem(413, "body-too-large", detail, {"Connection": "close"})

@@ -1,4 +1,4 @@
-"""The service over one open state folder, and the context of a request to it."""
+"""The service over one open state folder, and the context of a request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class Service:
     """State that all requests share: the state folder, the open requests, and their statistics."""
 
     rag: RagCache
+    """The state folder, seen from the namespace `default`."""
     settings: ServiceSettings
     requests: RequestRegistry = field(default_factory=RequestRegistry)
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
+    """Start of the service, in Unix seconds."""
     metrics: Metrics = field(init=False)
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
 
@@ -42,17 +44,17 @@ class Service:
 
     @property
     def shared(self) -> SharedServices:
-        """The model, the engine and the store, which all namespaces share."""
+        """Model, engine and store, which all namespaces share."""
         return self.rag.internals.shared
 
     @property
     def model(self) -> str:
-        """The served model's name."""
+        """Name of the served model."""
         return self.shared.model.name
 
     @property
     def fingerprint(self) -> str:
-        """`system_fingerprint` of OpenAI's responses: of the weights and the configuration."""
+        """`system_fingerprint` of OpenAI's responses: a digest of weights and configuration."""
         return f"fp_{self.shared.model.causal.fingerprint[:10]}"
 
     @property
@@ -64,7 +66,7 @@ class Service:
         return LogprobFormat(self.tokenizer)
 
     def rag_of(self, namespace: str) -> RagCache:
-        """The collections, schemas and modules of a namespace."""
+        """Return the state folder as seen from a namespace. Call it in the event loop only."""
         if namespace not in self._namespaces:
             self._namespaces[namespace] = self.rag.within(namespace)
         return self._namespaces[namespace]
@@ -77,15 +79,12 @@ class RequestContext:
     request: Request
     service: Service
     caller: Caller
-
-    @property
-    def rag(self) -> RagCache:
-        """The caller's namespace."""
-        return self.service.rag_of(self.caller.namespace)
+    rag: RagCache
+    """Collections, schemas and modules of the caller's namespace."""
 
     @property
     def deadline(self) -> float:
-        """Seconds left since the request's arrival. Raises `DeadlineExceeded`."""
+        """Seconds left to answer the request. Raises `DeadlineExceeded` if there are none."""
         left: float = self.request.state.end - monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it was read")
@@ -93,26 +92,32 @@ class RequestContext:
 
     @property
     def selection(self) -> dict[str, Any]:
-        """The option `selection` of `RagCache.ask`, where the gateway has retrieved. It
-        comes from the process that called the app (`ForwardedRequest`), never with HTTP."""
+        """The option `selection` of `RagCache.ask`, if a gateway has retrieved already.
+
+        The selection comes from the process that called the app (`ForwardedRequest`), never with
+        HTTP.
+        """
         found: Selection | None = getattr(self.request.state, "selection", None)
         return {} if found is None else {"selection": found}
 
 
 # FastAPI runs dependencies that are not coroutines in a thread.
-async def _context(request: Request) -> RequestContext:
-    return RequestContext(request, request.app.state.service, request.state.caller)
-
-
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-ContextDep = Annotated[RequestContext, Depends(_context)]
 ServiceDep = Annotated[Service, Depends(_service)]
 
 
+async def _context(request: Request, service: ServiceDep) -> RequestContext:
+    caller: Caller = request.state.caller
+    return RequestContext(request, service, caller, service.rag_of(caller.namespace))
+
+
+ContextDep = Annotated[RequestContext, Depends(_context)]
+
+
 async def off_loop(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Calls a blocking function in a thread."""
+    """Call a blocking function in a thread."""
     return await run_in_threadpool(function, *arguments, **options)

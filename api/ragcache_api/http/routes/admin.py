@@ -1,5 +1,8 @@
-"""The operator's routes: health checks, metrics, and `/admin` with modules, statistics, tiers,
-requests, schemas and maintenance."""
+"""Routes of the operator: health checks, metrics, and `/admin`.
+
+`/admin` has modules, statistics, tiers, requests, schemas and maintenance. Routes that
+read the ledger are no coroutines: FastAPI runs them in threads.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from ragcache import RagCache, SourceDocument
+from ragcache import SourceDocument
 from ragcache.engine import EngineStats
 from ragcache.errors import ConfigurationError
 from ragcache.machine import device_memory, host_memory, process_memory
@@ -51,7 +54,7 @@ from ragcache_api.http.protocol import (
     problems,
 )
 from ragcache_api.http.requests import ActiveRequest, stopping
-from ragcache_api.http.routes.answers import schema_of
+from ragcache_api.http.routes.answers import find_schema
 from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep, off_loop
 from ragcache_schemas import write_schema
 
@@ -62,66 +65,74 @@ Word = Annotated[str | None, Query(max_length=1000)]
 
 
 class SchemaListedResponse(ResponseModel):
-    """id: `collection:NAME` or `schema:NAME`."""
+    """A schema in a list."""
 
     id: str
+    """`schema:NAME` of a hand-written schema, `collection:NAME` of a collection's own."""
     name: str
     kind: str
+    """`schema` or `collection`."""
 
 
 class SchemaDetail(SchemaListedResponse):
-    """A schema with its text in PML."""
+    """A schema with its text."""
 
     text: str
+    """The schema in PML."""
 
 
 class ReplicaResponse(ResponseModel):
-    """session: under which the ledger has its memory; requests: that it holds; routed: those that
-    the gateway has sent it; draining: whether it gets no more."""
+    """A replica behind a gateway, with its load."""
 
     name: str
     session: str
+    """Session under which the ledger lists the replica's memory."""
     requests: int
+    """Number of open requests."""
     routed: int
+    """Number of requests that this gateway has sent to the replica."""
     draining: bool
+    """Whether the replica gets no more requests."""
 
 
 class ReplicasResponse(ResponseModel):
-    """Of the gateway that answers. retried: requests that it sent again; bytes: of the modules that
-    requests read, `held` where they were sent, or `moved` there."""
+    """The replicas behind the gateway that answers."""
 
     items: list[ReplicaResponse]
     retried: int
+    """Number of requests that the gateway sent again, to another replica."""
     bytes: dict[str, int]
+    """Bytes of the modules that requests read: `held` by the chosen replica, or `moved` to it."""
 
 
 @router.get("/replicas")
 async def list_replicas(context: ContextDep) -> ReplicasResponse:
-    """The replicas behind a gateway, which answers this itself; a service by itself has none. There
-    `POST /admin/replicas/NAME/drain` keeps requests from one, and `resume` ends that."""
+    """List the replicas behind a gateway.
+
+    The gateway answers this itself; a service without one lists none. On a gateway,
+    `POST /admin/replicas/NAME/drain` keeps new requests from a replica, and `resume` ends that.
+    """
     context.caller.require_operator()
     return ReplicasResponse(items=[], retried=0, bytes={"held": 0, "moved": 0})
 
 
 @router.get("/modules")
-async def list_modules(
+def list_modules(
     context: ContextDep, page: PageDep, collection: CollectionName | None = None,
     document: Word = None, tier: Word = None, pinned: Flag | None = None, search: Word = None,
     sort: Sort = "id", descending: Flag = False,
 ) -> PageOf[ModuleResponse]:  # fmt: skip
-    """Modules, with the tiers that hold their states."""
-    rows = await off_loop(
-        context.rag.modules.page, collection=collection, document=document, tier=tier,
-        pinned=pinned, search=search, sort=sort, descending=descending,
-        cursor=page.cursor, limit=page.limit,
-    )  # fmt: skip
+    """List modules, with the tiers that hold their states."""
+    rows = context.rag.modules.page(
+        collection, document, tier, pinned, search, sort, descending, page.cursor, page.limit
+    )
     return PageOf[ModuleResponse].model_validate(rows)
 
 
 @router.get("/modules/{module}")
-async def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
-    """A module with its text."""
-    detail = await off_loop(context.rag.modules.get, module)
+def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
+    """Return a module with its text and the tiers of its states."""
+    detail = context.rag.modules.get(module)
     return ModuleTextResponse(
         **asdict(detail.listing), text=detail.text, uri=detail.uri,
         metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
@@ -130,24 +141,23 @@ async def get_module(module: PublicId, context: ContextDep) -> ModuleTextRespons
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """A change of one module's states; `dry_run` lists what it would do."""
+    """A change of one module's states."""
 
     context: RequestContext
     module: str
+    """Public id of the module."""
     dry_run: bool
+    """Whether the change is listed and not made."""
 
-    def apply(self, action: str, **options: Any) -> ChangesResponse:
-        """Calls a verb of the modules with the module's name."""
+    def apply(self, action: str, *arguments: Any, **options: Any) -> ChangesResponse:
+        """Call a method of `RagCache.modules` for the module."""
         modules = self.context.rag.modules
         row = modules.get(self.module).listing
-        options |= {"names": [row.name], "dry_run": self.dry_run}
-        changes = getattr(modules, action)(row.collection, **options)
-        return _changes(self.context, changes, self.dry_run)
-
-    def expire(self, seconds: float | None) -> ChangesResponse:
-        modules = self.context.rag.modules
-        row = modules.get(self.module).listing
-        changes = modules.expire([row.id], seconds, dry_run=self.dry_run)
+        if action == "expire":
+            changes = modules.expire([row.id], *arguments, dry_run=self.dry_run)
+        else:
+            options |= {"names": [row.name], "dry_run": self.dry_run}
+            changes = getattr(modules, action)(row.collection, **options)
         return _changes(self.context, changes, self.dry_run)
 
 
@@ -159,51 +169,46 @@ ChangeDep = Annotated[ModuleChange, Depends(_change)]
 
 
 @router.delete("/modules/{module}")
-async def evict_module(change: ChangeDep, tier: Word = None) -> ChangesResponse:
-    """Evicts a module's states. Its document stays, and they are encoded again when a question
-    needs them."""
-    return await off_loop(change.apply, "evict", tier=tier)
+def evict_module(change: ChangeDep, tier: Word = None) -> ChangesResponse:
+    """Evict a module's states. Its document stays, and the next question encodes them again."""
+    return change.apply("evict", tier=tier)
 
 
 @router.post("/modules/{module}/pin")
-async def pin_module(change: ChangeDep) -> ChangesResponse:
-    """Keeps a module's states from being evicted for pressure or time."""
-    return await off_loop(change.apply, "pin")
+def pin_module(change: ChangeDep) -> ChangesResponse:
+    """Keep a module's states from being evicted for space or age."""
+    return change.apply("pin")
 
 
 @router.delete("/modules/{module}/pin")
-async def unpin_module(change: ChangeDep) -> ChangesResponse:
-    """Lets a module's states be evicted again."""
-    return await off_loop(change.apply, "unpin")
+def unpin_module(change: ChangeDep) -> ChangesResponse:
+    """Let a module's states be evicted again."""
+    return change.apply("unpin")
 
 
 @router.post("/modules/{module}/warm")
-async def warm_module(change: ChangeDep) -> ChangesResponse:
-    """Brings a module's states to the first tier, and encodes them if no tier has them."""
-    return await off_loop(change.apply, "warm")
+def warm_module(change: ChangeDep) -> ChangesResponse:
+    """Bring a module's states to the first tier, and encode them if no tier has them."""
+    return change.apply("warm")
 
 
 @router.post("/modules/{module}/move")
-async def move_module(body: MoveRequest, change: ChangeDep) -> ChangesResponse:
-    """Moves a module's states to a tier, away from those above it."""
-    return await off_loop(change.apply, "move", tier=body.tier)
+def move_module(body: MoveRequest, change: ChangeDep) -> ChangesResponse:
+    """Move a module's states to a tier, and out of the tiers above it."""
+    return change.apply("move", tier=body.tier)
 
 
 @router.post("/modules/{module}/expire")
-async def expire_module(body: ExpireRequest, change: ChangeDep) -> ChangesResponse:
-    """Evicts a module's states after a time, unless they are pinned; null lifts the limit."""
-    return await off_loop(change.expire, body.seconds)
+def expire_module(body: ExpireRequest, change: ChangeDep) -> ChangesResponse:
+    """Limit how long a module's states are kept, unless they are pinned."""
+    return change.apply("expire", body.seconds)
 
 
 @router.post("/evict")
-async def evict_modules(
+def evict_modules(
     body: EvictRequest, context: ContextDep, dry_run: Flag = False
 ) -> ChangesResponse:
-    """Evicts states of a collection or of all; lists each that went, or would go."""
-    return await off_loop(_evict, context, body, dry_run)
-
-
-def _evict(context: RequestContext, body: EvictRequest, dry_run: bool) -> ChangesResponse:
+    """Evict states of a collection or of all collections, and list each of them."""
     rag, changes = context.rag, list[StateChange]()
     names = list(rag.stats().collections) if body.collection is None else [body.collection]
     for name in names:
@@ -220,161 +225,143 @@ def _changes(
 
 @router.get("/stats")
 async def get_stats(context: ContextDep) -> StatsResponse:
-    """Statistics since the service began."""
-    stats = await off_loop(context.rag.stats)
-    service = context.service
+    """Return statistics since the service began."""
+    stats, service = await off_loop(context.rag.stats), context.service
     record = service.recorder.stats_of(context.caller.namespace)
-    computing = [active.computes for active in _mine(context)]
+    computing = [active.computes for active in _requests_of_caller(context)]
     requests = {"running": sum(computing), "waiting": len(computing) - sum(computing)}
+    requests |= {name: record.outcomes[name] for name in ("finished", "failed", "cancelled")}
     operator = context.caller.is_operator
-    evictions = {tier: dict(each) for tier, each in stats.evictions.items() if operator}
     return StatsResponse(
         model=service.model, uptime=time.time() - service.started, collections=stats.collections,
-        requests=requests | {
-            name: record.outcomes[name] for name in ("finished", "failed", "cancelled")
-        },
-        tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
+        requests=requests, tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
         engine=_engine_figures(service.shared.engine.stats) if operator else {},
-        evictions=evictions,
+        evictions={tier: dict(each) for tier, each in stats.evictions.items()} if operator else {},
     )  # fmt: skip
 
 
 def _engine_figures(stats: EngineStats) -> dict[str, float]:
-    """Steps, batches and waits of the engine since it began."""
     rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
-    mean = rows / stats.steps if stats.steps else 0.0
     return {
-        "steps": stats.steps, "batch_mean": mean, "queued_s": stats.queued,
+        "steps": stats.steps, "batch_mean": rows / (stats.steps or 1), "queued_s": stats.queued,
         "preempted": stats.preempted,
     }  # fmt: skip
 
 
 @router.get("/tiers")
-async def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
-    """The tiers, which all namespaces share."""
+def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
+    """List the storage tiers, which all namespaces share."""
     context.caller.require_operator()
-    listed = await off_loop(context.rag.tiers)
+    listed = context.rag.tiers()
     return PageOf(items=listed, total=len(listed))
 
 
 @router.get("/memory")
-async def get_memory(context: ContextDep) -> MemoryResponse:
-    """The memory of the process, of its machine or control group, of the model's GPU and of the
+def get_memory(context: ContextDep) -> MemoryResponse:
+    """Return the memory of the process, its machine or control group, the model's GPU, and the
     tiers."""
     context.caller.require_operator()
-    return await off_loop(_memory, context.rag)
-
-
-def _memory(rag: RagCache) -> MemoryResponse:
-    device = rag.internals.shared.model.causal.device
+    device = context.service.shared.model.causal.device
     return MemoryResponse.model_validate({
-        "process": process_memory(), "host": host_memory(), "tiers": rag.tiers(),
+        "process": process_memory(), "host": host_memory(), "tiers": context.rag.tiers(),
         "device": device_memory(device) if device.type == "cuda" else None,
     })  # fmt: skip
 
 
 @router.get("/state")
-async def get_state(context: ContextDep) -> StateResponse:
-    """The model, and how far its modes are from `exact` as far as they were measured: with the
-    first question of each."""
-    return await off_loop(_state, context.rag)
+def get_state(context: ContextDep) -> StateResponse:
+    """Return the model, and the measured distance of its modes from `exact`.
 
-
-def _state(rag: RagCache) -> StateResponse:
-    model = rag.internals.shared.model
+    A mode is measured before it answers its first question.
+    """
+    model, gate = context.service.shared.model, context.rag.gate
     causal = model.causal
     return StateResponse.model_validate({
         "model": model.name, "device": str(causal.device), "window": causal.window,
         "dtype": dtype_name(causal.dtype), "states_dtype": dtype_name(causal.states_dtype),
-        "force_modes": rag.gate.forced, "modes": rag.gate.results(),
+        "force_modes": gate.forced, "modes": gate.results(),
     })  # fmt: skip
 
 
 @router.get("/evictions")
-async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
-    """States that left a tier, the latest first."""
-    listed = await off_loop(context.rag.evictions, page.cursor, page.limit)
+def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
+    """List states that left a tier, latest first."""
+    listed = context.rag.evictions(page.cursor, page.limit)
     return PageOf[EvictionResponse].model_validate(listed)
 
 
 @router.get("/requests")
 async def list_requests(context: ContextDep) -> dict[str, Any]:
-    """Requests under way, and those that ended last."""
+    """List running requests, and the requests that ended last."""
     record = context.service.recorder.stats_of(context.caller.namespace)
-    running = [_active_fields(active) for active in _mine(context)]
+    running = [
+        {
+            "id": active.id, "request": active.request, "kind": active.kind,
+            "collection": active.collection, "age": time.monotonic() - active.started,
+            "state": active.state, "prompt_tokens": active.prompt_tokens,
+            "generated": active.generated,
+        }
+        for active in _requests_of_caller(context)
+    ]  # fmt: skip
     return {"running": running, "recent": list(reversed(record.recent))}
 
 
+def _requests_of_caller(context: RequestContext) -> list[ActiveRequest]:
+    entries = context.service.requests.active.values()
+    return [active for active in entries if active.namespace == context.caller.namespace]
+
+
 @router.get("/schemas")
-async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaListedResponse]:
-    """Hand-written schemas, and those of collections."""
-    return page.cut(await off_loop(_schemas, context), lambda s: s.id)
+def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaListedResponse]:
+    """List hand-written schemas and the schemas of collections."""
+    named = [("schema", name) for name in context.rag.schemas.names()]
+    named += [("collection", name) for name in context.rag.stats().collections]
+    return page.cut(
+        [SchemaListedResponse(id=f"{kind}:{name}", name=name, kind=kind) for kind, name in named],
+        lambda schema: schema.id,
+    )
 
 
 @router.get("/schemas/{id}")
-async def get_schema(
+def get_schema(
     id: Annotated[str, Path(min_length=1, max_length=300)], context: ContextDep
 ) -> SchemaDetail:
-    """A schema as PML: as it was written, or generated for a collection with one slot."""
+    """Return a schema as PML: as it was written, or generated for a collection with one slot."""
     kind, _, name = id.partition(":")
     if kind == "schema":
-        text = (await off_loop(schema_of, context, name)).text or ""
+        text = find_schema(context, name).text or ""
     elif kind == "collection":
-        text = write_schema(await off_loop(context.rag.schemas.generate, name, k=1))
+        text = write_schema(context.rag.schemas.generate(name, k=1))
     else:
         raise HTTPProblem(404, "unknown-schema", "ids are schema:NAME or collection:NAME")
     return SchemaDetail(id=id, name=name, kind=kind, text=text)
 
 
-def _schemas(context: RequestContext) -> list[SchemaListedResponse]:
-    named = [("schema", name) for name in context.rag.schemas.names()]
-    named += [("collection", name) for name in context.rag.stats().collections]
-    return [SchemaListedResponse(id=f"{kind}:{name}", name=name, kind=kind) for kind, name in named]
-
-
-def _mine(context: RequestContext) -> list[ActiveRequest]:
-    entries = context.service.requests.active.values()
-    return [active for active in entries if active.namespace == context.caller.namespace]
-
-
-def _active_fields(active: ActiveRequest) -> dict[str, Any]:
-    return {
-        "id": active.id, "request": active.request, "kind": active.kind,
-        "collection": active.collection, "age": time.monotonic() - active.started,
-        "state": active.state, "prompt_tokens": active.prompt_tokens, "generated": active.generated,
-    }  # fmt: skip
-
-
 @router.post("/flush", responses=problems(507))
-async def flush_ledger(context: ContextDep) -> FlushResponse:
-    """Writes uses, evictions and the contents of memory to the ledger. States themselves are on
-    disk already."""
+def flush_ledger(context: ContextDep) -> FlushResponse:
+    """Write uses, evictions and the contents of memory to the ledger. States are on disk
+    already."""
     context.caller.require_operator()
-    await off_loop(context.service.shared.store.ledger.flush)
+    context.service.shared.store.ledger.flush()
     return FlushResponse(flushed=True)
 
 
 @router.post("/verify", responses=problems(507))
-async def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResponse:
-    """Checks each row of the ledger against its blob; `repair` mends the rows that it can."""
+def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResponse:
+    """Check each row of the ledger against its blob. `repair` fixes the rows that it can."""
     context.caller.require_operator()
-    report = await off_loop(verify, context.service.shared.store, repair=repair)
+    report = verify(context.service.shared.store, repair=repair)
     return VerifyResponse.model_validate(report)
 
 
 @router.post("/plan", responses=problems(507))
-async def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
-    """Costs and gains of caching a corpus; a sample is measured while requests run."""
+def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
+    """Estimate costs and gains of caching a corpus, from a sample that is measured now."""
     context.caller.require_operator()
-    return await off_loop(_plan, context, body)
-
-
-def _plan(context: RequestContext, wanted: PlanRequest) -> dict[str, Any]:
-    shared, corpus = context.service.shared, _corpus(context, wanted)
-    budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
-    folder = shared.store.disk.folder
-    made = make_plan(shared.model, corpus, budgets, folder, sample=wanted.sample)
-    return made.to_dict() | {"advice": advise(made)}
+    shared, corpus = context.service.shared, _corpus(context, body)
+    budgets = Budgets.parse(body.host_bytes, body.device_bytes, body.disk_bytes)
+    plan = make_plan(shared.model, corpus, budgets, shared.store.disk.folder, sample=body.sample)
+    return plan.to_dict() | {"advice": advise(plan)}
 
 
 def _corpus(context: RequestContext, wanted: PlanRequest) -> Corpus:
@@ -388,19 +375,24 @@ def _corpus(context: RequestContext, wanted: PlanRequest) -> Corpus:
 
 
 class HealthResponse(ResponseModel):
+    """A passed health check."""
+
     status: Literal["live", "ready"]
 
 
 @health_router.get("/health/live")
 async def check_live() -> HealthResponse:
-    """Whether the process answers."""
+    """Check that the process answers."""
     return HealthResponse(status="live")
 
 
 @health_router.get("/health/ready", responses=problems())
 async def check_ready(service: ServiceDep) -> HealthResponse:
-    """Whether requests may be sent: 503 from when the service is being stopped, which still takes
-    them for a while."""
+    """Check that requests may be sent.
+
+    The answer is 503 as soon as the service is asked to stop, although it accepts requests for a
+    while longer.
+    """
     if service.requests.leaving or service.requests.draining:
         raise stopping()
     if not service.shared.engine.is_open:
@@ -409,7 +401,7 @@ async def check_ready(service: ServiceDep) -> HealthResponse:
 
 
 @health_router.get("/metrics", response_class=PlainTextResponse, responses=problems())
-async def read_metrics(context: ContextDep) -> Response:
-    """Metrics in Prometheus's text format."""
+def read_metrics(context: ContextDep) -> Response:
+    """Return metrics in Prometheus's text format."""
     context.caller.require_operator()
-    return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+    return Response(context.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

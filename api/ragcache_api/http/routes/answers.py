@@ -1,5 +1,4 @@
-"""`POST /v1/answers` and `POST /v1/prompts`: one answer, whole or streamed; and the schemas that
-prompts are over, `/v1/schemas`."""
+"""Routes that answer one question or one PML prompt, whole or streamed, and routes of schemas."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from ragcache_api.http.protocol import (
     problems,
 )
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext
 from ragcache_api.http.streaming import (
     Opening,
     complete_answers,
@@ -37,7 +36,7 @@ from ragcache_api.http.streaming import (
     format_event,
     stream_answer,
 )
-from ragcache_schemas import Placement, parse_schema
+from ragcache_schemas import parse_schema
 
 router = APIRouter(
     prefix="/v1", tags=["answers"], responses={**problems(500), **event_stream("The answer")}
@@ -49,26 +48,24 @@ _NAME = TypeAdapter(PathName)
 
 @router.post("/answers", response_model=AnswerResponse)
 async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
-    """Answers a question from the documents of a collection.
+    """Answer a question from the documents of a collection.
 
-    With `stream`, events: `sources`, a `token` for each delta of text, and `answer` or `error`.
+    With `stream`, the events are `sources`, a `token` for each delta of text, and at the end
+    `answer` or `error`.
     """
-    generation, rag = own_generation(body, context.deadline), AsyncRagCache(context.rag)
-
-    async def opening() -> AsyncAnswerStream:
-        options = body.retrieval() | context.selection
-        return await rag.stream(
-            body.question, collection=body.collection, generation=generation, **options
-        )
-
+    generation = own_generation(body, context.deadline)
+    options = body.retrieval() | context.selection
+    opening = lambda: AsyncRagCache(context.rag).stream(  # noqa: E731
+        body.question, collection=body.collection, generation=generation, **options
+    )
     return await _respond(context, "answer", body.collection, opening, stream=body.stream)
 
 
 @router.post("/prompts", response_model=AnswerResponse)
 async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
-    """Answers a PML prompt over a stored schema. Events as for questions."""
-    generation, rag = own_generation(body, context.deadline), AsyncRagCache(context.rag)
-    opening = lambda: rag.stream_prompt(  # noqa: E731
+    """Answer a PML prompt over a stored schema, with the same events as `/v1/answers`."""
+    generation = own_generation(body, context.deadline)
+    opening = lambda: AsyncRagCache(context.rag).stream_prompt(  # noqa: E731
         body.prompt, mode=body.mode, source="prompt", generation=generation
     )
     return await _respond(context, "prompt", "", opening, stream=body.stream)
@@ -101,26 +98,18 @@ def _error_event(info: ErrorInfo) -> bytes:
 
 
 @schemas_router.get("")
-async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
-    """The schemas, by name."""
-    return page.cut(await off_loop(_schemas, context), lambda s: s.name)
-
-
-def _schemas(context: RequestContext) -> list[SchemaResponse]:
+def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
+    """List the hand-written schemas by name, without their texts."""
     texts = context.rag.internals.pml.texts
     found = [(name, texts.get_schema(name)) for name in texts.names()]
-    return [SchemaResponse(name=name, placement=s.placement) for name, s in found if s]
+    listed = [SchemaResponse(name=name, placement=s.placement) for name, s in found if s]
+    return page.cut(listed, lambda schema: schema.name)
 
 
 @schemas_router.post("", status_code=201)
-async def add_schema(body: SchemaRequest, context: ContextDep) -> SchemaResponse:
-    """Stores a schema and encodes its modules."""
-    name = await off_loop(_add_schema, context, body.text, body.placement)
-    return SchemaResponse(name=name, placement=body.placement)
-
-
-def _add_schema(context: RequestContext, text: str, placement: Placement) -> str:
-    name = parse_schema(text, source="schema").name
+def add_schema(body: SchemaRequest, context: ContextDep) -> SchemaResponse:
+    """Store a schema and encode its modules."""
+    name = parse_schema(body.text, source="schema").name
     try:
         _NAME.validate_python(name)
     except ValidationError:
@@ -129,17 +118,18 @@ def _add_schema(context: RequestContext, text: str, placement: Placement) -> str
             f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
             "characters and no `/`, and is neither `.` nor `..`",
         ) from None  # fmt: skip
-    return context.rag.schemas.add(text, placement=placement, source="schema").name
+    context.rag.schemas.add(body.text, placement=body.placement, source="schema")
+    return SchemaResponse(name=name, placement=body.placement)
 
 
 @schemas_router.get("/{name}")
-async def get_schema(name: Name, context: ContextDep) -> SchemaResponse:
-    """A schema with its text."""
-    return await off_loop(schema_of, context, name)
+def get_schema(name: Name, context: ContextDep) -> SchemaResponse:
+    """Return a schema with its text."""
+    return find_schema(context, name)
 
 
-def schema_of(context: RequestContext, name: str) -> SchemaResponse:
-    """A hand-written schema of the caller's. Raises `UnknownSchema`."""
+def find_schema(context: RequestContext, name: str) -> SchemaResponse:
+    """Return a hand-written schema of the caller's namespace. Raises `UnknownSchema`."""
     found = context.rag.internals.pml.texts.get_schema(name)
     if found is None:
         raise UnknownSchema(f"there is no schema {name!r}")
@@ -147,7 +137,7 @@ def schema_of(context: RequestContext, name: str) -> SchemaResponse:
 
 
 @schemas_router.delete("/{name}")
-async def delete_schema(name: Name, context: ContextDep) -> DeletedResponse:
-    """Deletes a schema, and the states that nothing else needs."""
-    await off_loop(context.rag.schemas.delete, name)
+def delete_schema(name: Name, context: ContextDep) -> DeletedResponse:
+    """Delete a schema, and the states that nothing else needs."""
+    context.rag.schemas.delete(name)
     return DeletedResponse(deleted=1)

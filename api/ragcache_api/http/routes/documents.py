@@ -1,5 +1,7 @@
-"""Collections and their documents, which are uploaded as JSON or as the files of a form, and the
-jobs that ingest them in the background."""
+"""Routes of collections and documents, and of the jobs that ingest documents in the background.
+
+Documents are uploaded as JSON or as the files of a form.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,9 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
 @router.get("")
-async def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
-    """The collections, by name."""
-    listed = await off_loop(context.rag.collections.page, page.cursor, page.limit)
+def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
+    """List the collections by name."""
+    listed = context.rag.collections.page(page.cursor, page.limit)
     return PageOf[CollectionResponse].model_validate(listed)
 
 
@@ -69,42 +71,39 @@ async def list_collections(context: ContextDep, page: PageDep) -> PageOf[Collect
     "", status_code=201,
     responses={200: {"model": CollectionCreatedResponse, "description": "It existed"}},
 )  # fmt: skip
-async def add_collection(
+def add_collection(
     body: CollectionRequest, context: ContextDep, response: Response
 ) -> CollectionCreatedResponse:  # fmt: skip
-    """Creates a collection without documents."""
-    created = await off_loop(context.rag.collections.create, body.name)
+    """Create a collection without documents."""
+    created = context.rag.collections.create(body.name)
     response.status_code = 201 if created else 200
     return CollectionCreatedResponse(name=body.name, created=created)
 
 
 @router.get("/{collection}/instruction")
-async def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
-    """What the model is to do with the documents of a collection."""
-    return InstructionResponse(
-        instruction=await off_loop(context.rag.collections.instruction, collection)
-    )
+def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
+    """Return the instruction that precedes a collection's documents in prompts."""
+    return InstructionResponse(instruction=context.rag.collections.instruction(collection))
 
 
 @router.put("/{collection}/instruction")
-async def set_instruction(
+def set_instruction(
     collection: Collection, body: InstructionRequest, context: ContextDep
 ) -> InstructionResponse:
-    """Changes what the model is to do with the documents of a collection."""
-    await off_loop(context.rag.collections.set_instruction, collection, body.instruction)
-    return await get_instruction(collection, context)
+    """Change the instruction of a collection."""
+    context.rag.collections.set_instruction(collection, body.instruction)
+    return get_instruction(collection, context)
 
 
 @router.delete("/{collection}")
-async def delete_collection(
+def delete_collection(
     collection: Collection, context: ContextDep, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Deletes a collection with its documents; `dry_run` tells what would go."""
+    """Delete a collection with its documents. With `dry_run`, report what would be deleted."""
+    collections = context.rag.collections
     if dry_run:
-        return DeletionResponse.of(
-            await off_loop(context.rag.collections.preview_deletion, collection)
-        )
-    return DeletedResponse(deleted=await off_loop(context.rag.collections.delete, collection))
+        return DeletionResponse.of(collections.preview_deletion(collection))
+    return DeletedResponse(deleted=collections.delete(collection))
 
 
 _UPLOAD: dict[str, Any] = {
@@ -120,8 +119,10 @@ async def add_documents(
     collection: Collection, context: ContextDep, response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobResponse:  # fmt: skip
-    """Stores documents in the background; the job shows its progress and, in `report`, the files
-    that could not be read."""
+    """Store documents in the background.
+
+    The job shows the progress and, in `report`, the files that could not be read.
+    """
     return await _submit(collection, context, response, idempotency_key, sync=False)
 
 
@@ -130,9 +131,11 @@ async def sync_documents(
     collection: Collection, context: ContextDep, response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobResponse:  # fmt: skip
-    """Makes the documents of a collection those of the body, in the background: what changed is
-    encoded, others are removed, and what has moved is renamed. Stored versions of files that cannot
-    be read stay."""
+    """Make the body the contents of a collection, in the background.
+
+    Changed documents are encoded again, moved ones renamed, and documents that the body lacks
+    deleted. A stored document stays if its file cannot be read.
+    """
     return await _submit(collection, context, response, idempotency_key, sync=True)
 
 
@@ -150,55 +153,50 @@ async def _submit(
 
 
 @router.delete("/{collection}/documents")
-async def delete_documents(
+def delete_documents(
     collection: Collection, context: ContextDep, id: DocumentIds, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Deletes those documents of these ids that there are, as one change; `dry_run` tells what
-    would go."""
-    return await _delete(context, collection, id, dry_run)
+    """Delete documents by their ids, as one change; unknown ids are skipped.
 
-
-async def _delete(
-    context: RequestContext, collection: str, ids: list[str], dry_run: bool
-) -> DeletionResponse | DeletedResponse:
+    With `dry_run`, report what would be deleted.
+    """
     if dry_run:
-        return DeletionResponse.of(
-            await off_loop(context.rag.collections.preview_deletion, collection, ids)
-        )
-    return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, ids))
+        return DeletionResponse.of(context.rag.collections.preview_deletion(collection, id))
+    return DeletedResponse(deleted=context.rag.delete(collection, id))
 
 
 @router.get("/{collection}/documents")
-async def list_documents(
+def list_documents(
     collection: Collection, context: ContextDep, page: PageDep
 ) -> PageOf[DocumentResponse]:
-    """The documents of a collection, by id."""
-    listed = await off_loop(context.rag.documents.page, collection, page.cursor, page.limit)
+    """List the documents of a collection by id."""
+    listed = context.rag.documents.page(collection, page.cursor, page.limit)
     items = [_document_response(row) for row in listed.items]
     return PageOf(items=items, next=listed.next, total=listed.total)
 
 
 @router.get("/{collection}/documents/{document:path}")
-async def get_document(
+def get_document(
     collection: Collection, document: Document, context: ContextDep
 ) -> DocumentResponse:
-    """A document."""
-    found = await off_loop(context.rag.documents.get, collection, [document])
-    if not found:
-        raise _unknown(collection, document)
-    return _document_response(found[0])
+    """Return a document, without its text."""
+    for row in context.rag.documents.get(collection, [document]):
+        return _document_response(row)
+    raise _unknown(collection, document)
 
 
 @router.delete("/{collection}/documents/{document:path}")
-async def delete_document(
+def delete_document(
     collection: Collection, document: Document, context: ContextDep, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:
-    """Deletes a document with its modules, and the states that nothing else needs; `dry_run` tells
-    what would go."""
-    gone = await _delete(context, collection, [document], dry_run)
-    if not gone.deleted:
+    """Delete a document with its modules, and the states that nothing else needs.
+
+    With `dry_run`, report what would be deleted.
+    """
+    deletion = delete_documents(collection, context, [document], dry_run)
+    if not deletion.deleted:
         raise _unknown(collection, document)
-    return gone
+    return deletion
 
 
 def _unknown(collection: str, document: str) -> HTTPProblem:
@@ -214,12 +212,15 @@ def _document_response(row: DocumentRow) -> DocumentResponse:
 
 
 async def read_documents(request: Request) -> LoadedSources:
-    """The documents of an upload. Raises `RequestValidationError`, or `HTTPProblem` (400, 415,
-    422)."""
+    """Read the documents of an upload.
+
+    Raises:
+        RequestValidationError: The JSON is not a `DocumentsRequest`.
+        HTTPProblem: (400, 415, 422) The body is neither JSON nor a form with readable files.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        files = await _form_files(request)
-        return await off_loop(_parse_files, files)
+        return await off_loop(_parse_files, await _form_files(request))
     if kind == "application/json":
         return await off_loop(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
@@ -238,7 +239,7 @@ def _parse_json(body: bytes) -> LoadedSources:
 
 
 async def _form_files(request: Request) -> list[tuple[str, bytes]]:
-    """Names and contents."""
+    """Return the names and contents of a form's files."""
     found = []
     async with request.form(max_files=_FILES, max_fields=10) as form:
         for field, file in form.multi_items():
@@ -251,8 +252,11 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
 
 
 def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
-    """The documents of those files that can be read. Raises `HTTPProblem` (422), which tells of
-    each file, if there are none."""
+    """Parse the files that can be read.
+
+    Raises:
+        HTTPProblem: (422) No file can be read; its `problems` say why for each.
+    """
     documents, skipped = [], []
     for name, raw in files:
         try:
@@ -263,8 +267,8 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
             skipped.append(SkippedFile(_usable(name), str(error)))
     if not documents:
         detail = "; ".join(f"{file.name}: {file.reason}" for file in skipped)
-        told = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
-        raise HTTPProblem(422, "unreadable-document", detail, problems=told)
+        reasons = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
+        raise HTTPProblem(422, "unreadable-document", detail, problems=reasons)
     present = frozenset(file.name for file in skipped)
     return replace(load_sources(documents), skipped=tuple(skipped), present=present)
 
@@ -281,16 +285,18 @@ def _usable(name: str) -> str:
 
 
 @jobs_router.get("")
-async def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
-    """The ingestion jobs, the newest first."""
-    listed = await off_loop(context.rag.jobs.list, page.cursor, page.limit)
-    return PageOf[JobResponse].model_validate(listed)
+def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
+    """List the ingestion jobs, newest first."""
+    return PageOf[JobResponse].model_validate(context.rag.jobs.list(page.cursor, page.limit))
 
 
 @jobs_router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
 async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
-    """An ingestion job. With `Accept: text/event-stream`, an event `progress` for each change until
-    it has ended, or `error`."""
+    """Return an ingestion job.
+
+    With `Accept: text/event-stream`, send an event `progress` for each change until the job ends,
+    or an event `error`.
+    """
     found = await _job(context, job)
     if "text/event-stream" in context.request.headers.get("accept", ""):
         return EventStream(_progress(context, found))
@@ -298,10 +304,12 @@ async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
 
 
 @jobs_router.delete("/{job}")
-async def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
-    """Cancels a job that waits or runs; it stores and removes nothing. One that has ended stays as
-    it is."""
-    return JobResponse.model_validate(await off_loop(context.rag.jobs.cancel, job))
+def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
+    """Cancel a waiting or running job, which then stores and removes nothing.
+
+    A job that has ended stays as it is.
+    """
+    return JobResponse.model_validate(context.rag.jobs.cancel(job))
 
 
 async def _job(context: RequestContext, public_id: str) -> JobResponse:
@@ -309,7 +317,7 @@ async def _job(context: RequestContext, public_id: str) -> JobResponse:
 
 
 async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator[bytes, None]:
-    """Events until the job ends, or an error: also where the service ends before the job does."""
+    """Yield an event for each change of a job. Errors become the last event."""
     yield format_event(job.model_dump(), "progress")
     try:
         async with aclosing(_changes(context, job)) as changes:
@@ -320,7 +328,7 @@ async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator
 
 
 async def _changes(context: RequestContext, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
-    """The job after each change. Raises `HTTPProblem` (503) if the service ends first."""
+    """Yield the job after each change. Raises `HTTPProblem` (503) if the service ends first."""
     draining = asyncio.Event()
     with context.service.requests.on_drain(draining.set):
         while job.status in _OPEN:

@@ -1,4 +1,4 @@
-"""The API keys of the service, which concern all namespaces: listed, created and revoked."""
+"""Routes that list, create and revoke API keys. They concern all namespaces."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from fastapi import APIRouter, Path, Response
 from pydantic import Field
 
 from ragcache.config import NAMESPACE
-from ragcache.db import ApiKeyRow
 from ragcache_api.http.bodies import PathName
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import (
-    PageDep,
-    PageOf,
-    RequestModel,
-    ResponseModel,
-    problems,
-)
-from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.protocol import PageDep, PageOf, RequestModel, ResponseModel, problems
+from ragcache_api.http.service import ContextDep
 
 router = APIRouter(prefix="/admin/keys", tags=["keys"], responses=problems(500, 507))
 Role = Literal["user", "admin"]
 
 
 class KeyRequest(RequestModel):
-    """A key to create. role: `user` asks and ingests, `admin` has `/admin` as well."""
+    """A key to create."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
+    """Name to list the key under, 1 to 100 characters."""
     role: Role = "user"
+    """`user` may ask and ingest; `admin` may also use `/admin`."""
     namespace: PathName = NAMESPACE
+    """Namespace that the key opens."""
 
 
 class KeyResponse(ResponseModel):
-    """A key. prefix: the first characters of its secret. Times in Unix seconds. current: whether
-    this request came with it."""
+    """A key without its secret."""
 
     id: int
     name: str
     role: Role
     namespace: str
     prefix: str
+    """First characters of the secret."""
     created_at: float
+    """Unix seconds."""
     last_used: float | None
+    """Unix seconds. Null for a key that was never used."""
     revoked_at: float | None
+    """Unix seconds. Null for a valid key."""
     current: bool = False
+    """Whether this request came with the key."""
 
 
 class KeyCreatedResponse(KeyResponse):
-    """A new key with its secret, which is stored nowhere and told this once."""
+    """A new key with its secret."""
 
     secret: str
+    """The secret. It is not stored and cannot be shown again."""
 
 
 @router.get("")
-async def list_keys(context: ContextDep, page: PageDep) -> PageOf[KeyResponse]:
-    """All keys, the revoked ones too, the oldest first."""
+def list_keys(context: ContextDep, page: PageDep) -> PageOf[KeyResponse]:
+    """List all keys, including revoked ones, oldest first."""
     context.caller.require_operator()
-    rows = await off_loop(context.rag.keys.list)
-    listed = [KeyResponse.model_validate(row) for row in rows]
+    listed = [KeyResponse.model_validate(row) for row in context.rag.keys.list()]
     current = context.caller.key
     return page.cut(
         [each.model_copy(update={"current": each.id == current}) for each in listed],
@@ -67,18 +67,14 @@ async def list_keys(context: ContextDep, page: PageDep) -> PageOf[KeyResponse]:
 
 
 @router.post("", status_code=201, responses=problems(409))
-async def create_key(
+def create_key(
     body: KeyRequest, context: ContextDep, response: Response
 ) -> KeyCreatedResponse:  # fmt: skip
-    """Creates a key. The first one closes the service to requests without any, and is one of the
-    operator's."""
+    """Create a key.
+
+    The first key must be an operator's. From then on, every request needs a key.
+    """
     context.caller.require_operator()
-    row, secret = await off_loop(_create, context, body)
-    response.headers["Cache-Control"] = "no-store"
-    return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
-
-
-def _create(context: RequestContext, body: KeyRequest) -> tuple[ApiKeyRow, str]:
     keys = context.rag.keys
     if not keys.any() and (body.role, body.namespace) != ("admin", NAMESPACE):
         raise HTTPProblem(
@@ -86,25 +82,25 @@ def _create(context: RequestContext, body: KeyRequest) -> tuple[ApiKeyRow, str]:
             "the first key closes the service to requests without one, so it has to be an "
             f"operator's: role `admin`, namespace {NAMESPACE!r}",
         )  # fmt: skip
-    return keys.create(body.name, body.role, body.namespace)
+    row, secret = keys.create(body.name, body.role, body.namespace)
+    response.headers["Cache-Control"] = "no-store"
+    return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
 
 
 @router.delete("/{key}", responses=problems(409))
-async def revoke_key(
+def revoke_key(
     key: Annotated[int, Path(ge=1, lt=2**63)], context: ContextDep
 ) -> KeyResponse:  # fmt: skip
-    """Refuses a key from now on; other processes do within ten seconds. That of the request itself
-    stays, so that an operator's key is left."""
+    """Revoke a key: at once in this process, within ten seconds in others.
+
+    A request cannot revoke its own key, so that an operator's key always remains.
+    """
     context.caller.require_operator()
     if key == context.caller.key:
         raise HTTPProblem(
             409, "own-key", "this request came with that key; revoke it with another one, or "
             "with `ragcache keys revoke`",
         )  # fmt: skip
-    return KeyResponse.model_validate(await off_loop(_revoke, context, key))
-
-
-def _revoke(context: RequestContext, key: int) -> ApiKeyRow:
     keys = context.rag.keys
     keys.revoke(key)
-    return next(row for row in keys.list() if row.id == key)
+    return KeyResponse.model_validate(next(row for row in keys.list() if row.id == key))
