@@ -1,2 +1,1 @@
-"""Several replicas of the service behind one gateway, which routes requests to where the states of
-their modules are."""
+"""Several replicas of the service behind a gateway, which routes requests by cached states."""

@@ -1,8 +1,8 @@
-"""Replicas and their gateway on Ray Serve (extra `ray`), for `ragcache serve --replicas N`, for
-`serve run ragcache_api.cluster.app:build`, and for KubeRay's RayService.
+"""Replicas and their gateway on Ray Serve (extra `ray`).
 
-A replica is the whole service in a process of its own. The gateway calls it through a handle that
-`ModuleRouter` routes; the ASGI messages of the response come back as they are sent.
+Used by `ragcache serve --replicas N`, by `serve run ragcache_api.cluster.app:build`, and by
+KubeRay's RayService. A replica is the whole service in a process of its own. The gateway calls it
+through a handle that `ModuleRouter` routes, and passes on the ASGI messages of its response.
 """
 
 from __future__ import annotations
@@ -40,39 +40,33 @@ from ragcache_api.cluster.replicas import (
 from ragcache_api.http.server import check_exposure
 from ragcache_api.settings import ServiceSettings
 
-__all__ = [
-    "ModuleRouter", "Replica", "application", "build", "deploy", "ray_serve", "serve_cluster",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 _APPLICATION = "ragcache"
 _ROUTER = "ragcache_api.cluster.app.ModuleRouter"
-_STATS_SECONDS = 1.0  # between two looks at what a replica says of itself
+_STATS_SECONDS = 1.0  # period in which Ray reads the statistics of replicas
 _HEALTH_SECONDS = 2.0
-_CALL_SECONDS = 5.0  # that a replica may take to say something of itself
-_MOST_REQUESTS = 10_000  # that Ray hands to a replica: its own queue refuses those beyond
-_OBJECT_STORE_BYTES = (
-    256 * 2**20
-)  # of a Ray that is started here; bodies of uploads pass through it
+_CALL_SECONDS = 5.0  # timeout of calls other than requests
+_MOST_REQUESTS = 10_000  # that Ray hands to a replica, whose own queue has a lower limit
+_OBJECT_STORE_BYTES = 256 * 2**20  # for the bodies of uploads, in a Ray that is started here
 _PROXY_PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
-_GATEWAY_CPUS = 2  # of Ray's count: the gateway, and room for a replica that takes over
+_GATEWAY_CPUS = 2  # in Ray's count: the gateway, and room for a replacement replica
 
 
 class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
-    """Routes calls of `Replica.asgi` by the states that their requests read.
+    """Router of Ray Serve that chooses a replica by the states that a request reads.
 
-    Ray makes one in the process of the gateway, and shares nothing with it but modules.
+    Ray makes the router in the gateway's process; the two share only module-level objects.
     """
 
     def initialize_state(self) -> None:
-        """Called by Ray."""
+        """Let the gateway list the replicas. Called by Ray."""
         shared.PROCESS_TABLE.list_replicas = self.statuses
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:  # fmt: skip
-        """The cheapest replica, and then any other."""
+        """Return the cheapest replica, then all others as a second choice."""
         if not candidate_replicas:
             return []
         given = {} if pending_request is None else pending_request.kwargs
@@ -90,30 +84,41 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         return [[by_name[name]], others] if others else [[by_name[name]]]
 
     def status_of(self, replica: RunningReplica) -> ReplicaStatus:
-        """The status of a replica, as far as this process knows it."""
-        name, told = replica.replica_id.unique_id, replica.routing_stats
+        """Return the last known status of a replica."""
+        name, stats = replica.replica_id.unique_id, replica.routing_stats
         return ReplicaStatus(
-            name, told.get("session", name),
+            name, stats.get("session", name),
             self.replica_queue_len_cache.get(replica.replica_id) or 0,
-            told.get("draining", False), told.get("costs", {}),
+            stats.get("draining", False), stats.get("costs", {}),
         )  # fmt: skip
 
     def statuses(self) -> list[ReplicaStatus]:
-        """All replicas that run, by name."""
+        """List the running replicas by name."""
         found = map(self.status_of, list(self.curr_replicas.values()))
         return sorted(found, key=lambda each: each.name)
 
 
 class RayReplicas:
-    """The `ReplicaSet` of a handle."""
+    """The `ReplicaSet` behind a handle of Ray Serve."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._streams = handle.options(stream=True)
         self._calls = handle
 
-    async def open(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
-        async for message in self._messages(request):
-            yield message
+    async def open(
+        self, request: ForwardedRequest, **only: str
+    ) -> AsyncGenerator[Message, None]:  # fmt: skip
+        response = self._streams.asgi.remote(request=request, **only)
+        ended = False
+        try:
+            with _lost_replicas():
+                async for messages in response:
+                    for message in messages:
+                        yield message
+            ended = True
+        finally:
+            if not ended:
+                response.cancel()
 
     async def statuses(self) -> list[ReplicaStatus]:
         if shared.PROCESS_TABLE.list_replicas is None:  # the first call makes the router
@@ -129,17 +134,18 @@ class RayReplicas:
         return True
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        """Call all replicas, and leave out replicas that do not answer in time.
+        """Call all replicas, and skip replicas that do not answer in time.
 
-        Late calls are not awaited: Ray's router may hold on to a call that is canceled.
+        Late calls are not awaited: Ray's router may hold on to a canceled call.
         """
 
         async def call(name: str) -> list[Message]:
-            return [message async for message in self._messages(request, only=name)]
+            return [message async for message in self.open(request, only=name)]
 
         names = [each.name for each in await self.statuses()]
         tasks = {
-            # calls of one request have its id, and Ray's router keeps one of each id
+            # without a context of its own each call would have the request's id, and Ray's
+            # router keeps one call of an id
             name: asyncio.create_task(call(name), context=Context())
             for name in names
         }
@@ -153,21 +159,6 @@ class RayReplicas:
                 answered[name] = task.result()
         return answered
 
-    async def _messages(
-        self, request: ForwardedRequest, **only: str
-    ) -> AsyncGenerator[Message, None]:  # fmt: skip
-        response = self._streams.asgi.remote(request=request, **only)
-        ended = False
-        try:
-            with _lost_replicas():
-                async for messages in response:
-                    for message in messages:
-                        yield message
-            ended = True
-        finally:
-            if not ended:
-                response.cancel()
-
     async def _call(self, method: str, **given: Any) -> Any:
         try:
             with _lost_replicas():
@@ -179,7 +170,7 @@ class RayReplicas:
 
 @contextmanager
 def _lost_replicas() -> Iterator[None]:
-    """Raise Ray's own errors as `ReplicaLost`. Errors of a replica's code are raised unchanged."""
+    """Turn Ray's own errors into `ReplicaLost`. Errors of a replica's code stay as they are."""
     try:
         yield
     except RayTaskError:
@@ -189,10 +180,9 @@ def _lost_replicas() -> Iterator[None]:
 
 
 class Replica:
-    """One service of several with the same settings.
+    """One of several services with the same settings.
 
-    Its state folder is a subfolder named for its rank. The replica that replaces it opens the same
-    folder again.
+    Its state folder is a subfolder named for its rank, so that a replacement opens the same one.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -212,7 +202,7 @@ class Replica:
     async def asgi(
         self, request: ForwardedRequest, only: str = "",  # noqa: ARG002  # the router reads it
     ) -> AsyncGenerator[list[Message], None]:  # fmt: skip
-        """Runs a request through the service. only: the replica that must have it."""
+        """Run a request through the service. `only` names the replica for `ModuleRouter`."""
         if self._lifespan is None:
             self._lifespan = AsyncExitStack()
             await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
@@ -220,7 +210,7 @@ class Replica:
             yield messages
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Read by Ray once a second, and seen by `ModuleRouter`."""
+        """Return the statistics that Ray passes to `ModuleRouter` once a second."""
         counters = self._rag.internals.shared.store.counters
         return {
             "session": self._session, "draining": self._draining,
@@ -228,26 +218,26 @@ class Replica:
         }  # fmt: skip
 
     def set_draining(self, draining: bool, only: str) -> None:  # noqa: ARG002
-        """Tells routers, with the next statistics. only: the replica that is meant."""
+        """Tell routers with the next statistics. `only` names the replica for `ModuleRouter`."""
         self._draining = draining
 
     def is_draining(self) -> bool:
-        """Whether routers leave this replica out."""
+        """Tell whether routers skip this replica."""
         return self._draining
 
     def check_health(self) -> None:
-        """Ray replaces a replica for which this fails."""
+        """Fail if the engine has ended, so that Ray replaces the replica."""
         if not self._app.state.service.shared.engine.is_open:
             raise RuntimeError("the engine takes no requests any longer")
 
     def __del__(self) -> None:
-        """Ray calls this after the last request of a replica that goes."""
+        """Close the folder. Ray calls this after the replica's last request."""
         if hasattr(self, "_rag"):
             self._rag.close()
 
 
 class GatewayDeployment:
-    """The gateway, as an ingress of Ray Serve."""
+    """The gateway as an ingress deployment of Ray Serve."""
 
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
         self._settings, self._replicas = ServiceSettings(**settings), RayReplicas(replicas)
@@ -259,14 +249,14 @@ class GatewayDeployment:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application of `serve run ragcache_api.cluster.app:build NAME=VALUE ...`.
+    """Build the application of `serve run ragcache_api.cluster.app:build NAME=VALUE ...`.
 
     Args:
-        args: Settings of the service, by their names; others come from the environment and
+        args: Settings of the service by name. All others come from the environment and
             `ragcache.toml`.
 
     Raises:
-        ConfigurationError: A setting cannot be used, or is none for several replicas.
+        ConfigurationError: A setting cannot be used, or not with several replicas.
     """
     settings = ServiceSettings.read(**args)
     settings.cluster_ledger()
@@ -274,7 +264,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(settings: ServiceSettings) -> serve.Application:
-    """The replicas and their gateway."""
+    """Build the deployments of the replicas and their gateway."""
     values = settings.model_dump(mode="json")
     quiet = LoggingConfig(enable_access_log=False)  # the service logs its requests itself
     options: dict[str, Any] = {
@@ -305,12 +295,13 @@ def application(settings: ServiceSettings) -> serve.Application:
 
 
 def serve_cluster(settings: ServiceSettings) -> None:
-    """Serves with replicas until SIGTERM or SIGINT, on the Ray of `RAY_ADDRESS` or on one of this
-    machine alone.
+    """Serve with replicas until SIGTERM or SIGINT.
+
+    They run on the Ray of `RAY_ADDRESS`, or on a Ray that is started on this machine.
 
     Raises:
         ConfigurationError: As `build`.
-        KeyRequired: The address can be reached by others, and no key exists.
+        KeyRequired: The address is public, and no key exists.
     """
     database = Database.open(settings.cluster_ledger())
     try:
@@ -326,14 +317,13 @@ def serve_cluster(settings: ServiceSettings) -> None:
 
 
 def deploy(served: serve.Application) -> None:
-    """Serves an application in place of the one before, replica by replica; waits until all of its
-    replicas are ready."""
+    """Replace the served application replica by replica, and wait until all are ready."""
     serve.run(served, name=_APPLICATION)
 
 
 @contextmanager
 def ray_serve(settings: ServiceSettings) -> Iterator[None]:
-    """Ray Serve listening at the address of the settings, until it is left."""
+    """Run Ray Serve at the address of the settings within the block."""
     _start_ray(settings)
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
@@ -347,9 +337,9 @@ def _start_ray(settings: ServiceSettings) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    os.environ.setdefault(_PROXY_PATIENCE, "60")  # a busy machine takes longer than Ray's 5 s
-    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas do not stand back for other work
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report its use
+    os.environ.setdefault(_PROXY_PATIENCE, "60")  # Ray's 5 s are too short on a busy machine
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of replicas
     bounds = settings.autoscale_bounds
     most = bounds[1] if bounds else settings.replicas or 1
     ray.init(

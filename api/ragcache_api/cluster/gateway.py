@@ -1,8 +1,8 @@
-"""The gateway: the one address of a service with several replicas.
+"""The gateway, which is the one address of a service with several replicas.
 
-It checks keys and counts rates, finds out which modules a request reads (retrieval, recognition,
-PML), and passes the request on to the replica that should have it. No model is loaded here. A
-replica that is lost costs no request that had not begun: another one gets it.
+It checks keys and counts rates, finds the modules that a request reads (by retrieval, recognition,
+or PML), and passes the request on to the best replica. It loads no model. A request whose replica
+is lost before the response began goes to another replica.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,13 +37,14 @@ from ragcache_api.cluster.replicas import (
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
-from ragcache_api.http.auth import AccessMiddleware, Caller
+from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
     AnsweredRequest,
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
     PromptRequest,
+    answered_by,
     parse_body,
 )
 from ragcache_api.http.errors import HTTPProblem, error_response, logged_error, stream_error
@@ -55,17 +57,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRIES = 3  # replicas that a request may lose
-_ASKS = re.compile(r"/v1/(answers|prompts|chat/completions|completions)$")
+_RETRIES = 3  # lost replicas until a request fails
 _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
-_UPLOADS = re.compile(r"/v1/collections/[^/]+/documents$")
 _REPLICAS = re.compile(r"/admin/replicas(?:/(?P<name>[^/]+)/(?P<change>drain|resume))?$")
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInspector:
-    """Finds out which states a request of one namespace reads."""
+    """Finds the states that a request of one namespace reads."""
 
     namespace: str
     retriever: Retriever
@@ -73,8 +73,10 @@ class RequestInspector:
     residency: Residency
 
     def read(self, body: AnsweredRequest) -> RequestReads:
-        """The states that the answer to a request will read. May read rows, and raises what these
-        and a request that cannot be answered raise."""
+        """Find the states that the answer to a request will read.
+
+        Reads the ledger, and raises its errors and the errors of an invalid request.
+        """
         if isinstance(body, PromptRequest):
             schema = parse_prompt(body.prompt, source="prompt").schema
             return RequestReads(self.residency.locate_schema(schema, self.namespace))
@@ -90,7 +92,7 @@ class RequestInspector:
 
 
 def _question(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
-    """The text that is searched for. Raises `InvalidRequest` or `HTTPProblem` if there is none."""
+    """Return the question of a request. Raises `InvalidRequest` or `HTTPProblem` without one."""
     texts = body.prompts if isinstance(body, CompletionRequest) else [body.question]
     if len(texts) != 1 or not texts[0].strip():
         raise InvalidRequest("a collection is searched for one text")
@@ -99,19 +101,21 @@ def _question(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
 
 @dataclass(slots=True)
 class Gateway:
-    """Passes requests to replicas: an ASGI app behind `AccessMiddleware`."""
+    """ASGI application that passes requests to replicas, behind `AccessMiddleware`."""
 
     database: Database
-    """The ledger that all replicas share."""
+    """Ledger that all replicas share."""
     replicas: ReplicaSet
-    """The replicas, which answer."""
     table: RoutingTable
-    """Counts requests and bytes by replica."""
+    """Chooses replicas, and counts their requests and bytes."""
     residency: Residency
-    stale_seconds: float = 60.0
-    embedder: Embeddings | None = None
-    reranker: Reranker | None = None
+    """Finds the replicas that hold a state."""
+    stale_seconds: float
+    """Seconds that catalogs stay usable while the ledger does not answer."""
+    embedder: Embeddings | None
+    reranker: Reranker | None
     retried: int = 0
+    """Number of requests that were sent again."""
     _inspectors: dict[str, RequestInspector] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +132,9 @@ class Gateway:
         if path == "/health/live":
             response: Response = JSONResponse({"status": "live"})
         elif path == "/health/ready":
-            response = JSONResponse(await self._ready())
+            if not await self.replicas.statuses():
+                raise HTTPProblem(503, "no-replica", "no replica is ready", {"Retry-After": "2"})
+            response = JSONResponse({"status": "ready"})
         elif path == "/metrics":
             scope["state"]["caller"].require_operator()
             response = Response(await self._metrics(scope), media_type="text/plain; version=0.0.4")
@@ -140,13 +146,8 @@ class Gateway:
             return
         await response(scope, receive, send)
 
-    async def _ready(self) -> dict[str, str]:
-        if not await self.replicas.statuses():
-            raise HTTPProblem(503, "no-replica", "no replica is ready", {"Retry-After": "2"})
-        return {"status": "ready"}
-
     async def _replicas(self, method: str, found: re.Match[str]) -> dict[str, Any]:
-        """The list of replicas, after a change if one is asked for."""
+        """List the replicas, after draining or resuming one if the path asks for it."""
         name, change = found["name"], found["change"]
         if method != ("POST" if name else "GET"):
             raise HTTPProblem(405, "method-not-allowed", f"{method} is not for this path")
@@ -162,7 +163,7 @@ class Gateway:
         return {"items": listed, "retried": self.retried, "bytes": self.table.routed_bytes}
 
     async def _metrics(self, scope: Scope) -> bytes:
-        """The metrics of all replicas, each with its name, and the gateway's own."""
+        """Join the metrics of all replicas, labeled by replica, and the gateway's own."""
         texts = await self.replicas.call_all(ForwardedRequest.of(scope))
         bodies = {
             name: b"".join(message.get("body", b"") for message in messages)
@@ -182,7 +183,10 @@ class Gateway:
         return generate_latest(_ReplicaMetrics(bodies, (up, routed, retries)))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read_body(receive)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            raise HTTPProblem(499, "client-gone", "the client went away") from None
         asked = parse_body(scope["path"], body) if scope["method"] == "POST" else None
         reads = RequestReads()
         if asked is not None:
@@ -203,8 +207,10 @@ class Gateway:
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
     def _locate(self, caller: Caller, body: AnsweredRequest) -> RequestReads:
-        """The states that a request reads. Empty for a wrong request, which the replica refuses.
-        May read rows."""
+        """Find the states that a request reads. Reads the ledger.
+
+        The result is empty for an invalid request, which the replica refuses.
+        """
         try:
             return self._inspector(caller.namespace).read(body)
         except (RagCacheError, HTTPProblem, PMLError, LookupError, ValueError) as error:
@@ -224,7 +230,7 @@ class Gateway:
     async def _pass_on(
         self, request: ForwardedRequest, response: ResumableResponse, send: Send
     ) -> None:
-        """Passes a response on, from another replica where one is lost."""
+        """Pass a response on. If its replica is lost, another one continues or repeats it."""
         for attempt in range(_RETRIES + 1):
             try:
                 async with aclosing(self.replicas.open(request)) as messages:
@@ -251,30 +257,18 @@ class Gateway:
 
 
 def _is_repeatable(request: ForwardedRequest) -> bool:
-    """Whether a request that a replica may have seen can be sent again.
+    """Tell whether a request that a replica may have seen can be sent again.
 
-    Questions and uploads of documents, which have names, can be. Other requests need an idempotent
-    method or an idempotency key.
+    Questions can, and uploads, whose documents have names. Other requests need an idempotent method
+    or an idempotency key.
     """
     names = {name.lower() for name, _ in request.scope["headers"]}
     return (
         request.scope["method"] in _REPEATABLE
         or b"idempotency-key" in names
-        or _ASKS.search(request.path) is not None
-        or _UPLOADS.search(request.path) is not None
+        or answered_by(request.path) is not None
+        or UPLOADS.search(request.path) is not None
     )
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """The whole body of a request."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HTTPProblem(499, "client-gone", "the client went away")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -284,10 +278,10 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaMetrics(Collector):
-    """Metrics of replicas, each with a label `replica`, and the gateway's own."""
+    """Metrics of replicas with a label `replica`, and the gateway's own metrics."""
 
     texts: Mapping[str, bytes]
-    """Metrics in Prometheus's text format by replica."""
+    """Metrics in Prometheus's text format, by replica."""
     own: Sequence[Metric]
 
     def collect(self) -> Iterator[Metric]:
@@ -306,12 +300,12 @@ class _ReplicaMetrics(Collector):
 def create_gateway(
     database: Database, replicas: ReplicaSet, table: RoutingTable, settings: ServiceSettings
 ) -> ASGIApp:
-    """The gateway over a ledger, with keys, rates and limits for the whole service.
+    """Make the gateway's ASGI application, with keys, rates and limits for the whole service.
 
     Args:
-        database: Stays the caller's to close.
-        replicas: Who answers.
-        table: That by which the replicas choose.
+        database: The ledger. The caller closes it.
+        replicas: The replicas that answer.
+        table: The table by which `replicas` chooses.
         settings: Settings of all replicas.
     """
     keys = ApiKeys(database, stale_seconds=settings.stale_seconds)

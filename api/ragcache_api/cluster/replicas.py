@@ -1,4 +1,4 @@
-"""Replicas as the gateway sees them: an ASGI request goes in, ASGI messages come out."""
+"""Replicas as the gateway sees them: they take an ASGI request and return ASGI messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PASSED_ON = (
     "method", "path", "raw_path", "query_string", "http_version", "scheme", "client", "server",
     "root_path",
 )  # fmt: skip
-_WAITING_MESSAGES = 64  # of a replica whose client is slow; then its app waits
+_WAITING_MESSAGES = 64  # for a slow client, until the app of the replica waits
 
 
 class ReplicaLost(HTTPProblem):
@@ -33,10 +33,11 @@ class ReplicaLost(HTTPProblem):
 
 @dataclass(frozen=True, slots=True)
 class RequestReads:
-    """The states that a request reads, and the selection if the gateway has retrieved."""
+    """The states that a request reads."""
 
     located: LocatedStates = field(default_factory=LocatedStates)
     selection: Selection | None = None
+    """Selection of the gateway, if it has retrieved for the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ForwardedRequest:
         cls, scope: Scope, body: bytes = b"", reads: RequestReads = RequestReads(),
         headers: Sequence[tuple[bytes, bytes]] | None = None,
     ) -> ForwardedRequest:  # fmt: skip
-        """headers: in place of the scope's."""
+        """Make the request from an ASGI scope. `headers` replace the scope's."""
         kept = {name: scope[name] for name in _PASSED_ON if name in scope}
         sent = scope["headers"] if headers is None else headers
         return cls({**kept, "headers": list(sent)}, body, reads)
@@ -83,39 +84,51 @@ class ReplicaStatus:
 
 
 class ReplicaSet(Protocol):
-    """The replicas of a service. They choose by `RoutingTable`."""
+    """The replicas of a service, chosen by a `RoutingTable`."""
 
     def open(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
-        """Sends a request to the replica that should have it; closing the generator gives it up.
-        Raises `HTTPProblem` (503) where there is none, and `ReplicaLost` at any message."""
+        """Send a request to the best replica. Closing the generator cancels the request.
+
+        Raises:
+            HTTPProblem: (503) No replica takes requests.
+            ReplicaLost: The replica has ended, possibly after some messages.
+        """
         ...
 
     async def statuses(self) -> list[ReplicaStatus]:
-        """All replicas, by name."""
+        """List the replicas by name."""
         ...
 
     async def drain(self, name: str, *, draining: bool) -> bool:
-        """Whether a replica shall get no more requests; False where there is none of the name."""
+        """Keep new requests from a replica, or allow them. Returns whether the replica exists."""
         ...
 
     async def call_all(self, request: ForwardedRequest) -> dict[str, list[Message]]:
-        """The messages of each replica that answers."""
+        """Send a request to all replicas, and return the messages of each that answers."""
         ...
 
 
 @dataclass(slots=True)
 class RoutingTable:
-    """Chooses replicas, and counts what became of the bytes of their modules: `held` where they
-    were going, or `moved` there. list_replicas: set by what knows them."""
+    """Chooses replicas, and counts requests and bytes of modules."""
 
     rng: Random = field(default_factory=Random)
+    """Breaks ties."""
     routed_bytes: dict[str, int] = field(default_factory=lambda: {"held": 0, "moved": 0})
+    """Bytes of modules that the chosen replicas `held`, and that were `moved` to them."""
     routed: dict[str, int] = field(default_factory=dict)
+    """Number of requests by replica."""
     list_replicas: Callable[[], list[ReplicaStatus]] | None = None
+    """Lists the replicas. Set by the router that knows them."""
 
     def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
-        """The name of the replica for a request. One that drains is taken only where all do. Raises
-        `HTTPProblem` (503)."""
+        """Return the name of the best replica for a request.
+
+        A draining replica is chosen only if all are draining.
+
+        Raises:
+            HTTPProblem: (503) There is no replica.
+        """
         open_ones = [each for each in replicas if not each.draining] or replicas
         if not open_ones:
             text = "no replica of the service takes requests now; try again"
@@ -132,7 +145,7 @@ class RoutingTable:
         return name
 
     def _measured_costs(self, replicas: Sequence[ReplicaStatus]) -> RoutingCosts:
-        """Routing costs with the medians of the replicas' measurements, and defaults for others."""
+        """Return costs with medians of the replicas' measurements, and defaults for the rest."""
         measured: dict[str, list[float]] = {}
         for replica in replicas:
             for name, value in replica.costs.items():
@@ -142,16 +155,17 @@ class RoutingTable:
 
 
 PROCESS_TABLE = RoutingTable()
-"""The table of the current process. Ray copies the router and its arguments when it makes it in the
-gateway's process, so that the two can share nothing but a module."""
+"""The table of the current process. Ray copies the router and its arguments into the gateway's
+process, so that the two can share only a module."""
 
 
 async def run_app(
     app: ASGIApp, request: ForwardedRequest
 ) -> AsyncGenerator[list[Message], None]:  # fmt: skip
-    """Run a request through an app, and yield lists of all messages that are ready.
+    """Run a request through an app, and yield its messages in lists.
 
-    Each list is one call between processes. Closing the generator disconnects the client.
+    Each list has all messages that are ready, and is one call between processes. Closing the
+    generator disconnects the client.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING_MESSAGES)
     gone, given = asyncio.Event(), False
@@ -190,7 +204,7 @@ async def run_app(
 
 
 async def _end(task: asyncio.Task[None], messages: asyncio.Queue[Message | None]) -> None:
-    """Lets an app notice that its client is gone, and cancels it if it does not."""
+    """Wait until an app notices that its client is gone, and cancel it if it does not."""
     for _ in range(100):
         while not messages.empty():
             messages.get_nowait()

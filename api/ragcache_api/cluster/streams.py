@@ -1,7 +1,7 @@
-"""Streams that outlive their replica: a greedy answer that has begun goes on at another one.
+"""Streams that outlive their replica: another replica continues a greedy answer.
 
-The same request gives the same text there. Text that the client already has is left out, and
-compared: if it differs, the stream ends with an error.
+The same request gives the same text there. Text that the client already has is compared and left
+out; if it differs, the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ragcache_api.cluster.replicas import ReplicaLost
 from ragcache_api.http.bodies import AnsweredRequest, ChatRequest
 from ragcache_api.http.errors import ErrorInfo, is_openai
 
-_END = b"\n\n"  # of an event
+_END = b"\n\n"  # ends an event
 _GREEDY_BELOW = 1e-5
 
 
 def is_resumable(body: AnsweredRequest | None) -> bool:
-    """Whether a request's stream may go on elsewhere: it is greedy, and of one choice of text."""
+    """Tell whether another replica can continue a stream: it is greedy, with one choice of text."""
     if body is None or not body.stream or body.temperature >= _GREEDY_BELOW or body.n > 1:
         return False
     return not body.logprobs and not (isinstance(body, ChatRequest) and body.tools)
@@ -30,23 +30,22 @@ def is_resumable(body: AnsweredRequest | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """An event of an answer's stream, ours or OpenAI's.
-
-    raw: as it came, without its end. value: its JSON object; empty for a comment and for the end of
-    OpenAI's streams. holder: the part of `value` whose field `name` has the text that the event
-    adds to the answer; `name` is "" where it adds none. opens: whether it comes once, before all
-    text: the sources, or a chunk that names the role.
-    """
+    """An event of an answer's stream, in the service's own format or in OpenAI's."""
 
     raw: bytes
+    """The event as it came, without its end."""
     value: dict[str, Any] = field(default_factory=dict)
+    """JSON object of the event. Empty for a comment and for the end of OpenAI's streams."""
     holder: dict[str, Any] = field(default_factory=dict)
+    """The part of `value` that has a field `name` with text of the answer."""
     name: str = ""
+    """Name of that field. Empty if the event adds no text."""
     opens: bool = False
+    """Whether the event comes once, before all text: sources, or a chunk that names the role."""
 
     @classmethod
     def parse(cls, raw: bytes) -> StreamEvent:
-        """Parses one event, without its end."""
+        """Parse one event, without its end."""
         lines = raw.split(b"\n")
         if lines[0] == b"event: sources":
             return cls(raw, opens=True)
@@ -64,16 +63,16 @@ class StreamEvent:
 
     @property
     def text(self) -> str:
-        """The text that the event adds to the answer."""
+        """Text that the event adds to the answer."""
         return (self.name and self.holder.get(self.name)) or ""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that all chunks of one completion of OpenAI's have in common."""
+        """Fields that all chunks of one OpenAI completion have in common."""
         return {key: self.value[key] for key in ("id", "created") if key in self.value}
 
     def changed(self, identity: dict[str, Any], text: str) -> bytes:
-        """The event with the identity of another completion and another text."""
+        """Return the event with the identity of another completion and another text."""
         if not self.value:
             return self.raw
         if self.text:
@@ -85,24 +84,24 @@ class StreamEvent:
 
 @dataclass(slots=True)
 class ResumableResponse:
-    """The response of one request, from one replica or several after each other. resumable: whether
-    it may go on at another one after it has begun. started: whether the client has some of it;
-    is_stream: whether it consists of events."""
+    """The response to one request, from one replica or from several in turn."""
 
     path: str
     resumable: bool
+    """Whether another replica can continue the response after it has begun."""
     started: bool = False
+    """Whether the client has received a part of the response."""
     is_stream: bool = False
+    """Whether the response consists of events."""
     _resumed: bool = False
-    _opened: bool = False  # the client has the event that opens
+    _opened: bool = False  # the client has the opening event
     _sent: str = ""
-    _behind: str = ""  # what the client has, and the present replica has not said yet
-    _rest: bytes = b""  # of an event that has not come whole
+    _behind: str = ""  # text that the client has and the current replica has not repeated yet
+    _rest: bytes = b""  # begin of an incomplete event
     _identity: dict[str, Any] = field(default_factory=dict)
 
     def begin_again(self) -> None:
-        """The replica was lost, and another one begins. Raises `ReplicaLost` where the response
-        cannot go on there."""
+        """Prepare for another replica. Raises `ReplicaLost` if it cannot continue the response."""
         if not self.started:
             return
         if not self.resumable:
@@ -113,7 +112,7 @@ class ResumableResponse:
         """Return the part of a message that the client lacks.
 
         Raises:
-            ReplicaLost: Another replica answers otherwise.
+            ReplicaLost: Another replica gives a different answer.
         """
         if message["type"] == "http.response.start":
             yield from self._start(message)
@@ -146,14 +145,14 @@ class ResumableResponse:
         yield message
 
     def _first(self, event: StreamEvent) -> bytes:
-        """An event of the first replica, which is passed on as it is."""
+        """Record an event of the first replica, and return it unchanged."""
         self._opened = self._opened or event.opens
         self._identity = self._identity or event.identity
         self._sent += event.text
         return event.raw
 
     def _repeated(self, event: StreamEvent) -> bytes | None:
-        """The part of another replica's event that the client lacks, if any."""
+        """Return the part of another replica's event that the client lacks, if any."""
         if event.opens and not event.text:
             opened, self._opened = self._opened, True
             return None if opened else event.raw
@@ -174,7 +173,7 @@ def _differs() -> ReplicaLost:
 
 
 def error_event(info: ErrorInfo, path: str) -> bytes:
-    """The last event of a response that cannot go on, in the shape of its path."""
+    """Write the last event of a response that cannot go on, in the shape of its path."""
     if is_openai(path):
         return b"data: " + json.dumps(info.openai()).encode() + _END
     return b"event: error\ndata: " + json.dumps(info.problem(path)).encode() + _END

@@ -1,4 +1,4 @@
-"""ragcache as a service: OpenAI's routes, documents and answers, and the operator's own."""
+"""ragcache as an HTTP service: OpenAI's interface, documents, answers, and administration."""
 
 from ragcache_api.http.app import create_app
 from ragcache_api.settings import ServiceSettings

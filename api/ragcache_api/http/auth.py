@@ -35,7 +35,7 @@ _THREADS = 4  # that check keys; one at a time reads them from the ledger
 _STORAGE_SECONDS = 1.0  # timeout of the storage of rates
 _REST_SECONDS = 5.0  # pause after a failure of that storage
 TIMEOUT_HEADER = "x-request-timeout"
-_UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
+UPLOADS = re.compile(r"/v1/collections/[^/]+/documents$")
 _OPEN = ("/health/live", "/health/ready")
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
 _OWN_SITES = ("same-origin", "none")  # `none`: the user typed or opened the address
@@ -92,7 +92,7 @@ class AccessMiddleware:
             if path not in self._open:
                 state["caller"] = await self._admit(scope, headers, path)
             end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
-            limit = settings.upload_bytes if _UPLOAD.match(path) else settings.body_bytes
+            limit = settings.upload_bytes if UPLOADS.match(path) else settings.body_bytes
             check_length(headers.get("content-length"), limit)
         except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
             error = logged_error(problem, f"{scope['method']} {path}")

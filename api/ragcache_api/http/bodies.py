@@ -288,10 +288,14 @@ _ROUTES: dict[str, type[AnsweredRequest]] = {
 }  # fmt: skip
 
 
+def answered_by(path: str) -> type[AnsweredRequest] | None:
+    """Return the class of the bodies that are posted to a path for an answer, if there is one."""
+    return _ROUTES.get(path.partition("/v1/")[2])
+
+
 def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
-    """The request for an answer that is posted to a path. None for another path, and for a body
-    that the route refuses."""
-    model = _ROUTES.get(path.partition("/v1/")[2])
+    """Parse a request for an answer. Another path or an invalid body gives None."""
+    model = answered_by(path)
     try:
         return None if model is None else model.model_validate_json(body)
     except ValidationError:

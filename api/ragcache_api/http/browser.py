@@ -1,5 +1,8 @@
-"""What browsers get: the operator's page at `/admin/`, Swagger UI at `/docs`, and `/`, which leads
-to the page. All files are local, and a content security policy allows no other host."""
+"""Pages for browsers: the operator's page at `/admin/`, and Swagger UI at `/docs`.
+
+`/` redirects to the operator's page. All files are local, and a content security policy allows no
+other host.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,10 @@ _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def open_paths() -> frozenset[str]:
-    """Paths that need no key: they hold nothing of what is stored. Swagger UI reads
-    `/openapi.json`, which is the same for every service of a version."""
+    """Return the paths that need no key, since they reveal no stored data.
+
+    They include `/openapi.json` for Swagger UI, the same for every service of a version.
+    """
     page = (file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*") if file.is_file())
     return frozenset((
         "/", "/admin", "/admin/", *(f"/admin/{name}" for name in page),
@@ -39,7 +44,7 @@ def open_paths() -> frozenset[str]:
 
 
 def install_pages(app: FastAPI) -> None:
-    """Adds the routes, which are no part of the API's description."""
+    """Add the routes of the pages, which the OpenAPI document leaves out."""
 
     @app.get("/", tags=["pages"], include_in_schema=False)
     async def lead_to_page() -> Response:
@@ -56,18 +61,20 @@ def install_pages(app: FastAPI) -> None:
 
 
 class LocalFiles(StaticFiles):
-    """Files with a policy that allows no other host, nothing inline and no framing."""
+    """Static files with a policy that allows no other host, no inline code, and no framing."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Raises `HTTPException` (404, 405)."""
+        """Return a file with the headers of the policy. Raises `HTTPException` (404, 405)."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
 def _swagger_page(app: FastAPI) -> Response:
-    """FastAPI's own page. Its script, which stands in the page, is allowed by its digest; Swagger
-    UI draws icons from `data:`."""
+    """Make FastAPI's page of Swagger UI, with a policy that allows its inline script by digest.
+
+    Swagger UI draws icons from `data:` addresses.
+    """
     page = get_swagger_ui_html(
         openapi_url="openapi.json", title=f"{app.title} · API",
         swagger_js_url=f"docs/{SWAGGER_FILES[0]}", swagger_css_url=f"docs/{SWAGGER_FILES[1]}",

@@ -1,7 +1,7 @@
 """Errors as responses: one table of statuses, and two shapes.
 
-Under `/v1/chat`, `/v1/completions` and `/v1/models` errors have OpenAI's shape, elsewhere that of
-RFC 9457 (`application/problem+json`).
+Errors under `/v1/chat`, `/v1/completions` and `/v1/models` have OpenAI's shape. All others have the
+shape of RFC 9457 (`application/problem+json`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STATUS = {
     "RequestCancelled": 503, "StoreBudgetExceeded": 503,
     "DeadlineExceeded": 504, "StoreFull": 507,
 }  # fmt: skip
-"""The status of each named error, for its class and those below it."""
+"""Status by the name of an error's class. Subclasses have the status of their base class."""
 
 RETRY_SECONDS = 1
 _OPENAI = re.compile(r"/v1/(chat|completions|models)(/|$)")
@@ -50,31 +50,24 @@ _TITLES = {
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-class HTTPProblem(HTTPException):
-    """An error that the service itself raises. code: as `queue-full`, in the problem's type.
-    problems: what is wrong in which part of the request, each with `loc` and `msg`."""
-
-    def __init__(
-        self, status: int, code: str, detail: str, headers: dict[str, str] | None = None,
-        param: str | None = None, problems: Sequence[dict[str, Any]] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(status, detail, headers)
-        self.code, self.param, self.problems = code, param, tuple(problems)
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """What both shapes of an error are made of."""
+    """The content of an error, which both shapes write."""
 
     status: int
     code: str
+    """Name of the kind of error, such as `queue-full`."""
     detail: str
+    """The error in a sentence."""
     headers: dict[str, str] = field(default_factory=dict)
+    """Headers of the response, such as `Retry-After`."""
     param: str | None = None
+    """Field of the request that is wrong, for OpenAI's shape."""
     problems: tuple[dict[str, Any], ...] = ()
+    """All wrong parts of the request, each with `loc` and `msg`, for RFC 9457."""
 
     def problem(self, path: str) -> dict[str, Any]:
-        """RFC 9457."""
+        """Return the body of RFC 9457."""
         problem: dict[str, Any] = {
             "type": f"urn:ragcache:problem:{self.code}", "instance": path,
             "title": _TITLES.get(self.status, "Error"), "status": self.status,
@@ -83,7 +76,7 @@ class ErrorInfo:
         return problem | {"errors": list(self.problems)} if self.problems else problem
 
     def openai(self) -> dict[str, Any]:
-        """OpenAI's shape."""
+        """Return the body in OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": self.detail, "type": _OPENAI_TYPES.get(self.status, kind),
@@ -92,18 +85,29 @@ class ErrorInfo:
         return {"error": error}
 
 
+class HTTPProblem(HTTPException):
+    """An error that the service itself raises, with the fields of an `ErrorInfo`."""
+
+    def __init__(
+        self, status: int, code: str, detail: str, headers: dict[str, str] | None = None,
+        param: str | None = None, problems: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(status, detail, headers)
+        self.info = ErrorInfo(status, code, detail, headers or {}, param, tuple(problems))
+
+
 def is_openai(path: str) -> bool:
-    """Whether a path belongs to OpenAI's interface."""
+    """Tell whether a path belongs to OpenAI's interface."""
     return _OPENAI.match(path) is not None
 
 
 def error_info(error: BaseException) -> ErrorInfo | None:
-    """None for an error without a name, an internal one whose details stay in the log."""
+    """Return the content of a known error.
+
+    Other errors are internal: their details stay in the log.
+    """
     if isinstance(error, HTTPProblem):
-        headers = dict(error.headers or {})
-        return ErrorInfo(
-            error.status_code, error.code, error.detail, headers, error.param, error.problems
-        )
+        return error.info
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
@@ -114,19 +118,15 @@ def error_info(error: BaseException) -> ErrorInfo | None:
     if status is None:
         return None
     headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
-    return ErrorInfo(status, _code(type(error).__name__), str(error), headers)
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__).lower()
+    return ErrorInfo(status, name.replace("pmlsyntax", "pml-syntax"), str(error), headers)
 
 
 INTERNAL_ERROR = ErrorInfo(500, "internal-error", "the service failed; its log says how")
 
 
-def _code(name: str) -> str:
-    """`QueueFull` as `queue-full`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("pmlsyntax", "pml-syntax")
-
-
 def _invalid(error: RequestValidationError) -> ErrorInfo:
-    """Says where and what, and repeats nothing of the request."""
+    """Describe validation errors by place and reason, without repeating the request."""
     if any(each["type"] == "json_invalid" for each in error.errors()):
         return ErrorInfo(422, "invalid-json", "the body is no JSON")
     problems = tuple(
@@ -143,7 +143,10 @@ def _invalid(error: RequestValidationError) -> ErrorInfo:
 
 
 def error_response(info: ErrorInfo, path: str) -> Response:
-    """A request that cannot be read gets 400 under OpenAI's interface, else 422."""
+    """Make the response of an error in the shape of its path.
+
+    OpenAI's interface has no status 422: an invalid request gets 400 there.
+    """
     if is_openai(path):
         status = 400 if info.status == 422 else info.status
         return JSONResponse(info.openai(), status, info.headers)
@@ -152,8 +155,10 @@ def error_response(info: ErrorInfo, path: str) -> Response:
 
 
 def logged_error(error: BaseException, call: str) -> ErrorInfo:
-    """An error as its client is told of it. Those of the service are logged, with the call; details
-    of one without a name stay in the log."""
+    """Return the content of an error for its client, and log errors of the service with the call.
+
+    An unknown error is logged with its traceback and returned as `INTERNAL_ERROR`.
+    """
     info = error_info(error)
     if info is None:
         logger.error("%s failed", call, exc_info=error)
@@ -163,14 +168,13 @@ def logged_error(error: BaseException, call: str) -> ErrorInfo:
 
 
 def stream_error(error: Exception) -> ErrorInfo:
-    """The error of a response that has begun, so that no status can be sent any longer."""
+    """Log an error of a response that has begun, and return its content for the last event."""
     return logged_error(error, f"request {request_id()}: a stream")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Gives each error that leaves a route the shape of its path."""
-    kinds = (HTTPProblem, RequestValidationError, HTTPException, RagCacheError, PMLError, Exception)
-    for kind in kinds:
+    """Write each error that leaves a route in the shape of its path."""
+    for kind in (RequestValidationError, HTTPException, RagCacheError, PMLError, Exception):
         app.add_exception_handler(kind, _respond)
 
 

@@ -1,4 +1,4 @@
-"""Ids of requests: a client or the service names each, and responses and the log carry the name."""
+"""Ids of requests, chosen by the client or the service, and written to responses and the log."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 def request_id() -> str | None:
-    """The id of the request that this code runs for; None outside of any."""
+    """Return the id of the request that this code runs for, if it runs for one."""
     return _request_id.get()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIds:
-    """ASGI middleware that names each request: as its client does in `X-Request-ID`, or at random.
-    The response carries the name."""
+    """ASGI middleware that gives each request an id and writes it to the response.
+
+    The id is the client's `X-Request-ID`, or else random.
+    """
 
     app: ASGIApp
 

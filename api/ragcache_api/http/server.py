@@ -1,6 +1,6 @@
-"""The server process: it listens, and ends gracefully on a signal.
+"""The server process, which listens and ends gracefully on a signal.
 
-Requests under way get the settings' `grace` to finish; those left then end with an error event.
+Running requests have `grace` seconds (a setting) to finish. Then they end with an error.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.settings import ServiceSettings
 
 logger = logging.getLogger("uvicorn.error")  # where uvicorn logs its own address
-_TICK_SECONDS = 0.05  # between two looks for the end of a lame duck
-_LAST_EVENTS_SECONDS = 5.0  # for the error events of requests that `grace` did not suffice for
-_COLLECTIONS = 700, 10, 10  # thresholds of the garbage collector, Python's own
+_TICK_SECONDS = 0.05  # between two checks for the end of the lame-duck period
+_LAST_EVENTS_SECONDS = 5.0  # to send the error events of requests that `grace` was too short for
+_COLLECTIONS = 700, 10, 10  # Python's default thresholds of the garbage collector
 
 
 class KeyRequired(ConfigurationError):
-    """The service may not listen on an address that others reach before a key exists."""
+    """The service cannot listen on a public address while no key exists."""
 
 
 class GracefulServer(uvicorn.Server):
-    """Is a lame duck after SIGTERM, for `lame_duck` seconds: not ready, but accepting, until load
-    balancers have noticed. Then it stops accepting, and cancels what still runs after `grace`
-    seconds."""
+    """A server that stops in three steps after SIGTERM.
+
+    For `lame_duck` seconds it reports itself as not ready but accepts requests, until load
+    balancers have noticed. Then it accepts no more. After `grace` seconds it cancels the requests
+    that still run.
+    """
 
     def __init__(
         self, config: uvicorn.Config, requests: RequestRegistry, grace: float, lame_duck: float, *,
@@ -51,14 +54,14 @@ class GracefulServer(uvicorn.Server):
         self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the end: at once for SIGINT and for a second signal."""
+        """Begin to stop. SIGINT and a second signal skip the lame-duck period."""
         self._signals += 1
         if sig == signal.SIGINT:
             self._lame_duck = 0.0
         super().handle_exit(sig, frame)
 
     async def main_loop(self) -> None:
-        """Serves until a signal, and on as a lame duck."""
+        """Serve until a signal and for the lame-duck period after it."""
         await super().main_loop()
         self._requests.leaving = True
         until, signals = time.monotonic() + self._lame_duck, self._signals
@@ -66,7 +69,7 @@ class GracefulServer(uvicorn.Server):
             await asyncio.sleep(_TICK_SECONDS)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listens, and logs the address of the operator's page."""
+        """Start to listen, and log the address of the operator's page."""
         await super().startup(sockets)
         if self._page and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -74,7 +77,7 @@ class GracefulServer(uvicorn.Server):
             logger.info("operator's page: http://%s:%d/admin/", name, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Ends the requests under way, then the server."""
+        """End the running requests, then the server."""
         self._requests.drain()
         stopping = asyncio.get_running_loop().call_later(self._grace, self._requests.stop)
         try:
@@ -84,11 +87,13 @@ class GracefulServer(uvicorn.Server):
 
 
 def serve(rag: RagCache, settings: ServiceSettings) -> None:
-    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close.
+    """Serve until SIGTERM or SIGINT. The caller closes the state folder.
 
-    Both signals do nothing in this process afterwards: uvicorn raises the one it got once more
-    when it has ended, and impatient senders repeat theirs while the folder is being closed.
-    Raises `KeyRequired`.
+    Both signals are ignored in this process from then on: uvicorn raises its signal once more when
+    it has ended, and impatient senders repeat theirs while the folder is being closed.
+
+    Raises:
+        KeyRequired: The address is public, and no key exists.
     """
     check_exposure(rag.keys, settings)
     app = create_app(rag, settings)
@@ -105,10 +110,12 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Hides the objects that exist now from full garbage collections, each of which would halt
-    every stream for 0.26 s: the libraries have half a million. Young objects are looked through as
-    often as Python does by itself, though a command may have set that lower: requests leave
-    garbage for as long as a service runs."""
+    """Exclude the objects that exist now from garbage collection within the block.
+
+    The libraries have half a million objects, and each full collection of them would halt every
+    stream for 0.26 s. New objects are collected at Python's default rate, even if a command has
+    lowered it: requests leave garbage for as long as the service runs.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -121,7 +128,7 @@ def frozen_heap() -> Iterator[None]:
 
 
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
-    """How the server listens. Only the proxies that the settings name may say who calls."""
+    """Return uvicorn's configuration. Only proxies that the settings name may set the client."""
     return uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level=settings.log_level,
         timeout_graceful_shutdown=int(settings.grace + _LAST_EVENTS_SECONDS) or 1,
@@ -134,7 +141,7 @@ def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
 
 
 def check_exposure(keys: ApiKeys, settings: ServiceSettings) -> None:
-    """Raises `KeyRequired` for an address that others reach while no key exists."""
+    """Check that a public address has a key. Raises `KeyRequired`."""
     if not is_loopback(settings.host) and not keys.any():
         raise KeyRequired(
             f"{settings.host} can be reached by others, and no key exists: make one with "
@@ -143,7 +150,7 @@ def check_exposure(keys: ApiKeys, settings: ServiceSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Tell whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
 """Answers of requests: awaited whole, or streamed as server-sent events.
 
-A request ends with its client: where that disconnects, takes nothing, or the deadline passes, the
-answer is cancelled and what it reads is given back.
+An answer is cancelled, and the states that it reads are released, when its client disconnects, when
+the client stops reading, or when the deadline passes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ErrorEvent = Callable[[ErrorInfo], bytes]
 async def complete_answers(
     context: RequestContext, active: ActiveRequest, *openings: Opening
 ) -> list[Answer]:
-    """Whole answers, which are cancelled if the client disconnects."""
+    """Await whole answers. They are cancelled if the client disconnects."""
 
     async def open_and_wait() -> list[Answer]:
         streams = [active.attach(await opening()) for opening in openings]
@@ -58,13 +58,15 @@ async def stream_answer(
     context: RequestContext, active: ActiveRequest, opening: Opening, events_of: EventsOf,
     error_event: ErrorEvent,
 ) -> EventStream:  # fmt: skip
-    """The events of an answer. An error before the first is raised, a later one is an event. The
-    request ends with the response; its deadline cancels it, whether or not the client reads."""
+    """Make the response that streams the events of an answer.
+
+    An error before the first event is raised; a later one becomes the last event. The request ends
+    with the response, and its deadline cancels it even if the client does not read.
+    """
     requests = active.registry
     try:
         opened = await cancel_on_disconnect(context.request, opening(), context.deadline)
-        stream = active.attach(opened)
-        left = context.deadline
+        stream, left = active.attach(opened), context.deadline
     except BaseException as error:
         requests.end_request(active, error)
         raise
@@ -96,7 +98,7 @@ async def _end_with_error_event(
 async def deltas_of(
     active: ActiveRequest, stream: AsyncAnswerStream
 ) -> AsyncGenerator[TokenDelta, None]:
-    """The stream's deltas; afterwards the request has the answer."""
+    """Yield the deltas of a stream, then append its answer to the request."""
     async with aclosing(stream.pieces()) as deltas:
         async for delta in deltas:
             yield delta
@@ -104,20 +106,28 @@ async def deltas_of(
 
 
 def format_event(value: Any, name: str | None = None) -> bytes:
-    """An event with a value as JSON."""
+    """Write an event with a value as JSON."""
     return format_sse_event(data_str=compact(value).decode(), event=name)
 
 
 class EventStream(EventSourceResponse):
-    """A response of server-sent events, with a comment in each pause against proxies' timeouts.
+    """A response of server-sent events, with a comment in each pause against timeouts of proxies.
 
-    It ends when the client disconnects, also while nothing is sent; when the client takes nothing
-    for `STALL_SECONDS`; and after `seconds`. close: called at any end, even if nothing was sent."""
+    The response ends when the client disconnects, even while nothing is sent; when the client takes
+    nothing for `STALL_SECONDS`; and at its own time limit.
+    """
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None,
         seconds: float | None = None,
     ) -> None:  # fmt: skip
+        """Prepare the response.
+
+        Args:
+            events: Events as `format_event` writes them.
+            close: Called when the response ends in any way, even if nothing was sent.
+            seconds: Time limit. By default there is none.
+        """
         super().__init__(events, headers=_HEADERS)
         self._events, self._close, self._seconds = events, close, seconds
         self._sending, self._since = False, time.monotonic()
@@ -145,29 +155,31 @@ class EventStream(EventSourceResponse):
         await self.send_now(send, {"type": "http.response.start", **start})
         async for event in self._events:
             await self.send_now(send, {"type": _BODY, "body": event, "more_body": True})
-        self._sending, self._since = True, time.monotonic()  # for good: nothing may follow
+        self._sending, self._since = True, time.monotonic()  # for good: no comment may follow
         await send({"type": _BODY, "body": b"", "more_body": False})
 
     async def send_now(self, send: Send, message: Message) -> None:
-        """Sends, and notes since when the client has not taken it."""
+        """Send a message, and record since when the client has not taken it."""
         self._sending, self._since = True, time.monotonic()
         await send(message)
         self._sending, self._since = False, time.monotonic()
 
     def state(self) -> tuple[bool, float]:
-        """Whether something is being sent, and for how many seconds it has or has not been."""
+        """Return whether a message is being sent, and the seconds since that last changed."""
         return self._sending, time.monotonic() - self._since
 
 
 class _StreamWatch:
-    """Ends a response whose client is gone or stalls, and fills its pauses.
+    """Ends a response whose client is gone or stalls, and sends comments in its pauses.
 
-    It looks now and then, as a timer for each send would cost as much as the send. limit: of the
-    block that sends, which a failure of the watch ends too: a gone client would stay unnoticed."""
+    The watch looks every `WATCH_SECONDS`: a timer for each message would cost as much as sending
+    it. If the watch itself fails, the response ends too, since a lost client would go unnoticed.
+    """
 
     def __init__(
         self, events: EventStream, receive: Receive, send: Send, limit: asyncio.Timeout
     ) -> None:
+        """Begin to watch. `limit` is the timeout of the block that sends the response."""
         self._events, self._send, self._limit = events, send, limit
         self._tasks = [self._begin(self._until_gone(receive))]
         self._rest()

@@ -1,10 +1,10 @@
 """Telemetry of the service: metrics for Prometheus, and traces for OpenTelemetry.
 
-Each app has its own collector registry. Traces come by FastAPI's own support: spans go over OTLP by
-HTTP to where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and others), and to the process's
-tracer provider, if it has one. Health checks and metrics have none. Below the span of its call each
-answer has a span `ragcache.answer`, and below that its stages: `ragcache.retrieve`, `assemble`,
-`queue`, `prefill` (to the first token) and `decode`.
+Each application has its own collector registry. FastAPI makes the traces and exports them with OTLP
+over HTTP, as the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and others), and to the tracer
+provider of the process if there is one. Health checks and metrics are not traced. The span of a
+call contains a span `ragcache.answer` for each answer, and that contains the stages of the answer:
+`ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from ragcache_api.http.stats_recorder import hit_or_miss, with_tokens
 
 _FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _QUEUED = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0)
-_SECOND = 1_000_000_000  # in the nanoseconds of OpenTelemetry
+_SECOND = 1_000_000_000  # nanoseconds, the unit of OpenTelemetry
 
 
 class Metrics:
-    """Counts requests as they end; `StateCollector` reads everything else when it is scraped."""
+    """Metrics of the service.
+
+    Requests are counted as they end. `StateCollector` reads all other figures at each scrape.
+    """
 
     def __init__(self, rag: RagCache, requests: RequestRegistry) -> None:
         self.registry = CollectorRegistry()
@@ -54,7 +57,7 @@ class Metrics:
         self.registry.register(StateCollector(rag, requests))
 
     def count_request(self, active: ActiveRequest) -> None:
-        """Counts a request that has ended."""
+        """Count a request that has ended."""
         self._ended.labels(active.kind, active.outcome).inc()
         for answer, counts in with_tokens(active):
             for source, number in counts.items():
@@ -65,23 +68,25 @@ class Metrics:
                 self._first_token.labels(kind).observe(answer.timings.first_token)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format. May wait for the store."""
+        """Write all metrics in Prometheus's text format. May wait for the store."""
         return generate_latest(self.registry)
 
 
 class StateCollector(Collector):
-    """Figures of the store and the engine since they were opened. Evictions come from counters: the
-    ledger's list of them is bounded, and gives no totals."""
+    """Collector for figures of the store and the engine since they were opened.
+
+    Evictions come from counters, since the ledger's list of evictions is bounded.
+    """
 
     def __init__(self, rag: RagCache, requests: RequestRegistry) -> None:
         self._rag, self._shared, self._requests = rag, rag.internals.shared, requests
 
     def describe(self) -> list[Metric]:
-        """Empty, so that registering reads nothing."""
+        """Return an empty list, so that registering the collector reads nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read all figures."""
+        """Yield all figures as they are now."""
         yield from self._tiers()
         counters, engine = self._shared.store.counters, self._shared.engine
         stats, core = engine.stats, engine.core
@@ -121,7 +126,7 @@ class StateCollector(Collector):
 
 
 def count_leased(rag: RagCache) -> int:
-    """States that requests are reading."""
+    """Count the states that requests are reading."""
     rag.internals.shared.deferred.release()
     return len(rag.internals.shared.store.memory.leases)
 
@@ -136,7 +141,7 @@ def _counter(
 
 
 def telemetry_config(on: bool) -> TelemetryConfig:
-    """FastAPI's configuration of traces. Raises `MissingExtra` if they are on without exporters."""
+    """Return FastAPI's configuration of traces. Raises `MissingExtra` without an exporter."""
     if not on:
         return {"tracing": False, "metrics": False, "logs": False}
     try:
@@ -151,7 +156,7 @@ def telemetry_config(on: bool) -> TelemetryConfig:
 
 
 def trace_answers(active: ActiveRequest) -> None:
-    """Adds spans of a request that has ended to the trace of its call."""
+    """Add spans for the answers of an ended request to the trace of its call."""
     began = time.time_ns() - int((time.monotonic() - active.started) * _SECOND)
     for answer in active.answers:
         active.context.run(_trace, trace.get_tracer("ragcache"), answer, began)
@@ -159,7 +164,13 @@ def trace_answers(active: ActiveRequest) -> None:
 
 def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
     end = began + int(answer.timings.total * _SECOND)
-    span = tracer.start_span("ragcache.answer", start_time=began, attributes=_attributes(answer))
+    counts = ("prompt_tokens", "cached_tokens", "shared_tokens", "computed_tokens")
+    attributes: dict[str, str | int] = {
+        "ragcache.mode": answer.mode, "ragcache.finish_reason": answer.finish_reason,
+        "ragcache.modules": len(answer.sources),
+        **{f"ragcache.{name}": getattr(answer.reuse, name) for name in counts},
+    }  # fmt: skip
+    span = tracer.start_span("ragcache.answer", start_time=began, attributes=attributes)
     with trace.use_span(span, end_on_exit=False):
         for name, at, until in _stages(answer.timings):
             part = tracer.start_span(f"ragcache.{name}", start_time=began + int(at * _SECOND))
@@ -168,22 +179,13 @@ def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
 
 
 def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of an answer's stages, in seconds since its call."""
+    """Yield name, begin and end of each stage of an answer, in seconds since the call."""
     assembled = timings.retrieve + timings.assemble
     admitted = min(assembled + timings.queued, timings.first_token)
     marks = (0.0, timings.retrieve, assembled, admitted, timings.first_token, timings.total)
     names = ("retrieve", "assemble", "queue", "prefill", "decode")
     for name, at, until in zip(names, marks, marks[1:], strict=False):
         yield name, at, max(at, until)
-
-
-def _attributes(answer: Answer) -> dict[str, str | int]:
-    counts = ("prompt_tokens", "cached_tokens", "shared_tokens", "computed_tokens")
-    return {
-        "ragcache.mode": answer.mode, "ragcache.finish_reason": answer.finish_reason,
-        "ragcache.modules": len(answer.sources),
-        **{f"ragcache.{name}": getattr(answer.reuse, name) for name in counts},
-    }  # fmt: skip
 
 
 def _untraced(scope: MutableMapping[str, Any]) -> bool:

@@ -59,8 +59,8 @@ def record_hour(service: Service) -> None:
         clock.now = now - POINT_SECONDS * (POINTS - 1 - number)
         point = stats.point()
         point.tokens.update(dict.fromkeys(SOURCES, 100 + number))
-        point.hit.append(0.04)
-        point.miss.append(0.6)
+        point.first_token["hit"].append(0.04)
+        point.first_token["miss"].append(0.6)
 
 
 class _Clock:

@@ -1,1 +1,1 @@
-"""The routes, one file a subject."""
+"""Routes of the service, one module for each subject."""
