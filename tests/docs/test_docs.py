@@ -190,8 +190,11 @@ def page_blocks(page: str, kind: str) -> list[str]:
     return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
 
 
+PYTHON_GUIDES = ("ask.md", "extractive.md", "confidence.md", "documents.md", "evaluate.md")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["ask.md", "extractive.md", "confidence.md", "documents.md"])
+@pytest.mark.parametrize("page", PYTHON_GUIDES)
 def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(REPOSITORY / "examples" / "handbook", tmp_path / "handbook")
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
