@@ -377,7 +377,7 @@ def _number(value: float | None) -> str:
 
 
 def render_text(document: Mapping[str, Any]) -> str:
-    """The table for a terminal, with what else belongs beside it."""
+    """The table for a terminal, followed by its remarks."""
     rows = [HEADINGS, *(cells_of(figure) for figure in figures_of(document))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = [
@@ -394,11 +394,11 @@ def render_markdown(document: Mapping[str, Any]) -> str:
     """The table for a page of the documentation."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     lines += [f"| {' | '.join(cells_of(figure))} |" for figure in figures_of(document)]
-    return "\n".join([*lines, "", *(f"{line}  " for line in remarks(document))]) + "\n"
+    return "\n".join([*lines, "", *(f"* {line}" for line in remarks(document))]) + "\n"
 
 
 def remarks(document: Mapping[str, Any]) -> list[str]:
-    """Sentences that belong beside the table."""
+    """Sentences below the table."""
     ceilings, machine = document.get("ceilings") or {}, document["machine"]
     said = [f"{machine['gpu'] or machine['processor']}, torch {machine['torch']}, "
             f"transformers {machine['transformers']}, {machine['date']}"]  # fmt: skip
