@@ -2,8 +2,9 @@
 
 A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with
 llguidance, and the engine takes a mask from its `GrammarConstraint` before each token. Compilation
-runs in the caller's thread, without the interpreter's lock. llguidance's limits bound its time. A
-JSON schema that they do not bound is checked in a process of its own first.
+runs in the caller's thread, and other threads go on meanwhile. llguidance's limits bound its time.
+A grammar that they do not bound is compiled in a process of its own first, which ends after
+`CHECK_SECONDS`.
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 KB."""
 
 CHECK_SECONDS = 2.0
-"""Maximum seconds of the check of a JSON schema that joins many parts."""
+"""Maximum seconds of the compilation, in a process, of a grammar that joins many parts."""
 
 _JOINED = re.compile(r'"(pattern|patternProperties|format|allOf|anyOf|oneOf)":')
-_FEW = 8  # joined parts that are checked in milliseconds, however they are joined
+_FEW = 8  # joined parts that are compiled in milliseconds, however they are joined
 _CHECK_SCRIPT = """
 import json, sys
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 source, limits = json.load(sys.stdin)
-print(json.dumps(LLMatcher.validate_grammar(source, limits=LLParserLimits(**limits))))
+limits = LLParserLimits(**limits)
+matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=limits)
+if not matcher.is_error():
+    matcher.compute_bitmask()
+print(json.dumps(matcher.get_error()))
 """
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -231,39 +236,51 @@ def check_grammar(grammar: Grammar) -> None:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    if _count_joined(grammar) > _FEW:
-        reason = _check_in_process(grammar.source)
-    else:
-        reason = LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
-    if reason:
+    if _is_unbounded(grammar):
+        _check_in_process(grammar)
+    elif reason := LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS)):  # type: ignore[arg-type]
         raise _refused(grammar, reason)
 
 
-def _count_joined(grammar: Grammar) -> int:
-    """Return the number of parts of a JSON schema that llguidance compares or intersects."""
-    joined = len(_JOINED.findall(grammar.text))
-    if '"patternProperties"' in grammar.text:
-        joined += grammar.text.count('":')
-    return joined
+def _is_unbounded(grammar: Grammar) -> bool:
+    """Return whether llguidance may compare or intersect parts of a grammar without a limit.
+
+    Regular expressions and GBNF have no intersections.
+    """
+    text = grammar.text
+    if grammar.kind in ("regex", "ebnf"):
+        return False
+    if grammar.kind == "lark" and "&" in text:
+        return True
+    joined = len(_JOINED.findall(text))
+    if '"patternProperties"' in text:
+        joined += text.count('":')
+    return joined > _FEW
 
 
-def _check_in_process(source: str) -> str:
-    """Return the reason why a grammar cannot be compiled, or "".
+@lru_cache(256)
+def _check_in_process(grammar: Grammar) -> None:
+    """Compile a grammar in a process, which can be ended, for a vocabulary of bytes.
 
-    llguidance intersects the patterns of a schema without a limit: 20 of them take minutes. A
-    thread cannot be ended, so a process checks them. It takes 0.1 s to start.
+    20 intersected patterns take minutes; the process takes 0.1 to 0.2 s to start. Grammars that
+    pass are remembered.
+
+    Raises:
+        InvalidRequest: The grammar cannot be compiled, or not within `CHECK_SECONDS`.
     """
     try:
         checked = subprocess.run(
             [sys.executable, "-c", _CHECK_SCRIPT],
-            input=json.dumps([source, LIMITS]).encode(), capture_output=True, check=True,
+            input=json.dumps([grammar.source, LIMITS]).encode(), capture_output=True, check=True,
             timeout=CHECK_SECONDS,
         )  # fmt: skip
+        reason = json.loads(checked.stdout)
     except subprocess.TimeoutExpired:
-        return f"it takes more than {CHECK_SECONDS:g} s; give fewer or simpler patterns"
+        reason = f"it takes more than {CHECK_SECONDS:g} s; give fewer or simpler patterns"
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"the process that checks it has failed: {error}"
-    return str(json.loads(checked.stdout))
+        reason = f"the process that checks it has failed: {error}"
+    if reason:
+        raise _refused(grammar, reason)
 
 
 # The lines of a message that repeat the grammar.
@@ -271,6 +288,8 @@ _QUOTED = re.compile(r"^\s*(\d+ \||\^).*\n?|^at \d+\(\d+\): ", re.MULTILINE)
 
 
 def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
+    if reason.startswith("NoExtension"):
+        reason = "no text satisfies it"
     reason = " ".join(_QUOTED.sub("", reason).split())
     kind = grammar.kind.replace("json_schema", "JSON schema")
     return InvalidRequest(f"the {kind} cannot be compiled: {reason:.300}")
@@ -298,14 +317,13 @@ class ModelGrammarCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
+        if _is_unbounded(grammar):
+            _check_in_process(grammar)
         made = LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()  # finds what allows nothing, and leaves less for the engine
         if made.is_error():
-            reason = made.get_error()
-            if reason.startswith("NoExtension"):
-                reason = "no text satisfies it"
-            raise _refused(grammar, reason)
+            raise _refused(grammar, made.get_error())
         return made
 
 

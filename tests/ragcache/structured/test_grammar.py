@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
@@ -107,20 +108,31 @@ def test_a_grammar_has_a_largest_size() -> None:
     assert not allows(grammar, '"string number 1000"')
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "object", "patternProperties": {f"^{n:04}.*x{n:04}": {} for n in range(800)}},
-        {"allOf": [{"type": "string", "pattern": f".*{n:010}.*"} for n in range(40)]},
-    ],
-)
-def test_the_check_of_a_schema_ends_in_bounded_time(
-    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+NAMES = {"type": "object", "patternProperties": {f"^{n:04}.*x{n:04}": {} for n in range(800)}}
+PATTERNS = [f".*{n:010}.*" for n in range(40)]
+JOINED = {"allOf": [{"type": "string", "pattern": pattern} for pattern in PATTERNS]}
+ENDLESS: dict[str, Callable[[], Grammar]] = {
+    "pattern properties": lambda: Grammar.json_schema(NAMES),
+    "schemas": lambda: Grammar.json_schema(JOINED),
+    "patterns": lambda: Grammar.lark("start: A\nA: " + " & ".join(f"/{p}/" for p in PATTERNS)),
+    "schemas in Lark": lambda: Grammar.lark(f"start: %json {json.dumps(JOINED)}"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_compilation_ends_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance alone would take minutes."""
     monkeypatch.setattr(grammar_module, "CHECK_SECONDS", 0.4)
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.4 s"):
-        Grammar.json_schema(schema)
+        compile_constraint(ENDLESS[name](), tiny())
+
+
+def test_an_intersection_is_enforced() -> None:
+    grammar = Grammar.lark("start: A\nA: /a+b*/ & /.{3}/ & ~/aaa/")
+    texts = ("aab", "abb", "aaa", "ab")
+    assert [allows(grammar, text) for text in texts] == [True, True, False, False]
+    with pytest.raises(InvalidRequest, match="the lark cannot be compiled"):
+        compile_constraint(Grammar.lark("start: A\nA: /a/ & /b/"), tiny())
 
 
 def test_a_schema_of_many_parts_is_checked_like_others() -> None:
