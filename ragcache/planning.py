@@ -128,7 +128,7 @@ def bytes_per_token(model: CausalLM) -> dict[str, int]:
 def tier_sizes(
     model: CausalLM, lengths: Sequence[int], budgets: dict[str, int | None]
 ) -> tuple[TierSize, ...]:
-    """Return the sizes of modules of these lengths, for each `kv_dtype` and tier with a budget."""
+    """Return the sizes of modules of these lengths in each tier with a budget, by `kv_dtype`."""
     kinds = [check_kv_dtype(kind) for kind in KV_DTYPES]
     pinned = model.device.type == "cuda"
     empty: list[Tier] = [
@@ -418,7 +418,7 @@ def drop_pages(path: Path) -> None:
 
 
 def advise(plan: CachePlan) -> list[str]:
-    """Return the plan in sentences: whether caching pays, for which modules, and at which cost."""
+    """Return advice in sentences: whether caching pays, for which modules, at which cost."""
     longest, advice = plan.measured.cuts[-1], []
     load, compute = longest.load_s["model"], longest.compute_s
     module, loaded, computed = longest.tokens, format_seconds(load), format_seconds(compute)

@@ -1,4 +1,4 @@
-"""Decoding: many requests over the same documents in different orders, against copies of them."""
+"""Decoding of many requests over shared documents, compared with copies of them."""
 
 from __future__ import annotations
 

@@ -84,8 +84,9 @@ class LlamaShape:
         )
 
     def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
-        """Return a Hugging Face model with random weights, drawn in float32 on the CPU: the same on
-        every machine.
+        """Return a Hugging Face model with random weights.
+
+        The weights are drawn in float32 on the CPU, so that they are the same on every machine.
         """
         from transformers import LlamaForCausalLM
 

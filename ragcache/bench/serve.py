@@ -1,4 +1,4 @@
-"""Serving: Poisson arrivals of requests over a pool of documents, cached and in mode `exact`."""
+"""Serving: Poisson arrivals of requests over a pool of documents, cached and `exact`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application database, in SQLite or PostgreSQL: documents, modules, jobs, keys, the ledger."""
+"""The database, SQLite or PostgreSQL: documents, modules, jobs, API keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
 from ragcache.db.catalog import Catalog, CollectionVersion, Vectors

@@ -34,7 +34,7 @@ _OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
 
 
 def is_unowned() -> ColumnElement[bool]:
-    """Return the condition on rows of `StateTable` that nothing owns them, nor the store itself."""
+    """Return the condition that rows of `StateTable` have no owner, nor belong to the store."""
     owned = [exists().where(table.key == StateTable.key) for table in _OWNERS]
     return and_(StateTable.mode != ROOT_MODE, *(~owner for owner in owned))
 

@@ -249,7 +249,7 @@ class KeyLocks:
         return taken
 
     def acquire_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
-        """As `acquire`, in the caller's transaction."""
+        """Claim keys as `acquire` does, in the caller's transaction."""
         me = self.sessions.id
         busy: set[KVKey] = set()
         for chunk in chunks(keys):
@@ -266,7 +266,7 @@ class KeyLocks:
                 self.release_within(session, keys)
 
     def release_within(self, session: Session, keys: Iterable[KVKey]) -> None:
-        """As `release`, in the caller's transaction."""
+        """Release claims in the caller's transaction."""
         mine = delete(ClaimTable).where(ClaimTable.session == self.sessions.id)
         for chunk in chunks(keys):
             session.execute(mine.where(ClaimTable.key.in_(chunk)))

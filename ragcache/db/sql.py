@@ -1,4 +1,4 @@
-"""Statements that the two databases spell differently, joins that many modules need, and pages."""
+"""Statements that the two databases spell differently, common joins, and pages."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _insert(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.I
 
 
 def from_modules(*columns: Any) -> Select[Any]:
-    """Columns of modules, joined with their documents and collections."""
+    """Select columns of modules, joined with their documents and collections."""
     return select(*columns).select_from(ModuleTable).join(DocumentTable).join(CollectionTable)
 
 

@@ -193,7 +193,7 @@ _DEEPEST = 3  # level of JSON that becomes a heading
 
 
 def _json_blocks(value: Any, level: int) -> Iterable[str]:
-    """Yield JSON as text: keys of objects become headings, lists of flat objects become tables."""
+    """Yield JSON as text: keys of objects become headings, lists of flat objects tables."""
     if _is_table(value):
         keys = list(dict.fromkeys(key for each in value for key in each))
         yield write_table([keys, *([_scalar(each.get(key)) for key in keys] for each in value)])

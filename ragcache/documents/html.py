@@ -1,4 +1,4 @@
-"""HTML as Markdown: headings, lists, tables and paragraphs, without markup, scripts and styles."""
+"""HTML as Markdown: headings, lists, tables and paragraphs, without scripts and styles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of chat models: the style of a template, `tool_choice`, and grammars of tool calls."""
+"""Tools of chat models: styles of templates, `tool_choice`, and grammars of tool calls."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""PML, the Prompt Markup Language of Prompt Cache (§3.2 to §3.4): parse, write, lay out, resolve.
+"""PML, the Prompt Markup Language of Prompt Cache (§3.2 to §3.4).
 
-It uses no tensors, database or files: the caller passes text and a function that counts tokens.
+Parses, writes, lays out and resolves PML. Uses no tensors, database or files: the caller passes
+text and a function that counts tokens.
 """
 
 from ragcache_schemas.builder import collection_schema, document_module, expand_slots

@@ -1,8 +1,8 @@
-"""Generates the schemas of collections.
+"""Schemas of collections.
 
 A collection becomes a schema of a preamble, k slots and the question. Each slot is a union whose
-members are all modules of the collection, so that any k documents may be imported in any order;
-the members are looked up, and only `expand_slots` writes them out.
+members are all modules of the collection, so that any k documents may be imported in any order. The
+members are looked up; only `expand_slots` writes them out.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def collection_schema(
     name: str, preamble: str, slots: int, collection: str,
     *, question_lead: str = "", question_length: int = 512, epilogue: str = "",
 ) -> Schema:  # fmt: skip
-    """Make a schema of preamble, slots, question_lead, the parameter `question`, and epilogue.
+    """Make the schema of a collection: preamble, slots, the parameter `question`, epilogue.
 
     The texts are usually the model's chat template, cut inside the user turn.
 
     Args:
-        name: The schema's name.
-        preamble: The text before the slots.
-        slots: The number of slots.
-        collection: The collection whose modules fill the slots.
-        question_lead: The text between slots and question.
-        question_length: The most tokens of a question.
-        epilogue: The text after the question.
+        name: Name of the schema.
+        preamble: Text before the slots.
+        slots: Number of slots.
+        collection: Collection whose modules fill the slots.
+        question_lead: Text between slots and question.
+        question_length: Maximum tokens of a question.
+        epilogue: Text after the question.
 
     Raises:
         PMLError: There is no slot, or a name is invalid.
@@ -54,11 +54,11 @@ def collection_schema(
 
 
 def document_module(name: str, chunks: Iterable[str]) -> Module:
-    """Make a module of a document, its chunks modules nested in it.
+    """Make the module of a document, with its chunks as nested modules.
 
     Args:
-        name: The module's name; `module_name(title)` makes one.
-        chunks: Their texts; they are named "c1", "c2", ... by their place.
+        name: Name of the module, as from `module_name(title)`.
+        chunks: Texts of the chunks, which are named "c1", "c2", ... in order.
 
     Raises:
         InvalidName: `name` is no module name.
@@ -70,7 +70,7 @@ def document_module(name: str, chunks: Iterable[str]) -> Module:
 
 
 def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:
-    """Write the members of every slot out, from `members` by collection.
+    """Write out the members of every slot, from `members` by collection.
 
     A slot becomes a module of its scope's name ("slot-1") around a union, so that the same prompts
     fit both forms and several slots may hold the same document.

@@ -1,9 +1,9 @@
-"""Renders chat turns with the model's own template (Prompt Cache, §3.2.3).
+"""Chat turns rendered with the model's own template (Prompt Cache, §3.2.3).
 
 The template is a function from messages to text, as tokenizers have it. It is called once for the
 whole conversation, with marks in place of the contents, and the text between the marks is put
-around the turns. So every template works that keeps contents whole and in order, Llama 2 included,
-which writes the system turn inside the first user turn:
+around the turns. This works for every template that keeps contents whole and in order. Llama 2, for
+example, writes the system turn inside the first user turn:
 
     <s>[INST] <<SYS>>\n ¹ \n<</SYS>>\n\n ² [/INST] ³ </s>
 
@@ -31,7 +31,10 @@ from ragcache_schemas.tree import (
 
 
 class Render(Protocol):
-    """A chat template: the text of `messages`, with `generate` also the start of the answer."""
+    """A chat template.
+
+    Returns the text of messages, and with `generate` the start of the answer.
+    """
 
     def __call__(self, messages: Sequence[tuple[Role, str]], *, generate: bool) -> str: ...
 
@@ -39,7 +42,7 @@ class Render(Protocol):
 def render_schema_turns(schema: Schema, render: Render) -> Schema:
     """Replace the turns of a schema by the template's text.
 
-    A turn that the schema leaves open gets no text after it; the prompt goes on from there.
+    A turn that the schema leaves open gets no text after it. The prompt continues it.
 
     Raises:
         TurnMismatch: The template cannot write these turns.
@@ -52,10 +55,10 @@ def render_schema_turns(schema: Schema, render: Render) -> Schema:
 
 
 def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
-    """Replace the turns of a prompt by the template's text, as they follow those of its schema.
+    """Replace the turns of a prompt by the template's text, as a continuation of the schema's.
 
-    After a closed user turn comes the template's start of the answer, whether the prompt or the
-    schema closes it.
+    After a closed user turn, the template's start of the answer follows, whether the prompt or the
+    schema closes the turn.
 
     Args:
         prompt: The prompt.
@@ -84,7 +87,7 @@ def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Promp
 
 
 def _answered(prompt: Prompt, before: Sequence[Chat], render: Render) -> Prompt:
-    """`prompt`, which has no turns, with the start of the answer after the turns `before`."""
+    """Add the start of the answer to a prompt without turns, after the turns `before`."""
     if not before or not before[-1].closes or before[-1].role != "user":
         return prompt
     last, already = before[-1], _schema_text(before, render)[1]
@@ -96,7 +99,7 @@ def _answered(prompt: Prompt, before: Sequence[Chat], render: Render) -> Prompt:
 
 
 def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
-    """Whether `turn` goes on in the turn that the schema left open."""
+    """Whether `turn` continues the turn that the schema left open."""
     if turn.opens:
         return False
     if before and not before[-1].closes and before[-1].role == turn.role:
@@ -110,7 +113,7 @@ def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
 
 
 def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]:
-    """Return the text before each turn of a schema, and after the last."""
+    """Return the text before each turn of a schema, and the text after the last one."""
     last, roles = turns[-1], [turn.role for turn in turns]
     # A turn more, since some templates write the system turn only inside a user turn.
     follower: Role = "assistant" if last.role == "user" else "user"
@@ -165,7 +168,7 @@ def _turns(nodes: Sequence[Node]) -> Iterator[Chat]:
 def _rendered(
     nodes: Sequence[Node], turns: Sequence[Chat], opens: Sequence[str], close: str
 ) -> tuple[Any, ...]:
-    """`nodes` with their turns, met in the same order as `_turns` gives them, as text."""
+    """Replace the turns of `nodes` by text, in the order of `_turns`."""
     around = iter(zip(opens, [""] * (len(turns) - 1) + [close], strict=True))
 
     def replaced(node: Node) -> Iterator[Node]:

@@ -1,7 +1,8 @@
 """Named errors of the PML language.
 
-Every error is a `PMLError`: it says what was wrong, where (source, line and column, counted from 1)
-and what to do. A `PMLWarning` marks text that is accepted, though not as PML should be written.
+The message of a `PMLError` says what went wrong, where (source, line and column, counted from 1)
+and how to fix it. A `PMLWarning` marks text that is accepted, though PML should be written
+otherwise.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class _Located:
 
     @property
     def source(self) -> str:
-        """The file's name, or "<string>"."""
+        """Name of the file, or "<string>"."""
         return self.location.source if self.location else "<string>"
 
     @property
     def line(self) -> int | None:
-        """Counted from 1."""
+        """Line, counted from 1."""
         return self.location.line if self.location else None
 
     @property
     def column(self) -> int | None:
-        """Counted from 1, in characters."""
+        """Column in characters, counted from 1."""
         return self.location.column if self.location else None
 
 
@@ -38,9 +39,9 @@ class PMLError(_Located, ValueError):
 
     Args:
         problem: The problem, as a phrase.
-        location: Its place. Without one, as in trees that a program built, `line` and `column` are
-            None.
-        element: Name of the element that it is in.
+        location: Place of the problem. Trees that a program built have no places, so that `line`
+            and `column` are None.
+        element: Name of the element with the problem.
         expected: Advice on what to write instead.
     """
 
@@ -73,11 +74,11 @@ class LimitExceeded(PMLError):
 
 
 class UnknownElement(PMLError):
-    """An element that PML does not have, or that is misplaced."""
+    """An element that PML does not have, or that is in the wrong place."""
 
 
 class MisplacedText(PMLError):
-    """Text where none is allowed, as directly inside a union."""
+    """Text in a place where none is allowed, such as directly inside a union."""
 
 
 class InvalidAttribute(PMLError):
@@ -85,11 +86,11 @@ class InvalidAttribute(PMLError):
 
 
 class InvalidName(PMLError):
-    """A name that is no XML name: a prompt could not import it as an element."""
+    """A name that is no XML name, so that a prompt cannot import it as an element."""
 
 
 class ReservedName(InvalidName):
-    """A name that PML keeps for itself."""
+    """A name that PML reserves."""
 
 
 class DuplicateName(PMLError):
@@ -97,11 +98,11 @@ class DuplicateName(PMLError):
 
 
 class UnknownName(PMLError):
-    """No such module, parameter, schema or union member."""
+    """No module, parameter, schema or union member has this name."""
 
 
 class UnionConflict(PMLError):
-    """Two members of one union, of which a prompt may hold one."""
+    """Two members of one union. A prompt may hold one of them."""
 
 
 class MissingArgument(PMLError):
@@ -109,7 +110,7 @@ class MissingArgument(PMLError):
 
 
 class SpanTooLong(PMLError):
-    """More tokens than a parameter holds."""
+    """A text has more tokens than its parameter holds."""
 
 
 class TurnMismatch(PMLError):
@@ -121,7 +122,7 @@ class ProgramError(PMLError):
 
 
 class PMLWarning(_Located, UserWarning):
-    """Accepted, though not as PML should be written. Carries source, line and column."""
+    """PML that is accepted, though it should be written otherwise."""
 
     def __init__(self, problem: str, location: Location | None = None) -> None:
         super().__init__(problem, location)

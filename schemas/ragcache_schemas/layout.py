@@ -1,13 +1,12 @@
-"""Lays a schema out: the position span of every module, text and parameter (Prompt Cache, §3.3).
+"""Layout of a schema: positions of modules, texts and parameters (Prompt Cache, §3.3).
 
 A module starts at its absolute location in the schema: the sum of the lengths before it. The
 members of a union share their start, and the union counts with the length of its largest member. A
 parameter takes as many positions as its `len`, however long its argument is.
 
-Tokens are counted by the caller's function, once for each maximal run of text: the text between two
-tags in the written schema, never text of two modules at once and never a part of a run. Parameters
-and chat tags cut runs too. Turns themselves take no positions here: render them with the model's
-template first (`render_schema_turns`).
+Tokens are counted by the caller's function, once for each maximal run of text. A run is the text
+between two tags in the written schema; parameters and chat tags are tags, too. Chat turns have no
+positions here: render them with the model's template first (`render_schema_turns`).
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ Placement: TypeAlias = Literal["schema", "compact"]
 
 @dataclass(frozen=True, slots=True)
 class PositionSpan:
-    """A run of positions: `length` of them from `start` on.
-
-    The last part of `path` gives its kind: a module has its name, and within its scope the n-th
-    text is "#n", a parameter "@name", the n-th union "|n", a slot "slot-name", all from n = 0.
-    Members of unions and nodes in turns have the path that they would have without these.
-    """
+    """A run of `length` positions from `start` on."""
 
     path: Path
+    """Names from the schema down. The last one gives the kind: a module has its name; within its
+    scope the n-th text is "#n", a parameter "@name", the n-th union "|n", a slot "slot-name", all
+    from n = 0. Unions and turns are no part of the paths of the nodes in them."""
     start: int
     length: int
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """Position after the last one."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The spans of a schema in the order of its text, and its length in positions.
+    """The spans of a schema.
 
-    In the placement "schema" these are the paper's fixed positions. In "compact" all that a
-    prompt may leave out takes no room: each module starts where the text before it that is always
-    included ends, as if nothing else were imported, and its length is that of its own text and
-    parameters. It is encoded at these positions; a prompt moves it from there.
+    In the placement "schema" these are the paper's fixed positions. In "compact", optional content
+    takes no room: each module starts at the end of the text before it that is always included, as
+    if no other module were imported, and its length counts only its own text and parameters. It is
+    encoded at these positions, and a prompt moves it from there.
     """
 
     spans: tuple[PositionSpan, ...]
+    """Spans in the order of the schema's text."""
     length: int
+    """Length of the schema in positions."""
     placement: Placement = "schema"
     _by_path: dict[Path, PositionSpan] = field(init=False, repr=False, compare=False)
 
@@ -63,21 +62,21 @@ class Layout:
         object.__setattr__(self, "_by_path", {span.path: span for span in self.spans})
 
     def __getitem__(self, path: Path | str) -> PositionSpan:
-        """The span at `path`; "plan/miami" is short for ("plan", "miami")."""
+        """Return the span at `path`. "plan/miami" is short for ("plan", "miami")."""
         return self._by_path[tuple(path.split("/")) if isinstance(path, str) else path]
 
 
 def lay_out(schema: Schema, count_tokens: CountTokens, placement: Placement = "schema") -> Layout:
-    """Lay a schema out, in time linear in its size.
+    """Lay out a schema, in time linear in its size.
 
     Args:
         schema: The schema.
-        count_tokens: The number of tokens of a text, without special tokens.
+        count_tokens: Function from a text to its number of tokens, without special tokens.
         placement: "schema" for the paper's fixed positions, "compact" without gaps.
 
     Warns:
-        PMLWarning: The scaffold text of a parameter does not fit; as in the reference
-            implementation, as much of it is encoded as the parameter holds.
+        PMLWarning: The scaffold text of a parameter does not fit. As in the reference
+            implementation, only the part that fits is encoded.
 
     Example:
         >>> schema = Schema("s", (Text("Be brief."), Module("tone", (Text("Kindly."),))))
@@ -96,7 +95,7 @@ class _Walk:
         self.spans: list[PositionSpan] = []
 
     def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
-        """Lay out the content of one module or schema; returns where it ends."""
+        """Lay out the content of one module or schema. Returns its end."""
         return self._content(path, children, start, {"#": count(), "|": count()})
 
     def _content(
@@ -136,7 +135,10 @@ class _Walk:
         return node.length
 
     def _nested(self, own: Path, outer: Path, node: Module | Union, start: int) -> int:
-        """Lay out a module or, beginning together in the scope `outer`, the members of a union."""
+        """Lay out a module, or the members of a union, which share their start.
+
+        `outer` is the path of the scope that the members belong to.
+        """
         index = len(self.spans)
         self._span(own, start, 0)
         if isinstance(node, Module):

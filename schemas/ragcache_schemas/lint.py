@@ -1,4 +1,4 @@
-"""Lints schemas and prompts: errors, warnings and advice, in one list."""
+"""Linting of schemas and prompts: errors, warnings and advice in one list."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ Severity: TypeAlias = Literal["error", "warning", "advice"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error (refused), a warning (accepted with PMLWarning), or advice (allowed but doubtful);
-    `kind` is the name of the error's class or of the rule."""
+    """A problem in a schema or a prompt."""
 
     severity: Severity
+    """`error` (refused), `warning` (accepted with `PMLWarning`) or `advice` (allowed but
+    doubtful)."""
     kind: str
+    """Name of the error's class or of the rule."""
     message: str
     location: Location | None = None
 
@@ -51,7 +53,7 @@ class Finding:
 
 
 def is_prompt(text: str | bytes) -> bool:
-    """Whether a PML text is a prompt; any other is, or should be, a schema."""
+    """Whether a PML text is a prompt. Any other text is a schema, or should be."""
     start = text if isinstance(text, str) else text.decode("utf-8", "replace")
     return _PROMPT.match(start) is not None
 
@@ -60,13 +62,14 @@ def lint_schema(
     text: str | bytes, *, source: str = "<string>", count_tokens: CountTokens | None = None,
     render: Render | None = None,
 ) -> list[Finding]:  # fmt: skip
-    """List the findings in a schema; goes on after errors, unless it is not well-formed.
+    """List the findings in a schema. Continues after errors, unless it is not well-formed.
 
     Args:
         text: PML.
-        source: The name of the file, for places.
-        count_tokens: With it, texts that do not fit and unions that waste positions are found.
-        render: With it, turns that the model's chat template cannot write are found.
+        source: Name of the file, for places.
+        count_tokens: Function that counts tokens. Finds texts that do not fit and unions that waste
+            positions.
+        render: Chat template. Finds turns that it cannot write.
 
     Returns:
         The findings in the order of the text.
@@ -93,7 +96,7 @@ def lint_schema(
 def lint_prompt(
     text: str | bytes, index: SchemaIndex | None = None, *, source: str = "<string>"
 ) -> list[Finding]:
-    """List the findings in a prompt; with `index`, also those against its schema."""
+    """List the findings in a prompt. With `index`, checks it against its schema."""
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
@@ -146,7 +149,10 @@ def _advice(schema: Schema, count_tokens: CountTokens | None) -> Iterator[Findin
 
 
 def _content(children: Sequence[Node], count_tokens: CountTokens | None) -> Iterator[Finding]:
-    """Unions, and words that touch a parameter: "for<param .../>" becomes "for3 days"."""
+    """Find problems of unions, and words that touch a parameter.
+
+    "for<param .../>" becomes "for3 days".
+    """
     for node in children:
         if isinstance(node, Chat):
             yield from _content(node.children, count_tokens)

@@ -1,8 +1,8 @@
-"""Parses PML (Prompt Cache, §3.2): schemas and prompts, from text to tree.
+"""Parser of PML (Prompt Cache, §3.2): schemas and prompts, from text to tree.
 
-Every problem gets an exact place, and nothing unsafe is built: `scanner` finds the tags, applies
-the limits and balances chat tags, lxml parses with entities, DTD and network off, the readers
-build the tree, and `validate` checks its names.
+Every problem gets an exact place, and nothing unsafe is built. `scanner` finds the tags, applies
+the limits and balances chat tags. lxml parses with entities, DTD and network off. The readers build
+the tree, and `validate` checks its names.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def parse_schema(
     """Parse a schema.
 
     Args:
-        text: PML; bytes are decoded as their byte order mark or XML declaration says.
-        source: The name of the file, for places in errors.
-        limits: What the text may cost; by default `ScanLimits()`.
+        text: PML. Bytes are decoded by their byte order mark or XML declaration.
+        source: Name of the file, for places in errors.
+        limits: Limits of the text. Defaults to `ScanLimits()`.
 
     Raises:
         PMLError: The first problem, with its line and column. Unbalanced turns only warn
@@ -88,7 +88,7 @@ def parse_prompt(
 def read_schema(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Schema:
-    """`parse_schema`, but each problem goes to `report`, which may return."""
+    """Parse a schema as `parse_schema` does. Each problem goes to `report`, which may return."""
     schema = SchemaReader(load(text, source, limits, warn), report, warn).schema()
     for problem in schema_problems(schema):
         report(problem)
@@ -98,7 +98,7 @@ def read_schema(
 def read_prompt(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Prompt:
-    """`parse_prompt`, but each problem goes to `report`, which may return."""
+    """Parse a prompt as `parse_prompt` does. Each problem goes to `report`, which may return."""
     prompt = PromptReader(load(text, source, limits, warn), report, warn).prompt()
     for problem in prompt_problems(prompt):
         report(problem)
@@ -115,7 +115,7 @@ def _warn(warning: PMLWarning) -> None:
 
 Element: TypeAlias = etree._Element
 Report: TypeAlias = Callable[[PMLError], None]
-"""Takes a problem: parsing raises it, linting collects it."""
+"""Takes a problem. Parsing raises it, linting collects it."""
 Warn: TypeAlias = Callable[[PMLWarning], None]
 
 
@@ -164,7 +164,7 @@ N = TypeVar("N")
 
 
 class _Flow(Generic[N]):
-    """Collects the content of one element and applies the white space rule."""
+    """Collects the content of one element, and applies the white space rule."""
 
     def __init__(self, preserve: bool) -> None:
         self.preserve = preserve
@@ -196,7 +196,7 @@ class _Flow(Generic[N]):
 
 
 class ElementReader(Generic[N]):
-    """Walks elements and tags together; problems go to `report`."""
+    """Walks elements and tags together. Problems go to `report`."""
 
     def __init__(self, document: XMLDocument, report: Report, warn: Warn) -> None:
         self.root = document.root
@@ -215,8 +215,9 @@ class ElementReader(Generic[N]):
     def children(
         self, element: Element, tag: Tag, make: Callable[[Element, Tag], N | None]
     ) -> list[N]:
-        """Return the content of `element`, whose start tag is `tag`; `make` turns elements into
-        nodes.
+        """Return the nodes in `element`, whose start tag is `tag`.
+
+        `make` turns elements into nodes.
         """
         outer = self._preserve
         self._preserve = self._keeps_space(element, tag)
@@ -247,7 +248,7 @@ class ElementReader(Generic[N]):
                 self.report(MisplacedText(problem, node.location, tag.name, expected))
 
     def skip(self, element: Element, tag: Tag, expected: str = "") -> None:
-        """Report a misplaced element and passes over it."""
+        """Report a misplaced element and pass over it."""
         self.misplaced(element, tag, expected)
         self.pass_over(element, tag)
 
@@ -266,13 +267,13 @@ class ElementReader(Generic[N]):
         self.report(UnknownElement(f"<{tag.name}>{within}", tag.location, tag.name, expected))
 
     def invalid(self, tag: Tag, problem: str, expected: str) -> None:
-        """Report an attribute of a tag."""
+        """Report a problem of an attribute."""
         self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
 
     def chat(
         self, element: Element, tag: Tag, role: Role, make: Callable[[Element, Tag], N | None]
     ) -> Chat | None:
-        """Return a turn; turns do not nest."""
+        """Read a turn. Turns do not nest."""
         if self._turn:
             self.skip(element, tag, f"end the <{self._turn}> turn first")
             return None
@@ -288,7 +289,7 @@ class ElementReader(Generic[N]):
         self, element: Element, tag: Tag, required: tuple[str, ...] = (),
         *, optional: tuple[str, ...] = (),
     ) -> dict[str, str]:  # fmt: skip
-        """Return the attributes of `element`; reports the missing and the unknown."""
+        """Return the attributes of `element`. Reports missing and unknown ones."""
         found = attributes_of(element)
         for name in required:
             if name not in found:
@@ -302,7 +303,7 @@ class ElementReader(Generic[N]):
         return found
 
     def unnamed(self, tag: Tag) -> str:
-        """Return a name for an element that lacks one, so that it is reported once."""
+        """Return a placeholder for a missing name, so that it is reported once."""
         return f"_unnamed-{tag.location.line}-{tag.location.column}"
 
     def _flag(self, found: dict[str, str], name: str, tag: Tag, yes: str, no: str) -> bool:
@@ -320,7 +321,7 @@ class ElementReader(Generic[N]):
 
 
 def attributes_of(element: Element) -> dict[str, str]:
-    """Return the attributes of `element`, without `xml:space` and those of XML Schema instances."""
+    """Return the attributes of `element`, without `xml:space` and XML Schema's own attributes."""
     found = {str(name): str(value) for name, value in element.attrib.items()}
     return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
 
@@ -329,7 +330,7 @@ _LENGTH = re.compile(r"0*[1-9][0-9]{0,6}")
 
 
 class SchemaReader(ElementReader[SchemaNode]):
-    """Builds one Schema."""
+    """Builds the tree of a schema."""
 
     def schema(self) -> Schema:
         """Return the tree of the document, whose root must be <schema>."""
@@ -415,7 +416,7 @@ class SchemaReader(ElementReader[SchemaNode]):
 
 
 class PromptReader(ElementReader[PromptNode]):
-    """Builds one Prompt."""
+    """Builds the tree of a prompt."""
 
     def prompt(self) -> Prompt:
         """Return the tree of the document, whose root must be <prompt>."""

@@ -9,12 +9,12 @@
     trip.schema                          the schema, as a tree
     trip("three days", overseas=True)    a prompt for it, as a tree
 
-The function itself never runs: its source is read once and translated to steps, and of it only the
-conditions and the values in f-strings are evaluated when it is called.
+The function itself never runs. Its source is read once and translated to steps. A call evaluates
+only its conditions and the values in f-strings.
 
-`if` becomes a module; `if`/`else`, `match` and `a if c else b` a union. Branches are named from
+`if` becomes a module; `if`/`else`, `match` and `a if c else b` a union. Branches are named after
 their source, so that names are the same on every run. Text between triple quotes follows the white
-space rule of PML (`text.tidy`), other strings are kept as written; both become text of the tree,
+space rule of PML (`text.tidy`), other strings are kept as written. Both become text of the tree,
 never markup.
 """
 
@@ -53,16 +53,17 @@ from ragcache_schemas.validate import validate_schema
 P = ParamSpec("P")
 
 Content: TypeAlias = Iterator[str | Prompt]
-"""The return annotation of a prompt program: it yields texts and calls of other programs."""
+"""Return annotation of a prompt program, which yields texts and calls of other programs."""
 
 
 class PromptProgram(Generic[P]):
-    """A function compiled to a schema (`schema`); calling it makes a prompt.
+    """A function compiled to a schema (`schema`). Calling it makes a prompt.
 
     It is compiled on first use, so that programs may call others defined further down.
 
     Raises:
-        ProgramError: The function has what no schema can say; with file, line and column.
+        ProgramError: The function contains something that no schema can express; with file, line
+            and column.
     """
 
     def __init__(self, function: Callable[P, Content], name: str | None = None) -> None:
@@ -83,18 +84,18 @@ class PromptProgram(Generic[P]):
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema of the function; the same on every run."""
+        """Schema of the function, which is the same on every run."""
         where = self.source.at(self.source.tree)
         return validate_schema(Schema(self.name, schema_children(self.steps), location=where))
 
     @cached_property
     def source(self) -> FunctionSource:
-        """The function's syntax tree and its place in the file."""
+        """Syntax tree of the function and its place in the file."""
         return read_function(self.function)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The translated body."""
+        """Translated body."""
         self.compiling = True
         try:
             return Translator(self).steps()
@@ -103,7 +104,7 @@ class PromptProgram(Generic[P]):
 
     @cached_property
     def limits(self) -> dict[str, MaxTokens]:
-        """The lengths of the parameters that hold text."""
+        """Lengths of the text parameters."""
         found: dict[str, MaxTokens] = {}
         names = visible_names(self.function)
         for name, parameter in self.signature.parameters.items():
@@ -119,7 +120,7 @@ class PromptProgram(Generic[P]):
         return found
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Namespace:
-        """Return the names that a call with these arguments sees."""
+        """Return the names that are visible to a call with these arguments."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return visible_names(self.function) | bound.arguments
@@ -140,8 +141,8 @@ def prompt_program(
     program a nested module; a parameter with `MaxTokens` a parameter.
 
     Args:
-        function: The function, where the decorator has no parentheses.
-        name: The schema's name; by default the function's.
+        function: The function, if the decorator has no parentheses.
+        name: Name of the schema. Defaults to the function's name.
 
     Returns:
         The program, or the decorator that makes it.
@@ -168,7 +169,7 @@ _ADVICE: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Translator:
-    """Translates one function."""
+    """Translates one function to steps."""
 
     def __init__(self, program: PromptProgram[Any]) -> None:
         self.source = program.source
@@ -177,7 +178,7 @@ class Translator:
         self.names: Namespace = visible_names(program.function)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps of the whole function."""
+        """Translate the whole function."""
         body = self.source.tree.body
         if ast.get_docstring(self.source.tree, clean=False) is not None:
             body = body[1:]
@@ -187,12 +188,12 @@ class Translator:
         return steps
 
     def error(self, problem: str, node: ast.AST, expected: str) -> ProgramError:
-        """Return the error for `node`."""
+        """Return an error at `node`."""
         name = self.source.tree.name
         return ProgramError(f"in {name!r}: {problem}", self.source.at(node), name, expected)
 
     def body(self, statements: Sequence[ast.stmt], names: ScopeNames) -> tuple[Step, ...]:
-        """Return the steps of a block; `names` are those of the module that it belongs to."""
+        """Translate a block. `names` are the names in its module."""
         steps: list[Step] = []
         for statement in statements:
             match statement:
@@ -211,7 +212,7 @@ class Translator:
         return tuple(steps)
 
     def content(self, value: ast.expr, names: ScopeNames) -> list[Step]:
-        """Return the steps of a yielded value."""
+        """Translate a yielded value."""
         match value:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return [*self.content(left, names), *self.content(right, names)]
@@ -228,7 +229,7 @@ class Translator:
         return [self._value(whole, value, names)]
 
     def _part(self, part: ast.expr, whole: ast.JoinedStr, names: ScopeNames) -> list[Step]:
-        """Return the steps of one part of an f-string."""
+        """Translate one part of an f-string."""
         if isinstance(part, ast.Constant):
             return [self._text(str(part.value), whole)]
         assert isinstance(part, ast.FormattedValue)
@@ -243,7 +244,7 @@ class Translator:
         return TextStep(text, self.source.at(place))
 
     def _laid_out(self, steps: list[Step], literal: ast.expr) -> list[Step]:
-        """`steps`; PML's white space rule is applied where `literal` is triple-quoted."""
+        """Apply PML's white space rule to the steps of a triple-quoted literal."""
         if not self.source.is_triple_quoted(literal):
             return steps
         out: list[Step] = []
@@ -265,7 +266,7 @@ class Translator:
     def _value(
         self, part: ast.FormattedValue, place: ast.expr, names: ScopeNames
     ) -> TextStep | ParameterStep:
-        """Return a value in a text: a constant, or the argument of one parameter."""
+        """Translate a value in a text: a constant, or the argument of one parameter."""
         shown = ast.unparse(part.value)
         used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
         location = self.source.at(place)
@@ -291,7 +292,7 @@ class Translator:
         return ParameterStep(name, limit, lambda n: str(eval(code, n)), location)
 
     def constant(self, value: ast.expr, place: ast.AST) -> Any:
-        """Evaluate an expression that uses no parameter."""
+        """Evaluate an expression without parameters."""
         try:
             return eval(self.source.code(value), dict(self.names))
         except Exception as error:  # whatever the expression raises
@@ -311,7 +312,7 @@ class Translator:
     def _call(
         self, program: PromptProgram[Any], call: ast.Call, place: ast.expr, names: ScopeNames
     ) -> CallStep:
-        """Return a call of another program: a nested module."""
+        """Translate a call of another program to a nested module."""
         if program.compiling:
             problem = f"{program.name!r} calls itself"
             raise self.error(problem, place, "a schema is finite: write each level out")
@@ -345,7 +346,7 @@ class Translator:
         return TurnStep(cast("Role", role), body, self.source.at(statement))
 
     def _if(self, statement: ast.If, names: ScopeNames) -> BranchStep:
-        """`if`, with its `elif` and `else`."""
+        """Translate `if`, with its `elif` and `else`."""
         tests: list[ast.expr] = []
         branches: list[Branch] = []
         rest: list[ast.stmt] = [statement]
@@ -361,7 +362,7 @@ class Translator:
         return self._branch_step(statement, tests, branches)
 
     def _conditional(self, value: ast.IfExp, names: ScopeNames) -> BranchStep:
-        """`a if c else b`."""
+        """Translate `a if c else b`."""
         where = self.source.at(value)
         branches: list[Branch] = []
         for name_of, side in ((condition_name, value.body), (else_name, value.orelse)):
@@ -386,7 +387,10 @@ class Translator:
         return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(place))
 
     def _match(self, statement: ast.Match, names: ScopeNames) -> BranchStep:
-        """`match`: patterns are literals, dotted constants, alternatives of these, and `_`."""
+        """Translate `match`.
+
+        Patterns are literals, dotted constants, alternatives of these, and `_`.
+        """
         subject = condition_name(statement.subject)
         value = self.source.code(statement.subject)
         cases: list[tuple[_Fits, CodeType | None]] = []
@@ -412,7 +416,7 @@ class Translator:
         return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(statement))
 
     def _pattern(self, pattern: ast.pattern) -> _Fits:
-        """Whether a value matches `pattern`, as a function."""
+        """Return a function that tells whether a value matches `pattern`."""
         match pattern:
             case ast.MatchValue(value=value):
                 expected = self.constant(value, pattern)
@@ -447,23 +451,23 @@ class Translator:
 
 
 class ScopeNames:
-    """The names given so far in one scope: of modules, and of parameters."""
+    """The names of modules and parameters given so far in one scope."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
         self.parameters: set[str] = set()
 
     def module(self, *wanted: str) -> str:
-        """Return the first of `wanted` that is free, else the last with a number."""
+        """Take the first free name of `wanted`, or else the last one with a number."""
         return _free_name(map(module_name, wanted), self.modules)
 
     def parameter(self, wanted: str) -> str:
-        """`wanted`, with a number from its second use on."""
+        """Take `wanted`, with a number from its second use on."""
         return _free_name([wanted], self.parameters)
 
 
 def _free_name(wanted: Iterable[str], taken: set[str]) -> str:
-    """Take the first of `wanted` that is free, else the last with a number."""
+    """Take the first free name of `wanted`, or else the last one with a number."""
     name = ""
     for name in wanted:
         if name not in taken:
@@ -477,19 +481,22 @@ def _free_name(wanted: Iterable[str], taken: set[str]) -> str:
 
 
 def condition_name(test: ast.expr) -> str:
-    """`overseas` is "overseas", `days > 3` "days-3", `city == "Rome"` "city-Rome"."""
+    """Name a branch:
+
+    `overseas` is "overseas", `days > 3` "days-3", `city == "Rome"` "city-Rome".
+    """
     return _short(ast.unparse(test))
 
 
 def else_name(test: ast.expr) -> str:
-    """Return the name of the branch taken where `test` is false."""
+    """Name the branch taken if `test` is false."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return condition_name(test.operand)
     return "not-" + condition_name(test)
 
 
 def pattern_name(pattern: ast.pattern) -> str:
-    """`case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
+    """Name a case: `case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
     return _short(_spelled(pattern))
 
 

@@ -1,7 +1,7 @@
-"""The steps of a prompt program, from which both its schema and its prompts are made.
+"""Steps of a prompt program, from which both its schema and its prompts are made.
 
-A program's source is read once (`read_function`) and becomes a tuple of steps (`Translator`). Names
-are given in the steps, so a prompt always fits the schema.
+A program's source is read once (`read_function`) and becomes a tuple of steps (`Translator`). The
+steps hold all names, so a prompt always fits the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ragcache_schemas.tree import (
 )
 
 Namespace: TypeAlias = dict[str, Any]
-"""The names that a function sees, with their values."""
+"""Names that a function sees, with their values."""
 
 
 class Program(Protocol):
@@ -46,16 +46,14 @@ class Program(Protocol):
 class MaxTokens:
     """The length of a text parameter (§3.2.2): `Annotated[str, MaxTokens(12)]`.
 
-    Args:
-        length: The most tokens that an argument may have.
-        scaffold: Text that takes the argument's place while the module around it is encoded.
-
     Raises:
         InvalidAttribute: `length` is less than 1.
     """
 
     length: int
+    """Maximum number of tokens of an argument."""
     scaffold: str | None = None
+    """Text that takes the argument's place while the module around it is encoded."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -63,11 +61,11 @@ class MaxTokens:
 
 
 def turn(role: Role) -> AbstractContextManager[None]:
-    """Put what the `with` block yields into a turn of the conversation.
+    """Put the texts of the `with` block into a turn of the conversation.
 
     Example:
         with turn("user"):
-            yield "What is the tide today?"
+            yield "Name the tides of today."
     """
     del role
     return nullcontext()
@@ -75,7 +73,7 @@ def turn(role: Role) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class TextStep:
-    """Text known when the schema is made."""
+    """A text that is known when the schema is made."""
 
     text: str
     location: Location
@@ -83,7 +81,7 @@ class TextStep:
 
 @dataclass(frozen=True, slots=True)
 class ParameterStep:
-    """A parameter; `value` computes its argument from the names of a call."""
+    """A parameter. `value` computes its argument from the names of a call."""
 
     name: str
     limit: MaxTokens
@@ -93,7 +91,7 @@ class ParameterStep:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One branch, with the name of its module."""
+    """A branch, with the name of its module."""
 
     name: str
     body: tuple[Step, ...]
@@ -102,7 +100,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class BranchStep:
-    """Branches; `pick` gives the number of the one taken, or None."""
+    """Branches. `pick` returns the number of the branch that is taken, or None."""
 
     branches: tuple[Branch, ...]
     union: bool
@@ -112,7 +110,7 @@ class BranchStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """A call of another program: a nested module."""
+    """A call of another program, which becomes a nested module."""
 
     name: str
     program: Program
@@ -133,7 +131,7 @@ Step: TypeAlias = TextStep | ParameterStep | BranchStep | CallStep | TurnStep
 
 
 def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
-    """Return the children of the schema or module that `steps` make."""
+    """Return the nodes of the schema or module that `steps` make."""
     nodes: list[SchemaNode] = []
     for step in steps:
         place = step.location
@@ -159,7 +157,7 @@ def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
 def prompt_content(
     steps: Iterable[Step], names: Namespace
 ) -> tuple[Arguments, tuple[PromptNode, ...]]:
-    """Return the arguments and imports that call `steps` with `names`."""
+    """Return the arguments and imports of a call of `steps` with `names`."""
     arguments: list[tuple[str, str]] = []
     nodes: list[PromptNode] = []
     for step in steps:
@@ -186,7 +184,7 @@ def prompt_content(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionSource:
-    """A function's syntax tree; its line numbers are those of the file."""
+    """Source and syntax tree of a function. Line numbers count in the file."""
 
     file: str
     first: int
@@ -194,7 +192,7 @@ class FunctionSource:
     tree: ast.FunctionDef
 
     def at(self, node: ast.AST) -> Location:
-        """Place at which `node` begins. Columns count characters from 1."""
+        """Return the place where `node` begins. Columns count characters from 1."""
         line, offset = getattr(node, "lineno", self.first), getattr(node, "col_offset", 0)
         before = self.lines[line - self.first].encode()[:offset]
         return Location(line, len(before.decode(errors="replace")) + 1, self.file)
@@ -205,7 +203,7 @@ class FunctionSource:
         return written.lstrip("rRfFuU").startswith(('"""', "'''"))
 
     def code(self, node: ast.expr) -> CodeType:
-        """`node` compiled; tracebacks show its line in the file."""
+        """Compile `node`. Tracebacks show its line in the file."""
         whole = ast.fix_missing_locations(ast.copy_location(ast.Expression(node), node))
         return compile(whole, self.file, "eval")
 

@@ -1,13 +1,13 @@
-"""Resolves prompts against a schema (Prompt Cache, §3.4): what is reused, and at which positions.
+"""Resolution of prompts: states to reuse, and their positions (Prompt Cache, §3.4).
 
-`SchemaIndex` is built once for a schema; `resolve_prompt` then touches only what the prompt imports
-and what is always included, and gives a `Plan`.
+`SchemaIndex` is built once for a schema. `resolve_prompt` then touches only imported and always
+included content, and returns a `Plan`.
 
-Imported modules and anonymous text take the positions of the layout, arguments those of their
-parameters. A run of new text starts where the text before it ends: the module imported before it,
-else what the schema always includes before the module imported after it; a run after the last
-import of its level starts after everything there. In the placement "compact" the same order holds,
-and each piece starts where the one before it ends.
+Imported modules and anonymous text take the positions of the layout, arguments the positions of
+their parameters. A run of new text starts at the end of the text before it. That text is the module
+imported before it, or else the content that the schema always includes before the next imported
+module. A run after the last import of its level starts after everything in that level. In the
+placement "compact" the order is the same, and each piece starts at the end of the piece before.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ PieceKind: TypeAlias = Literal["module", "argument", "new"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of text and the positions of its tokens: `length` of them from `start` on.
+    """A run of text and its positions: `length` tokens from `start` on.
 
-    A piece of a "module" has its states in the store (if `cached`), encoded with the module at
-    `path[:-1]` from the position `canonical` on; `start - canonical` is how far they move. An
-    "argument" and "new" text are computed. An argument's tokens take over the first positions of
-    the `reserved` ones of its parameter; the placeholder's states never take part (§3.3).
+    A "module" piece has its states in the store (if `cached`). An "argument" and "new" text are
+    computed. The tokens of an argument take the first of its parameter's `reserved` positions. The
+    states of the placeholder are never used (§3.3).
     """
 
     kind: PieceKind
     path: Path
+    """Path of the piece. `path[:-1]` is the module that it is encoded with."""
     text: str
     start: int
     length: int
     canonical: int
+    """First position in the encoding. The states move by `start - canonical`."""
     role: Role | None = None
     cached: bool = False
     reserved: int = 0
@@ -73,69 +74,66 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
+        """Position after the last token."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt resolved against its schema.
-
-    `modules` are the imported modules and `pieces` everything in the prompt, anonymous text of the
-    schema included, both in the order of the positions. `scaffolds` are those whose modules are
-    all imported: their states override the single ones (§3.3). `length` is the first position
-    after the prompt.
-
-    `crowded` are new texts with more tokens than there are free positions before the next module:
-    they share positions with it. The paper assumes gaps there; a parameter makes one, and the
-    placement "compact" never crowds.
-    """
+    """A prompt resolved against its schema."""
 
     schema: str
     placement: Placement
     modules: tuple[Path, ...]
+    """Paths of the imported modules, in the order of positions."""
     pieces: tuple[Piece, ...]
+    """All text of the prompt, including anonymous text of the schema, in the order of positions."""
     scaffolds: tuple[Scaffold, ...]
+    """Scaffolds whose modules are all imported. Their states override the single ones (§3.3)."""
     length: int
+    """First position after the prompt."""
     crowded: tuple[Piece, ...] = ()
+    """New texts with more tokens than free positions before the next module, with which they share
+    positions. The paper assumes gaps there. A parameter makes a gap, and the placement "compact"
+    never crowds."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose states are reused."""
+        """Number of tokens whose states are reused."""
         return sum(piece.length for piece in self.pieces if piece.cached)
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens whose states are computed for this prompt."""
+        """Number of tokens whose states are computed for this prompt."""
         return sum(piece.length for piece in self.pieces if not piece.cached)
 
 
 ModuleLookup: TypeAlias = Callable[[str, str], Module | None]
-"""Finds a module by (collection, module name); None if the collection has no such module."""
+"""Finds a module by collection and name. Returns None without such a module."""
 
 TreeOrder: TypeAlias = tuple[int, ...]
-"""A node's place in document order: the numbers of child, grandchild, ..."""
+"""Place of a node in document order: the numbers of child, grandchild, ..."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scope:
-    """The schema or one module: its own content, and the modules that may be imported in it.
-
-    `texts` are its own texts, as pieces of a plan, and `parameters` its own parameters as pieces
-    whose argument is still to come. `union` is the place of the union that it is a member of,
-    `role` the turn that it is in. `stand_ins` are the texts that fill its unions while its own
-    states are encoded (`scaffold=`); a parameter's stand-in is the text of its piece.
-    """
+    """The schema or one module: its own content, and the modules that may be imported in it."""
 
     path: Path
     place: TreeOrder
     texts: tuple[tuple[TreeOrder, Piece], ...]
+    """Its own texts, as pieces of a plan."""
     parameters: Mapping[str, tuple[TreeOrder, Piece]]
+    """Its own parameters, as pieces without their arguments. The text of such a piece is the
+    scaffold."""
     children: Mapping[str, Scope]
     union: TreeOrder | None = None
+    """Place of the union that it is a member of, if any."""
     slot: Slot | None = None
     role: Role | None = None
+    """Turn that it is in, if any."""
     stand_ins: tuple[tuple[TreeOrder, Piece], ...] = ()
+    """Texts that fill its unions while its own states are encoded (`scaffold=`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,11 +151,11 @@ class SchemaIndex:
         cls, schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
         *, lookup: ModuleLookup | None = None,
     ) -> SchemaIndex:  # fmt: skip
-        """Validate, lays out and indexes a schema, in time linear in its size.
+        """Validate, lay out and index a schema, in time linear in its size.
 
         Args:
             schema: The schema, its turns rendered (`render_schema_turns`).
-            count_tokens: The number of tokens of a text, without special tokens.
+            count_tokens: Function from a text to its number of tokens, without special tokens.
             placement: "schema" for the paper's fixed positions, "compact" without gaps.
             lookup: Finds the modules that prompts import through slots.
 
@@ -170,7 +168,7 @@ class SchemaIndex:
         return cls(schema, layout, root, count_tokens, lookup)
 
     def find_scope(self, scope: Scope, name: str) -> Scope | None:
-        """Return the module `name` in `scope`, from `lookup` if `scope` is a slot."""
+        """Return the module `name` in `scope`. Looks it up if `scope` is a slot."""
         if scope.slot is None:
             return scope.children.get(name)
         module = self.lookup(scope.slot.collection, name) if self.lookup else None
@@ -189,7 +187,7 @@ class SchemaIndex:
 
 
 class _Scopes:
-    """Makes scopes from a tree and its layout; `base` and `start` place one that fills a slot."""
+    """Makes scopes from a tree and its layout. `base` and `start` place content of a slot."""
 
     def __init__(self, layout: Layout, base: Path = (), start: int = 0) -> None:
         self.layout, self.base, self.start = layout, base, start
@@ -261,7 +259,7 @@ _Entry: TypeAlias = tuple[TreeOrder, Piece]
 def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
     """Resolve a prompt against its schema.
 
-    Takes time in the size of the prompt and of the text that is always included, not of the schema.
+    Takes time in the size of the prompt and of the always included text, not of the schema.
 
     Raises:
         PMLError: The prompt does not fit the schema; with its place in the prompt.
@@ -404,7 +402,7 @@ class _Resolution:
         return []
 
     def _fill_gaps(self) -> list[Piece]:
-        """Place the new texts; all else has the positions of the layout."""
+        """Place the new texts. All other pieces have the positions of the layout."""
         crowded: list[Piece] = []
         position = 0  # where the new texts so far end
         for place in sorted(self.new):

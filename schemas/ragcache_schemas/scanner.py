@@ -1,13 +1,13 @@
-"""Scans PML text before lxml parses it: tags with line and column, limits, unsafe markup, turns.
+"""Scanner of PML text, run before lxml: tags, limits, unsafe markup, and turns.
 
-lxml knows the line of an element but not its column, and keeps neither for end tags and text. This
-scan runs once over the text: it lists the tags, enforces the limits before anything is built, and
-refuses DTDs, entities and processing instructions. All other rules of XML are lxml's to check.
+lxml knows the line of an element but not its column, and keeps neither for end tags and text. One
+pass over the text lists the tags, enforces the limits before anything is built, and refuses DTDs,
+entities and processing instructions. lxml checks all other rules of XML.
 
-The generators of the reference implementation leave chat tags unbalanced, since it replaces them
-as plain text: `<schema><user>...</schema>` goes with `<prompt>...</user><assistant>...</prompt>`.
-`balance_turns` completes such turns and marks them `closes="no"` or `opens="no"`, which is also how
-to write them in well-formed PML.
+The generators of the reference implementation leave chat tags unbalanced, since it replaces them as
+plain text: `<schema><user>...</schema>` goes with `<prompt>...</user><assistant>...</prompt>`.
+`balance_turns` completes such turns and marks them `closes="no"` or `opens="no"`. Well-formed PML
+writes the same attributes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ _ENCODING = re.compile(rb"""<\?xml\s[^?>]*encoding\s*=\s*["']([A-Za-z0-9._-]{1,4
 
 @dataclass(frozen=True, slots=True)
 class ScanLimits:
-    """The limits of a PML text: bytes of UTF-8, levels of nesting, number of elements."""
+    """Limits of a PML text."""
 
     size: int = 10_000_000
+    """Bytes of UTF-8."""
     depth: int = 100
+    """Levels of nesting, from 1 to 200."""
     elements: int = 1_000_000
+    """Number of elements."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 200:
@@ -64,7 +67,7 @@ class ScanLimits:
 
 @dataclass(slots=True)
 class Tag:
-    """One tag of the text, or of a turn that `balance_turns` completes."""
+    """A tag of the text, or of a turn that `balance_turns` completes."""
 
     kind: Literal["start", "end", "empty"]
     name: str
@@ -72,7 +75,7 @@ class Tag:
     end: int
     location: Location
     text: Location | None = None
-    """Place of the text between this tag and the next one. None if it is blank."""
+    """Place of the text between this tag and the next one, unless it is blank."""
 
 
 def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
@@ -119,7 +122,7 @@ def _at(text: str, offset: int, source: str) -> Location:
 
 
 class _Cursor:
-    """Turns offsets into locations; they must not decrease, which keeps the scan linear."""
+    """Converts offsets to locations. Offsets must not decrease, which keeps the scan linear."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
@@ -255,8 +258,8 @@ def balance_turns(text: str, tags: list[Tag]) -> tuple[str, list[Tag], list[PMLW
         tags: Its tags.
 
     Returns:
-        The text and the tags with every turn opened and closed, and a warning for each turn that
-        was not. Places are those of the text before.
+        The text and the tags with every turn opened and closed, and a warning for each completed
+        turn. Places refer to the original text.
 
     Raises:
         PMLSyntaxError: Any other tag does not match.
@@ -283,11 +286,11 @@ def balance_turns(text: str, tags: list[Tag]) -> tuple[str, list[Tag], list[PMLW
 
 @dataclass(slots=True)
 class _Open:
-    """An element that is open. anchor: the tag after which a turn begins that is closed in here and
-    was never opened."""
+    """An open element."""
 
     tag: Tag
     anchor: Tag
+    """Tag after which a turn begins that is closed in this element but was never opened."""
 
 
 class _TurnBalancer:
@@ -321,7 +324,7 @@ class _TurnBalancer:
             raise _mismatch(tag, self.stack)
 
     def balanced(self) -> str:
-        """Return the text with everything that was inserted."""
+        """Return the text with all insertions."""
         parts: list[str] = []
         done = 0
         for offset, insert in sorted(self.inserts, key=itemgetter(0)):
@@ -337,7 +340,7 @@ class _TurnBalancer:
             self.stack[-1].anchor = tag
 
     def _open_turn(self, end: Tag) -> None:
-        """Begin the turn that `end` closes after the anchor, whose text it takes."""
+        """Open the turn that `end` closes, after the anchor, and move the anchor's text into it."""
         anchor = self.stack[-1].anchor
         self.inserts.append((anchor.end, f'<{end.name} opens="no">'))
         begin = Tag("start", end.name, anchor.end, anchor.end, end.location, anchor.text)
@@ -348,7 +351,7 @@ class _TurnBalancer:
         self.warnings.append(PMLWarning(problem, end.location))
 
     def _close_turn(self, following: Tag) -> None:
-        """End the open turn before the tag that follows it."""
+        """Close the open turn before the tag that follows it."""
         tag, at = self.stack.pop().tag, following.start
         self.inserts += (tag.end - 1, ' closes="no"'), (at, f"</{tag.name}>")
         end = Tag("end", tag.name, at, at, following.location)

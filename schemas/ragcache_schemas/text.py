@@ -1,4 +1,4 @@
-"""The text of PML: its white space, the characters that XML carries, and the names of things.
+"""The text of PML: white space, the characters that XML carries, and names.
 
 White space. A *flow* is the text between two tags of modules, unions or turns; a parameter is part
 of its flow, like a word. White space that only lays out the file is dropped:
@@ -32,7 +32,7 @@ PARAMETER = "\0"  # marks a parameter in a flow; XML text cannot hold it
 
 
 def tidy(flow: str) -> str:
-    """`flow` without the white space that only lays out the file. Idempotent."""
+    """Return `flow` without the white space that only lays out the file. Idempotent."""
     core = flow.strip(WHITE)
     if not core:
         return ""
@@ -64,8 +64,8 @@ _BREAKS = re.compile("\n?[\v\f]+\n?")
 def sanitize_text(text: str) -> str:
     """Remove the characters that XML, and so PML, cannot carry.
 
-    A form feed or vertical tab becomes a line break, unless there is one beside it. A lone
-    surrogate becomes U+FFFD. Other control characters, which no reader would see, are removed.
+    A form feed or vertical tab becomes a line break, unless it is next to one. A lone surrogate
+    becomes U+FFFD. Other control characters, which are invisible to readers, are removed.
 
     Example:
         >>> sanitize_text("page one\\fpage two")
@@ -94,7 +94,7 @@ _TITLE = re.compile(r"\S(?:[^\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]*\S)?")
 
 
 def is_name(name: str) -> bool:
-    """Whether a prompt could spell `name` as an element or an attribute."""
+    """Whether a prompt can use `name` as the name of an element or an attribute."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -123,9 +123,7 @@ def name_problem(
 def title_problem(
     title: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """Return the error of naming a `what` (schema, collection, slot) `title`; None if it is
-    allowed.
-    """
+    """Return the error of naming a `what` (schema, collection, slot) `title`, if any."""
     if _TITLE.fullmatch(title):
         return None
     expected = "give one line of text without white space around it"
@@ -133,9 +131,9 @@ def title_problem(
 
 
 def module_name(text: str) -> str:
-    """Make a valid module name from a file name or a title; the same on every run.
+    """Make a valid module name from a file name or a title, the same on every run.
 
-    Different texts may give the same name; `module_names` keeps them apart.
+    Different texts may give the same name. `module_names` makes unique ones.
 
     Example:
         >>> module_name("docs/leave policy.md")
@@ -148,10 +146,10 @@ def module_name(text: str) -> str:
 
 
 def module_names(texts: Iterable[str]) -> dict[str, str]:
-    """Make a unique module name for each of `texts`, that of `module_name` where it is free.
+    """Make a unique module name for each of `texts`, by `module_name` where possible.
 
-    Of several texts with one name, the text equal to it keeps it, and each of the others gets a
-    suffix made from itself. So the order of `texts` does not matter.
+    If several texts have the same name, the text equal to it keeps it, and each of the others gets
+    a suffix made from itself. The order of `texts` therefore does not matter.
     """
     plain = {text: module_name(text) for text in texts}
     shared = {name for name, count in Counter(plain.values()).items() if count > 1}

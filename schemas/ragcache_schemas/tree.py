@@ -1,7 +1,7 @@
 """The syntax tree of PML (Prompt Cache, §3.2): the nodes of schemas and prompts.
 
 Nodes are frozen and compare by content, without their place in the file. Neighboring texts are
-joined and empty ones dropped, so that a tree equals the one that its written form parses to.
+joined and empty ones dropped, so that a tree equals the result of parsing its written form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias, TypeVar
 
 Path: TypeAlias = tuple[str, ...]
-"""Names from the schema down to a module; the schema itself is ()."""
+"""Names from the schema down to a module. The schema itself is ()."""
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Arguments: TypeAlias = tuple[tuple[str, str], ...]
@@ -20,7 +20,7 @@ Arguments: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place in a file; line and column count from 1, the column in characters."""
+    """A place in a file. Line and column count from 1, the column in characters."""
 
     line: int
     column: int
@@ -32,7 +32,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text. In a schema it is always included, as an anonymous module (§3.2.1)."""
+    """A text. In a schema it is always included, as an anonymous module (§3.2.1)."""
 
     text: str
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -40,23 +40,24 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`<param name len scaffold>`: a named placeholder of `length` tokens (§3.2.2). `scaffold` is
-    the text in its place while the module is encoded; by default `length` placeholder tokens."""
+    """`<param name len scaffold>`: a named placeholder (§3.2.2)."""
 
     name: str
     length: int
+    """Length in tokens."""
     scaffold: str | None = None
+    """Text in its place while the module is encoded. Defaults to `length` placeholder tokens."""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """`<module name>`: text that a prompt may import, with modules nested in it (§3.2.3). With
-    `cache=False` its states are computed for every prompt and not kept."""
+    """`<module name>`: text that a prompt may import, with nested modules (§3.2.3)."""
 
     name: str
     children: tuple[SchemaNode, ...] = ()
     cache: bool = field(default=True, kw_only=True)
+    """Whether states are kept. If not, they are computed for every prompt."""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -67,12 +68,12 @@ class Module:
 class Union:
     """`<union scaffold>`: modules of which a prompt imports at most one (§3.2.3).
 
-    The members share their start; `scaffold` names the member that is included while a module
-    around the union is encoded (None: no member).
+    The members share their start.
     """
 
     members: tuple[Module, ...] = ()
     scaffold: str | None = None
+    """Member that is included while a module around the union is encoded. No member by default."""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -81,10 +82,11 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`<union slot="1" collection="handbook"/>`: a union whose members are a collection's modules.
+    """`<union slot="1" collection="handbook"/>`: a union of all modules of a collection.
 
-    They are looked up (`ModuleLookup`) and not written out. A slot is a scope of its own, called
-    "slot-1", so that one document may be imported through any slot: `<slot-1><leave/></slot-1>`.
+    The members are looked up (`ModuleLookup`) and not written out. A slot is a scope of its own,
+    called "slot-1", so that one document may be imported through any slot:
+    `<slot-1><leave/></slot-1>`.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Slot:
 
     @property
     def scope(self) -> str:
-        """The name under which a prompt imports from this slot."""
+        """Name under which a prompt imports from this slot."""
         return f"slot-{self.name}"
 
 
@@ -102,8 +104,7 @@ class Chat:
     """`<system>`, `<user>` or `<assistant>`: one turn of the conversation (§3.2.3).
 
     The model's chat template writes it (`render_schema_turns`). A schema may leave its last turn
-    open (`closes=False`) for the prompt to go on in, and the prompt then ends a turn that it did
-    not begin (`opens=False`).
+    open (`closes=False`). The prompt then continues the turn and ends it (`opens=False`).
     """
 
     role: Role
@@ -118,8 +119,10 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """`<scaffold modules="a b/c">`: modules encoded together, besides singly (§3.3). Each path goes
-    from the schema down, written with "/"."""
+    """`<scaffold modules="a b/c">`: modules encoded together, in addition to singly (§3.3).
+
+    Each path goes from the schema down, written with "/".
+    """
 
     modules: tuple[Path, ...]
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -144,8 +147,10 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """`<miami days="3">` in a prompt: a module, the arguments it gets, imports nested in it. Text
-    among the children is new text, computed for this prompt (§3.4)."""
+    """`<miami days="3">` in a prompt: a module, its arguments, and nested imports.
+
+    Text among the children is new text, computed for this prompt (§3.4).
+    """
 
     name: str
     arguments: Arguments = ()
@@ -159,12 +164,12 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`<prompt schema>`: imports from a schema, and new text (§3.2.1). `arguments` are those of
-    parameters outside any module."""
+    """`<prompt schema>`: imports from a schema, and new text (§3.2.1)."""
 
     schema: str
     children: tuple[PromptNode, ...] = ()
     arguments: Arguments = ()
+    """Arguments of parameters outside any module."""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Validates trees beyond their shape: names, scopes, scaffolds.
+"""Validation of trees beyond their shape: names, scopes, scaffolds.
 
-A *scope* is the schema or a module: unions and turns are transparent, so the names of all modules
-and slots that a prompt could import side by side differ. Parameters have names of their own.
+A *scope* is the schema or a module. Unions and turns are transparent: the names of all modules and
+slots that a prompt could import next to each other differ. Parameters have names of their own.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def schema_problems(schema: Schema) -> Iterator[PMLError]:
 
 
 def validate_schema(schema: Schema) -> Schema:
-    """Return `schema` itself, or raises its first problem, a PMLError."""
+    """Return `schema` itself, or raise its first problem, a `PMLError`."""
     for problem in schema_problems(schema):
         raise problem
     return schema
 
 
 def scope_members(children: Iterable[Node]) -> Iterator[tuple[Node, Union | None]]:
-    """Yield the nodes of one scope in order, each with the union that it is a member of."""
+    """Yield the nodes of one scope in order, each with the union that it belongs to, if any."""
     for node in children:
         if isinstance(node, Union):
             for member in node.members:

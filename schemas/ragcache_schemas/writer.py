@@ -1,8 +1,8 @@
-"""Writes trees as PML; lxml serializes the elements, so that text never becomes markup.
+"""Writer of trees as PML. lxml serializes the elements, so that text never becomes markup.
 
-The form is stable: `parse(write(tree)) == tree`, and writing that again gives the same text.
-Between elements there are line breaks and indentation where the white space rule (`text.tidy`)
-drops them again; an element whose text that rule would change is written under
+The form is stable: `parse(write(tree)) == tree`, and writing that again gives the same text. Line
+breaks and indentation between elements are put only in places from which the white space rule
+(`text.tidy`) drops them again. An element whose text that rule would change is written under
 xml:space="preserve".
 """
 
@@ -89,7 +89,7 @@ def _fill(
 
 
 class _Body:
-    """The content of an element; keeps its last child, since a search would not be linear."""
+    """The content of an element. Keeps its last child, since a search would not be linear."""
 
     def __init__(self, element: etree._Element) -> None:
         self.element = element
@@ -113,7 +113,7 @@ class _Body:
 
 
 def _tidy_already(nodes: Sequence[Node | Scaffold]) -> bool:
-    """Whether the white space rule leaves every flow in `nodes` as it is."""
+    """Whether the white space rule leaves every flow in `nodes` unchanged."""
     flow: list[str] = []
     for node in (*nodes, None):
         if isinstance(node, Text):
@@ -129,7 +129,10 @@ def _tidy_already(nodes: Sequence[Node | Scaffold]) -> bool:
 
 
 def _parts(node: Node | Scaffold) -> tuple[str, Arguments, Sequence[Node] | None]:
-    """Return the element of a node: its name, attributes and content. An empty element has None."""
+    """Return the name, attributes and content of a node's element.
+
+    An empty element has no content.
+    """
     match node:
         case Parameter():
             scaffold = _optional("scaffold", node.scaffold)
