@@ -302,7 +302,7 @@ class Ledger:
             taken = self.locks.acquire_within(session, keys)
             rows = self._find(session, [key for key in keys if key not in unreadable])
             found = {row.key for row in rows}
-            self.locks.release_within(session, [key for key in taken if key in found])
+            self.locks.release_within(session, found)
             claimed = [key for key in taken if key not in found]
         if len(taken) < len(keys):
             self.sessions.reap_dead()
@@ -320,8 +320,8 @@ class Ledger:
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
                 found |= set(session.scalars(select(StateTable.key).where(rows)))
-            gone = [key for key in taken if key not in found]
-            self.locks.release_within(session, set(taken) - set(gone))
+            self.locks.release_within(session, found)
+        gone = [key for key in taken if key not in found]
         return gone, [key for key in keys if key not in set(taken)]
 
     def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
@@ -364,9 +364,8 @@ class Ledger:
                     left = {"key": row.key, "nbytes": row.nbytes, "at": time.time()}
                     session.add(EvictionTable(tier=tier, reason=reason, **left))
                 session.execute(delete(StateTable).where(rows))
-            gone = [key for key in taken if key not in kept]
-            self.locks.release_within(session, set(taken) - set(gone))
-        return gone
+            self.locks.release_within(session, kept)
+        return [key for key in taken if key not in kept]
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
         """Pin or unpin states."""

@@ -235,7 +235,7 @@ class MemoryTiers:
         Returns:
             The states as stored. Without room, None.
         """
-        tier = index.tier
+        tier, budget = index.tier, index.tier.budget_bytes
         with self._placing[index.name]:
             room = 0 if tier.owns(states) else tier.size_of(states)
             if not self._fit(index, room, evict=evict):
@@ -245,22 +245,15 @@ class MemoryTiers:
                 try:
                     nbytes = tier.put(key, states)
                 except StoreBudgetExceeded:
-                    if self._reading(tier, room) and time.monotonic() < deadline:
-                        time.sleep(_POLL_SECONDS)
+                    waits = tier.traits.on_gpu and time.monotonic() < deadline
+                    if waits and budget is not None and tier.used_bytes + room > budget:
+                        time.sleep(_POLL_SECONDS)  # a step or two still read released states
                         continue
                     left -= 1
                     if tier.traits.slabs and left and evict and self._make_room(index, room):
                         continue  # the free bytes were not contiguous
                     return None
                 return self._placed(index, key, nbytes, tick, reused=reused)
-
-    def _reading(self, tier: Tier, nbytes: int) -> bool:
-        """Return whether a GPU tier is full only because a running step reads released states.
-
-        This lasts for one or two steps.
-        """
-        budget = tier.budget_bytes
-        return tier.traits.on_gpu and budget is not None and tier.used_bytes + nbytes > budget
 
     def place_together(
         self, entries: Sequence[tuple[KVKey, StoredStates]], tick: int, *, reused: bool

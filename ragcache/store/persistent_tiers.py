@@ -370,16 +370,13 @@ class PersistentTiers:
             self._memory.drop(key, "superseded")
         with self._flights.begin(keys) as flight:
             self._later |= set(keys).difference(flight.mine)
-            for index in self.indexes:
-                gone, busy = self._reclaim(index, flight)
+            for index in self.indexes if flight.mine else ():
+                gone, busy = self._ledger.reclaim(index.name, flight.mine)
                 self._later.update(busy)
                 with self._memory.lock:
                     held = sum(index.entries.remove(key) > 0 for key in gone)
                     self._counters.evictions[index.name, "superseded"] += held
                 self._delete_blobs(index, gone)
-
-    def _reclaim(self, index: TierIndex, flight: Flight) -> tuple[list[KVKey], list[KVKey]]:
-        return self._ledger.reclaim(index.name, flight.mine) if flight.mine else ([], [])
 
     def discard_later(self) -> None:
         """Discard states that were in flight or claimed elsewhere at the first attempt."""
@@ -396,7 +393,7 @@ class PersistentTiers:
             remove: Delete an orphan.
         """
         with self._flights.begin([key]) as flight:
-            gone, _ = self._reclaim(index, flight)
+            gone, _ = self._ledger.reclaim(index.name, flight.mine)
             found = bool(gone) and key in index.tier
             self._delete_blobs(index, gone if remove else [])
             self._ledger.locks.release(gone)

@@ -471,7 +471,12 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
 
     Blobs that a living process is writing stay.
     """
-    retired = _retire_leftovers(ledger)
+    with ledger.database.reading() as session:
+        alone = session.scalar(select(func.count()).select_from(SessionTable)) == 1
+        retired = list(session.scalars(select(StateTable.key).where(is_unowned()).distinct()))
+    if retired:
+        with ledger.database.transaction() as session:
+            retired = retire(session, retired)
     persistent.discard(retired)
     for index in persistent.indexes:
         if index.tier.traits.shared:
@@ -484,22 +489,8 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
         if vanished:
             persistent.evict(index, vanished, "corrupt")
         persistent.discard(sorted(blobs - sizes.keys()))
-        if _is_alone(ledger):
+        if alone:
             index.tier.remove_parts(0.0)
-
-
-def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
-    keys = select(StateTable.key).where(is_unowned()).distinct()
-    with ledger.database.reading() as session:
-        if session.scalar(keys.limit(1)) is None:
-            return []
-    with ledger.database.transaction() as session:
-        return retire(session, list(session.scalars(keys)))
-
-
-def _is_alone(ledger: Ledger) -> bool:
-    with ledger.database.reading() as session:
-        return session.scalar(select(func.count()).select_from(SessionTable)) == 1
 
 
 def open_tiers(config: OpenConfig, device: torch.device) -> dict[str, Any]:

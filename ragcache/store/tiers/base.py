@@ -204,7 +204,11 @@ def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
     return nbytes
 
 
@@ -218,10 +222,8 @@ def write_through(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def allocated(path: Path) -> int:
-    """Return the bytes that a file occupies on its disk, or its length if unknown."""
-    found = path.stat()
-    blocks = getattr(found, "st_blocks", None)
-    return found.st_size if blocks is None else 512 * int(blocks)
+    """Return the bytes that a file occupies on its disk."""
+    return 512 * path.stat().st_blocks
 
 
 def named_os_error(error: Exception, where: object) -> StoreError:
@@ -233,11 +235,3 @@ def named_os_error(error: Exception, where: object) -> StoreError:
         )
     reason = getattr(error, "strerror", None) or error
     return StoreUnwritable(f"cannot write under {where}: {reason}")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

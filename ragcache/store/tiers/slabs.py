@@ -87,11 +87,6 @@ class SlabPool:
         self._free: list[FreeExtents] = []
 
     @property
-    def reserved_bytes(self) -> int:
-        """Size of all slabs in bytes."""
-        return sum(slab.nbytes for slab in self._slabs)
-
-    @property
     def largest(self) -> int:
         """Size of the largest extent that `take` could return."""
         return max([self._left, *(free.largest for free in self._free)])
