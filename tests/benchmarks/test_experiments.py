@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import eviction
 import numpy as np
 import plots
 import pml
@@ -15,19 +16,6 @@ import pytest
 import torch
 import typer
 from blend import BlendSetting, bench_blend
-from eviction import (
-    DRAWS,
-    POLICIES,
-    LruIndex,
-    StoreSetting,
-    ZipfWorkload,
-    belady,
-    bench_hit_rate,
-    bench_store,
-    bench_victims,
-    encoding_saved,
-    prefix,
-)
 from gpu_table import GpuWorkload
 from harness import LlamaShape
 from hypothesis import given
@@ -57,14 +45,14 @@ from ragcache.models import LoadedModel
 from ragcache.states import KVStates
 from tests.conftest import REPOSITORY
 
-SMALL = ZipfWorkload(documents=60, prompts=400, budget=0.2)
+SMALL = eviction.ZipfWorkload(documents=60, prompts=400, budget=0.2)
 
 
 def test_every_policy_is_between_a_prefix_cache_and_the_optimum() -> None:
-    rates = bench_hit_rate(SMALL)["hit_rate"]
+    rates = eviction.bench_hit_rate(SMALL)["hit_rate"]
     steady = rates["steady"]
-    assert set(steady) == {*POLICIES, "belady", "prefix", "prefix_sorted"}
-    for policy in POLICIES:
+    assert set(steady) == {*eviction.POLICIES, "belady", "prefix", "prefix_sorted"}
+    for policy in eviction.POLICIES:
         assert 0 < steady["prefix"] < steady[policy] <= steady["belady"] < 1
     assert steady["prefix"] <= steady["prefix_sorted"]
 
@@ -72,16 +60,16 @@ def test_every_policy_is_between_a_prefix_cache_and_the_optimum() -> None:
 @pytest.mark.slow
 def test_two_queues_find_more_than_lru_in_every_draw() -> None:
     """A tenth less than what docs/measurements/benchmarks.md says of 10,000 prompts."""
-    rates = bench_hit_rate(ZipfWorkload(prompts=2_000))["hit_rate"]
+    rates = eviction.bench_hit_rate(eviction.ZipfWorkload(prompts=2_000))["hit_rate"]
     for kind, least in (("steady", 0.60), ("drifting", 0.57), ("scan", 0.45)):
         assert rates[kind]["2q"] > max(least, rates[kind]["lru"])
 
 
 @pytest.mark.slow
 def test_two_queues_find_more_in_a_store_with_leases_and_pins() -> None:
-    setting = StoreSetting(pinned=2, open_leases=2)
-    found = bench_store(ZipfWorkload(documents=200, prompts=1_000), setting)
-    assert set(found) == set(DRAWS)
+    setting = eviction.StoreSetting(pinned=2, open_leases=2)
+    found = eviction.bench_store(eviction.ZipfWorkload(documents=200, prompts=1_000), setting)
+    assert set(found) == set(eviction.DRAWS)
     for rates in found.values():
         assert rates["2q"] > rates["lru"] > 0.1
 
@@ -99,11 +87,13 @@ def test_prompts_hold_different_documents_low_ranks_most_often() -> None:
 def test_policies_by_hand() -> None:
     """LRU with two places: 0 1 | 0 2 drops 1 | 1 0 drops 2 | 2 1 drops 0. Found: 0, 0, 1."""
     prompts = np.array([[0, 1], [0, 2], [1, 0], [2, 1]])
-    assert encoding_saved(prompts, LruIndex(), np.ones(3, np.int64), 2) == 3 / 8
-    assert prefix(np.array([[0, 1], [0, 1], [1, 0], [0, 2], [2, 1]]), 100) == 3 / 10, "in order"
+    assert eviction.encoding_saved(prompts, eviction.LruIndex(), np.ones(3, np.int64), 2) == 3 / 8
+    assert eviction.prefix(np.array([[0, 1], [0, 1], [1, 0], [0, 2], [2, 1]]), 100) == 3 / 10, (
+        "in order"
+    )
     leaves_first = np.array([[0, 1], [0, 2], [3, 4], [0, 1]])
-    assert prefix(leaves_first, 3) == pytest.approx(2 / 8), "3 4 leaves 0 only"
-    assert bench_victims(500, runs=1) > 0
+    assert eviction.prefix(leaves_first, 3) == pytest.approx(2 / 8), "3 4 leaves 0 only"
+    assert eviction.bench_victims(500, runs=1) > 0
 
 
 def optimum(prompts: list[int], places: int) -> int:
@@ -124,12 +114,12 @@ def optimum(prompts: list[int], places: int) -> int:
 
 @given(prompts=st.lists(st.integers(0, 4), min_size=1, max_size=9), places=st.integers(1, 3))
 def test_belady_is_the_optimum(prompts: list[int], places: int) -> None:
-    found = belady(np.array(prompts)[:, None], places)
+    found = eviction.belady(np.array(prompts)[:, None], places)
     assert round(found * len(prompts)) == optimum(prompts, places)
 
 
 def test_the_drifting_draw_moves_and_a_scan_is_never_repeated() -> None:
-    steady, drifting, scan = map(SMALL.draw, DRAWS)
+    steady, drifting, scan = map(SMALL.draw, eviction.DRAWS)
     assert (drifting[:16] == steady[:16]).all()
     assert (drifting[160:176] == (steady[160:176] + 10) % 60).all()
     fresh = scan[scan.min(axis=1) >= 60]

@@ -10,22 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import gpu_table
 import pytest
 import torch
 from gpu import PARTS, SuiteRun, main, report
 from gpu_device import DecodeAttention
-from gpu_table import (
-    HEADINGS,
-    TARGETS,
-    Ceilings,
-    GpuWorkload,
-    figures_of,
-    missed,
-    render_markdown,
-    render_text,
-    rows_of,
-    step_seconds,
-)
 from shapes import SHAPES
 from torch import Tensor
 
@@ -34,13 +23,13 @@ from tests.conftest import REPOSITORY
 from tests.interpreted import interpreted
 
 TINY = LlamaShape(2, 32, 4, 2, 48, 64, 512, tied=False)
-LOAD = GpuWorkload(
+LOAD = gpu_table.GpuWorkload(
     preamble=4, documents=16, document_tokens=4, question=4, runs=2,
     decode=(("32x4K", 3, 16), ("256x4K", 5, 16), ("256x16K", 5, 32)), decode_tokens=9,
     order=(("32", 3), ("256", 5)), requests=4, each=2, new_tokens=5, serve_runs=2,
     attention=(("32x4K", 2, 16), ("32x16K", 2, 32)), peer_runs=1,
 )  # fmt: skip
-H200 = Ceilings(read_gb_s=4400.0, h2d_gb_s=55.5, bf16_tflops=790.0)
+H200 = gpu_table.Ceilings(read_gb_s=4400.0, h2d_gb_s=55.5, bf16_tflops=790.0)
 
 
 def made_up(**results: Any) -> dict[str, Any]:
@@ -50,7 +39,7 @@ def made_up(**results: Any) -> dict[str, Any]:
                     "date": "today"},
         "parts": ["ttft"],
         "shapes": {"7b": asdict(SHAPES["7b"])},
-        "workload": asdict(GpuWorkload()),
+        "workload": asdict(gpu_table.GpuWorkload()),
         "ceilings": asdict(H200),
         "results": {"7b": results},
         "errors": {},
@@ -68,11 +57,11 @@ def test_a_step_is_bound_by_reading_or_by_its_operations() -> None:
     """Few rows read all weights and states; many rows multiply."""
     weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
     states = 32 * 2 * 4096 * 1024
-    few = step_seconds(SHAPES["7b"], H200, 1, [(1024, 1)], [], logits=1)
+    few = gpu_table.step_seconds(SHAPES["7b"], H200, 1, [(1024, 1)], [], logits=1)
     assert few == pytest.approx(2 * (weights + states) / 4.4e12)
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     pairs = 8192 * 8193 / 2
-    many = step_seconds(SHAPES["8b"], H200, 8192, [], [(8192, 8192)], logits=0)
+    many = gpu_table.step_seconds(SHAPES["8b"], H200, 8192, [], [(8192, 8192)], logits=0)
     assert many == pytest.approx((2 * 8192 * weights + 32 * 4 * pairs * 4096) / 790e12)
 
 
@@ -86,25 +75,25 @@ def test_a_step_is_bound_by_reading_or_by_its_operations() -> None:
     ],
 )  # fmt: skip
 def test_floors_at_the_ceilings_of_one_device(name: str, floors: tuple[float, float]) -> None:
-    [target] = [target for target in TARGETS if target.name == name]
+    [target] = [target for target in gpu_table.TARGETS if target.name == name]
     assert target.floor is not None
     for shape, floor in zip(SHAPES.values(), floors, strict=True):
-        assert target.floor(shape, H200, GpuWorkload()) == pytest.approx(floor, abs=0.06)
+        assert target.floor(shape, H200, gpu_table.GpuWorkload()) == pytest.approx(floor, abs=0.06)
 
 
 def test_every_must_is_at_least_its_goal_and_its_floor() -> None:
-    for target in TARGETS:
+    for target in gpu_table.TARGETS:
         for name, shape in SHAPES.items():
             must, goal = target.of(target.must, name), target.of(target.goal, name)
             if must is not None:
                 assert goal <= must
             if goal is not None and target.floor is not None:
-                assert target.floor(shape, H200, GpuWorkload()) <= goal
-    assert len({target.name for target in TARGETS}) == len(TARGETS)
+                assert target.floor(shape, H200, gpu_table.GpuWorkload()) <= goal
+    assert len({target.name for target in gpu_table.TARGETS}) == len(gpu_table.TARGETS)
 
 
 def test_a_row_shows_its_peers_and_gaps_to_must_goal_and_floor() -> None:
-    text = render_text(GOOD)
+    text = gpu_table.render_text(GOOD)
     [line] = [line for line in text.splitlines() if line.startswith("7b TTFT 4 x")]
     for cell in ("5.50 ms", "6.50", "+1.00", "5.40", "-0.10 short", "3.51", "1.57x", "129", "10.3"):
         assert cell in line
@@ -121,13 +110,13 @@ def test_check_fails_for_a_missed_must_or_a_missing_figure(
 ) -> None:
     document = made_up(ttft={"4": {"ms": 5.5}, **({"16": {"ms": ms}} if ms else {})})
     assert report(document, check=True) == status
-    assert [figure.name for figure in missed(document)] == (["ttft_16"] if status else [])
+    assert [figure.name for figure in gpu_table.missed(document)] == (["ttft_16"] if status else [])
     assert report(document, check=False) == 0, "without check only errors count"
     if error:
         document["errors"]["7b ttft"] = error
         assert report(document, check=False) == 1
         assert error in capsys.readouterr().out
-        assert figures_of(document)[1].reason == error
+        assert gpu_table.figures_of(document)[1].reason == error
 
 
 def test_a_file_is_rendered_without_a_run(
@@ -137,16 +126,16 @@ def test_a_file_is_rendered_without_a_run(
     file.write_text(json.dumps(GOOD))
     assert main(["--render", str(file)]) == 0
     rendered = capsys.readouterr().out
-    assert rendered == render_markdown(GOOD)
+    assert rendered == gpu_table.render_markdown(GOOD)
     heads, _, *rows = rendered.splitlines()
-    assert [cell.strip() for cell in heads.strip("|").split("|")] == list(HEADINGS)
+    assert [cell.strip() for cell in heads.strip("|").split("|")] == list(gpu_table.HEADINGS)
     assert len([row for row in rows if row.startswith("| 7b")]) == 2
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- gpu table -->\nOld.\n<!-- end of gpu table -->\nAfter.\n")
     for _ in range(2):
         assert main(["--render", str(file), "--into", str(page)]) == 0
     text = page.read_text()
-    assert render_markdown(GOOD) in text
+    assert gpu_table.render_markdown(GOOD) in text
     assert "Old." not in text
     assert text.startswith("Before.\n")
     assert text.endswith("-->\nAfter.\n")
@@ -180,8 +169,8 @@ def test_every_part_runs_on_a_tiny_shape() -> None:
         decoded = found["stats"]["decoded_tokens"]
         assert decoded == pytest.approx(rows * found["stats"]["steps"], abs=2 * rows)
     again = json.loads(json.dumps(document))
-    assert rows_of(again) == document["rows"]
-    assert render_text(again) == render_text(document)
+    assert gpu_table.rows_of(again) == document["rows"]
+    assert gpu_table.render_text(again) == gpu_table.render_text(document)
 
 
 @pytest.mark.usefixtures("little_to_collect")
@@ -194,7 +183,7 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     result = SuiteRun({"7b": TINY}, ["ttft", "serve"], load, "cpu").run()
     assert result["results"]["7b"]["serve"]["model"]["total_s"] > 0
     assert "everything is full" in result["errors"]["7b ttft"]
-    assert "7b TTFT 4" in render_text(result)
+    assert "7b TTFT 4" in gpu_table.render_text(result)
 
 
 _BLOCKED = """

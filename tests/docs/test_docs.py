@@ -18,6 +18,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import ragcache_schemas as pml
 from ragcache import RagCache, planning
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.models import LoadedModel
@@ -26,15 +27,6 @@ from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app, load_command
 from ragcache_api.http import ServiceSettings
-from ragcache_schemas import (
-    PMLError,
-    SchemaIndex,
-    is_prompt,
-    parse_prompt,
-    parse_schema,
-    resolve_prompt,
-    write_schema,
-)
 from tests.api.http.server_process import start_server
 from tests.conftest import REPOSITORY, write_notes
 
@@ -116,27 +108,27 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def read(block: PmlExample, indexes: dict[str, SchemaIndex]) -> None:
+def read(block: PmlExample, indexes: dict[str, pml.SchemaIndex]) -> None:
     """Parses a schema or a prompt and does what one does with it."""
-    if is_prompt(block.text):
-        prompt = parse_prompt(block.text)
-        resolve_prompt(indexes[prompt.schema], prompt)
+    if pml.is_prompt(block.text):
+        prompt = pml.parse_prompt(block.text)
+        pml.resolve_prompt(indexes[prompt.schema], prompt)
         return
-    schema = parse_schema(block.text)
-    assert parse_schema(write_schema(schema)) == schema
-    indexes[schema.name] = SchemaIndex.build(schema, count_words)
+    schema = pml.parse_schema(block.text)
+    assert pml.parse_schema(pml.write_schema(schema)) == schema
+    indexes[schema.name] = pml.SchemaIndex.build(schema, count_words)
 
 
 @pytest.mark.filterwarnings("error::ragcache_schemas.PMLWarning")
 def test_pml_xml_examples_are_right_or_as_wrong_as_the_page_says() -> None:
-    indexes: dict[str, SchemaIndex] = {}
+    indexes: dict[str, pml.SchemaIndex] = {}
     found = pml_examples()
     for block, following in zip(found, [*found[1:], None], strict=True):
         if block.kind == "xml":
             read(block, indexes)
         elif block.kind == "xml error":
             assert following is not None
-            with pytest.raises(PMLError) as caught:
+            with pytest.raises(pml.PMLError) as caught:
                 read(block, indexes)
             assert str(caught.value) == following.text.strip(), f"line {block.line}"
     assert len(indexes) > 8

@@ -10,33 +10,21 @@ from typing import Any
 
 import pytest
 
+import ragcache_schemas as pml
 from ragcache_api.cli.schema import load_template
-from ragcache_schemas import (
-    Module,
-    Plan,
-    SchemaIndex,
-    Union,
-    lint_prompt,
-    lint_schema,
-    parse_prompt,
-    parse_schema,
-    render_prompt_turns,
-    render_schema_turns,
-    resolve_prompt,
-)
 from tests.connectors.langchain.scripted_model import AFTER_TOOL, STRING, scripted_model
 
 PML = Path(__file__).resolve().parents[2] / "examples/pml"
 PROMPTS = sorted(PML.glob("*/prompt-*.xml"))
 
 
-def resolved(file: Path) -> Plan:
+def resolved(file: Path) -> pml.Plan:
     """The plan of a prompt file against the schema beside it."""
     template = load_template(None)
-    schema = parse_schema((file.parent / "schema.xml").read_bytes())
-    index = SchemaIndex.build(render_schema_turns(schema, template.render), template.count)
-    prompt = parse_prompt(file.read_bytes(), source=str(file))
-    return resolve_prompt(index, render_prompt_turns(prompt, schema, template.render))
+    schema = pml.parse_schema((file.parent / "schema.xml").read_bytes())
+    index = pml.SchemaIndex.build(pml.render_schema_turns(schema, template.render), template.count)
+    prompt = pml.parse_prompt(file.read_bytes(), source=str(file))
+    return pml.resolve_prompt(index, pml.render_prompt_turns(prompt, schema, template.render))
 
 
 def test_there_are_three_use_cases_with_two_prompts_or_more() -> None:
@@ -54,19 +42,19 @@ def test_every_prompt_reuses_most_of_its_tokens(file: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted(PML.glob("*/*.xml")), ids=lambda file: file.stem)
 def test_nothing_in_them_is_doubtful(file: Path) -> None:
-    lint: Any = lint_schema if file.stem == "schema" else lint_prompt
+    lint: Any = pml.lint_schema if file.stem == "schema" else pml.lint_prompt
     assert lint(file.read_bytes(), source=str(file)) == []
 
 
 def test_personalization_has_six_unions_of_five_traits() -> None:
-    schema = parse_schema((PML / "personalization/schema.xml").read_bytes())
-    unions = [n for turn in schema.children for n in turn.children if isinstance(n, Union)]
+    schema = pml.parse_schema((PML / "personalization/schema.xml").read_bytes())
+    unions = [n for turn in schema.children for n in turn.children if isinstance(n, pml.Union)]
     assert [len(union.members) for union in unions] == [5] * 6
 
 
 def test_code_generation_is_valid_python_over_several_files() -> None:
-    schema = parse_schema((PML / "code-generation/schema.xml").read_bytes())
-    modules = [n for turn in schema.children for n in turn.children if isinstance(n, Module)]
+    schema = pml.parse_schema((PML / "code-generation/schema.xml").read_bytes())
+    modules = [n for turn in schema.children for n in turn.children if isinstance(n, pml.Module)]
     assert len(modules) == 5
     for module in modules:
         compile(module.children[0].text, module.name, "exec")

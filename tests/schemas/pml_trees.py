@@ -6,18 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ragcache_schemas import (
-    Chat,
-    Import,
-    Module,
-    Parameter,
-    Prompt,
-    Scaffold,
-    Schema,
-    Slot,
-    Text,
-    Union,
-)
+import ragcache_schemas as pml
 from ragcache_schemas.text import RESERVED
 
 NAMES = st.from_regex(r"\A[a-z_上下école][a-z0-9_.\-文é]{0,7}\Z").filter(
@@ -44,30 +33,30 @@ def _scope(draw: st.DrawFn, depth: int, in_turn: bool) -> tuple[Any, ...]:
     names = iter(draw(st.lists(NAMES, max_size=8, unique=True)))
     slots = iter(range(1, 4))
 
-    def module() -> Module | None:
+    def module() -> pml.Module | None:
         name = next(names, None)
         if name is None:
             return None
-        children = draw(_scope(depth - 1, in_turn)) if depth else (Text(draw(TEXTS)),)
-        return Module(name, children, cache=draw(st.booleans()))
+        children = draw(_scope(depth - 1, in_turn)) if depth else (pml.Text(draw(TEXTS)),)
+        return pml.Module(name, children, cache=draw(st.booleans()))
 
     def node(kind: str) -> Any:
         match kind:
             case "text":
-                return Text(draw(TEXTS))
+                return pml.Text(draw(TEXTS))
             case "parameter":
                 name = next(names, None)
                 scaffold = draw(st.none() | TEXTS)
-                return name and Parameter(name, draw(LENGTHS), scaffold)
+                return name and pml.Parameter(name, draw(LENGTHS), scaffold)
             case "module":
                 return module()
             case "union":
                 members = [m for m in (module() for _ in range(draw(st.integers(0, 3)))) if m]
                 scaffold = draw(st.sampled_from([None, *[m.name for m in members]]))
-                return Union(tuple(members), scaffold)
+                return pml.Union(tuple(members), scaffold)
             case _:
                 number = next(slots, None)
-                return number and Slot(str(number), draw(NAMES))
+                return number and pml.Slot(str(number), draw(NAMES))
 
     def content(turns: bool) -> tuple[Any, ...]:
         kinds = ["text", "text", "parameter", "module", "union", "slot"]
@@ -76,7 +65,7 @@ def _scope(draw: st.DrawFn, depth: int, in_turn: bool) -> tuple[Any, ...]:
             if kind == "chat":
                 role = draw(st.sampled_from(["system", "user", "assistant"]))
                 flags = {"opens": draw(st.booleans()), "closes": draw(st.booleans())}
-                out.append(Chat(role, content(False), **flags))
+                out.append(pml.Chat(role, content(False), **flags))
             elif made := node(kind):
                 out.append(made)
         return tuple(out)
@@ -85,17 +74,17 @@ def _scope(draw: st.DrawFn, depth: int, in_turn: bool) -> tuple[Any, ...]:
 
 
 @st.composite
-def schemas(draw: st.DrawFn) -> Schema:
+def schemas(draw: st.DrawFn) -> pml.Schema:
     """Valid schemas of every feature."""
     children = draw(_scope(2, False))
-    tops = [n.name for n in children if isinstance(n, Module)]
+    tops = [n.name for n in children if isinstance(n, pml.Module)]
     chosen = draw(st.lists(st.sampled_from(tops), unique=True, min_size=1)) if tops else []
-    scaffolds = (Scaffold(tuple((name,) for name in chosen)),) if chosen else ()
-    return Schema(draw(NAMES), children, scaffolds)
+    scaffolds = (pml.Scaffold(tuple((name,) for name in chosen)),) if chosen else ()
+    return pml.Schema(draw(NAMES), children, scaffolds)
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> Prompt:
+def prompts(draw: st.DrawFn) -> pml.Prompt:
     """Valid prompts, of no schema in particular."""
 
     def arguments() -> dict[str, str]:
@@ -106,12 +95,12 @@ def prompts(draw: st.DrawFn) -> Prompt:
         out: list[Any] = []
         for kind in draw(st.lists(st.sampled_from(["text", "import", "chat"]), max_size=4)):
             if kind == "text":
-                out.append(Text(draw(TEXTS)))
+                out.append(pml.Text(draw(TEXTS)))
             elif kind == "import" and depth:
                 children = nodes(depth - 1, turns)
-                out.append(Import(draw(NAMES), arguments(), children))
+                out.append(pml.Import(draw(NAMES), arguments(), children))
             elif kind == "chat" and turns:
-                out.append(Chat("user", nodes(depth, False), opens=draw(st.booleans())))
+                out.append(pml.Chat("user", nodes(depth, False), opens=draw(st.booleans())))
         return tuple(out)
 
-    return Prompt(draw(NAMES), nodes(2, True), arguments())
+    return pml.Prompt(draw(NAMES), nodes(2, True), arguments())

@@ -7,23 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ragcache_schemas import (
-    Import,
-    Module,
-    PMLWarning,
-    Prompt,
-    Render,
-    Role,
-    Schema,
-    Text,
-    TurnMismatch,
-    parse_prompt,
-    parse_schema,
-    render_prompt_turns,
-    render_schema_turns,
-)
+import ragcache_schemas as pml
 
-Messages = Sequence[tuple[Role, str]]
+Messages = Sequence[tuple[pml.Role, str]]
 
 
 def chatml(messages: Messages, *, generate: bool) -> str:
@@ -51,7 +37,7 @@ SCHEMA = (
     '<schema name="s"><system>Be brief.</system><user>Read<module name="m">this</module></user>'
     "<assistant>I did.</assistant></schema>"
 )
-TURNS: list[tuple[Role, str]] = [
+TURNS: list[tuple[pml.Role, str]] = [
     ("system", "Be brief."),
     ("user", "Readthis"),
     ("assistant", "I did."),
@@ -62,20 +48,20 @@ def flat(nodes: Sequence[object]) -> str:
     """The text of everything, imported or not."""
     out = ""
     for node in nodes:
-        if isinstance(node, Text):
+        if isinstance(node, pml.Text):
             out += node.text
-        elif isinstance(node, Module | Import):
+        elif isinstance(node, pml.Module | pml.Import):
             out += flat(node.children)
     return out
 
 
-def spelled(schema: str, prompt: str, render: Render) -> str:
+def spelled(schema: str, prompt: str, render: pml.Render) -> str:
     """Schema and prompt together."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PMLWarning)
-        tree, question = parse_schema(schema), parse_prompt(prompt)
-    before = flat(render_schema_turns(tree, render).children)
-    return before + flat(render_prompt_turns(question, tree, render).children)
+        warnings.simplefilter("ignore", pml.PMLWarning)
+        tree, question = pml.parse_schema(schema), pml.parse_prompt(prompt)
+    before = flat(pml.render_schema_turns(tree, render).children)
+    return before + flat(pml.render_prompt_turns(question, tree, render).children)
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
@@ -90,14 +76,14 @@ def spelled(schema: str, prompt: str, render: Render) -> str:
     ],
 )  # fmt: skip
 def test_turns_are_rendered_like_the_whole_conversation(
-    render: Render, schema: str, before: Messages, prompt: str, after: Messages
+    render: pml.Render, schema: str, before: Messages, prompt: str, after: Messages
 ) -> None:
     expected = render([*before, *after], generate=True)
     assert spelled(schema, f'<prompt schema="s">{prompt}</prompt>', render) == expected
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_unbalanced_turns_of_the_reference_implementation(render: Render) -> None:
+def test_unbalanced_turns_of_the_reference_implementation(render: pml.Render) -> None:
     schema = '<schema name="s"><system/><user><module name="m">Read this.</module></schema>'
     prompt = "<prompt schema='s'><m/>Why?</user><assistant>Answer:</prompt>"
     whole = render([("user", "Read this.Why?"), ("assistant", "Answer:")], generate=False)
@@ -105,25 +91,25 @@ def test_unbalanced_turns_of_the_reference_implementation(render: Render) -> Non
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_last_user_turn_of_a_prompt_may_stay_open(render: Render) -> None:
+def test_last_user_turn_of_a_prompt_may_stay_open(render: pml.Render) -> None:
     whole = spelled(SCHEMA, '<prompt schema="s"><user closes="no">Why</user></prompt>', render)
     assert whole.endswith("Why")
 
 
 def test_turns_inside_modules() -> None:
-    schema = parse_schema(
+    schema = pml.parse_schema(
         '<schema name="s"><module name="a"><system>S</system></module><user>U</user></schema>'
     )
-    assert render_schema_turns(schema, chatml).children == (
-        Module("a", (Text("<|im_start|>system\nS"),)),
-        Text("<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"),
+    assert pml.render_schema_turns(schema, chatml).children == (
+        pml.Module("a", (pml.Text("<|im_start|>system\nS"),)),
+        pml.Text("<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"),
     )
 
 
 def test_trees_without_turns_do_not_change() -> None:
-    schema, prompt = Schema("s", (Text("x"),)), Prompt("s", (Text("y"),))
-    assert render_schema_turns(schema, chatml) is schema
-    assert render_prompt_turns(prompt, schema, chatml) is prompt
+    schema, prompt = pml.Schema("s", (pml.Text("x"),)), pml.Prompt("s", (pml.Text("y"),))
+    assert pml.render_schema_turns(schema, chatml) is schema
+    assert pml.render_prompt_turns(prompt, schema, chatml) is prompt
 
 
 @pytest.mark.parametrize(
@@ -135,7 +121,7 @@ def test_trees_without_turns_do_not_change() -> None:
     ],
 )
 def test_mismatched_turns_are_refused(schema: str, prompt: str, match: str) -> None:
-    with pytest.raises(TurnMismatch, match=match) as caught:
+    with pytest.raises(pml.TurnMismatch, match=match) as caught:
         spelled(
             f'<schema name="s">{schema}</schema>', f'<prompt schema="s">{prompt}</prompt>', llama2
         )
@@ -147,24 +133,24 @@ def test_template_that_drops_turns_is_refused() -> None:
     def no_system(messages: Messages, *, generate: bool) -> str:
         return chatml([m for m in messages if m[0] != "system"], generate=generate)
 
-    with pytest.raises(TurnMismatch, match="does not write the <system> turn"):
-        render_schema_turns(parse_schema(SCHEMA), no_system)
+    with pytest.raises(pml.TurnMismatch, match="does not write the <system> turn"):
+        pml.render_schema_turns(pml.parse_schema(SCHEMA), no_system)
 
 
 def test_turn_inside_a_union_member_is_refused() -> None:
-    schema = parse_schema(
+    schema = pml.parse_schema(
         '<schema name="s"><union><module name="m"><user>U</user></module></union></schema>'
     )
-    with pytest.raises(TurnMismatch, match="put the turn around the union"):
-        render_schema_turns(schema, chatml)
+    with pytest.raises(pml.TurnMismatch, match="put the turn around the union"):
+        pml.render_schema_turns(schema, chatml)
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_the_answer_starts_after_the_schemas_user_turn(render: Render) -> None:
+def test_the_answer_starts_after_the_schemas_user_turn(render: pml.Render) -> None:
     schema = '<schema name="s"><system>S</system><user>Read</user></schema>'
-    whole: list[tuple[Role, str]] = [("system", "S"), ("user", "Read")]
+    whole: list[tuple[pml.Role, str]] = [("system", "S"), ("user", "Read")]
     assert spelled(schema, '<prompt schema="s"/>', render) == render(whole, generate=True)
     for ending in ('<user closes="no">Q</user>', "<user>Q</user><assistant>A</assistant>"):
         left = f'<schema name="s">{ending}</schema>'
-        prompt = parse_prompt('<prompt schema="s">more</prompt>')
-        assert render_prompt_turns(prompt, parse_schema(left), render) == prompt
+        prompt = pml.parse_prompt('<prompt schema="s">more</prompt>')
+        assert pml.render_prompt_turns(prompt, pml.parse_schema(left), render) == prompt

@@ -11,28 +11,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from ragcache_schemas import (
-    Chat,
-    Content,
-    Import,
-    InvalidAttribute,
-    MaxTokens,
-    Module,
-    Parameter,
-    ProgramError,
-    Prompt,
-    Schema,
-    SchemaIndex,
-    Text,
-    Union,
-    parse_prompt,
-    parse_schema,
-    prompt_program,
-    resolve_prompt,
-    turn,
-    write_prompt,
-    write_schema,
-)
+import ragcache_schemas as pml
 from tests.schemas.pml_trees import count_words
 
 COMPANY = "Tide & <Sons>"
@@ -43,8 +22,8 @@ class Season(Enum):
     WET = 2
 
 
-@prompt_program
-def weather(season: Season, month: Annotated[str, MaxTokens(3)]) -> Content:
+@pml.prompt_program
+def weather(season: Season, month: Annotated[str, pml.MaxTokens(3)]) -> pml.Content:
     yield f"In {month}, "
     match season:
         case Season.DRY:
@@ -53,16 +32,16 @@ def weather(season: Season, month: Annotated[str, MaxTokens(3)]) -> Content:
             yield "it rains."
 
 
-@prompt_program(name="travel")
+@pml.prompt_program(name="travel")
 def trip(
-    days: Annotated[str, MaxTokens(5, scaffold="three days")],
+    days: Annotated[str, pml.MaxTokens(5, scaffold="three days")],
     place: str,
     *,
     season: Season = Season.DRY,
     month: str = "May",
     cheap: bool = False,
     first: bool = True,
-) -> Content:
+) -> pml.Content:
     """This says what the function is for, and is no text of the prompt."""
     yield f"""
         Plan a trip of {days!s:>3} for {COMPANY}.
@@ -85,57 +64,67 @@ def trip(
     yield " Seats: " + ("window" if len(place) > 4 else "aisle") + "."
 
 
-@prompt_program
-def chat(topic: Annotated[str, MaxTokens(6)], formal: bool) -> Content:
-    with turn("system"):
+@pml.prompt_program
+def chat(topic: Annotated[str, pml.MaxTokens(6)], formal: bool) -> pml.Content:
+    with pml.turn("system"):
         yield "You teach."
         if formal:
             yield " Be formal."
-    with turn("user"):
+    with pml.turn("user"):
         yield f"Tell me about {topic.upper()}."
 
 
-def said(prompt: Prompt, schema: Schema) -> str:
+def said(prompt: pml.Prompt, schema: pml.Schema) -> str:
     """The text that a prompt comes to."""
-    plan = resolve_prompt(SchemaIndex.build(schema, count_words), prompt)
+    plan = pml.resolve_prompt(pml.SchemaIndex.build(schema, count_words), prompt)
     return "".join(piece.text for piece in plan.pieces)
 
 
-def weather_module() -> Module:
-    return Module("weather", weather.schema.children)
+def weather_module() -> pml.Module:
+    return pml.Module("weather", weather.schema.children)
 
 
-def branches(**texts: str) -> tuple[Module, ...]:
+def branches(**texts: str) -> tuple[pml.Module, ...]:
     """Modules by name; underscores stand for dashes."""
-    return tuple(Module(name.replace("_", "-"), (Text(text),)) for name, text in texts.items())
+    return tuple(
+        pml.Module(name.replace("_", "-"), (pml.Text(text),)) for name, text in texts.items()
+    )
 
 
 def test_every_construct_has_its_element_3_2_4() -> None:
     before, ending = trip.schema.children[:4], trip.schema.children[5:]
     miami, rome, other = trip.schema.children[4].members
     assert before == (
-        Text("Plan a trip of "),
-        Parameter("days", 5, "three days"),
-        Text(" for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"),
+        pml.Text("Plan a trip of "),
+        pml.Parameter("days", 5, "three days"),
+        pml.Text(" for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"),
         *branches(cheap="Mind the price.\n"),
     )
-    assert miami == Module("miami-florida", (Text("Miami has beaches. "), weather_module()))
+    assert miami == pml.Module("miami-florida", (pml.Text("Miami has beaches. "), weather_module()))
     assert (rome,) == branches(rome="Rome is old.\n")
     assert other.name == "else-place"
-    assert other.children[:3] == (Text("Stay "), Parameter("days", 5, "three days"), Text(". "))
+    assert other.children[:3] == (
+        pml.Text("Stay "),
+        pml.Parameter("days", 5, "three days"),
+        pml.Text(". "),
+    )
     assert ending == (
-        Union(branches(first="It is the first trip.", not_first="It is not the first trip.")),
-        Text(" Seats: "),
-        Union(branches(len_place_4="window", not_len_place_4="aisle")),
-        Text("."),
+        pml.Union(branches(first="It is the first trip.", not_first="It is not the first trip.")),
+        pml.Text(" Seats: "),
+        pml.Union(branches(len_place_4="window", not_len_place_4="aisle")),
+        pml.Text("."),
     )
 
 
 def test_call_makes_a_prompt() -> None:
     prompt = trip("9", "florida", season=Season.WET, month="June", first=False)
-    inner = Import("weather", {"month": "June"}, (Import("WET"),))
-    imports = (Import("miami-florida", (), (inner,)), Import("not-first"), Import("len-place-4"))
-    assert prompt == Prompt("travel", imports, {"days": "  9"})
+    inner = pml.Import("weather", {"month": "June"}, (pml.Import("WET"),))
+    imports = (
+        pml.Import("miami-florida", (), (inner,)),
+        pml.Import("not-first"),
+        pml.Import("len-place-4"),
+    )
+    assert prompt == pml.Prompt("travel", imports, {"days": "  9"})
     assert said(prompt, trip.schema) == (
         "Plan a trip of   9 for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"
         "Miami has beaches. In June, it rains.It is not the first trip. Seats: window."
@@ -144,7 +133,7 @@ def test_call_makes_a_prompt() -> None:
 
 def test_branch_not_taken_and_wildcard_case() -> None:
     prompt = trip("two", "oslo", cheap=True)
-    imports = [node.name for node in prompt.children if isinstance(node, Import)]
+    imports = [node.name for node in prompt.children if isinstance(node, pml.Import)]
     assert imports == ["cheap", "else-place", "first", "not-len-place-4"]
     assert said(prompt, trip.schema).endswith(
         "Mind the price.\nStay two. In May, it is dry.It is the first trip. Seats: aisle."
@@ -154,16 +143,18 @@ def test_branch_not_taken_and_wildcard_case() -> None:
 
 def test_compiled_trees_survive_writing_and_parsing() -> None:
     for program, prompt in ((trip, trip("<5>", "rome")), (chat, chat("a&b", formal=True))):
-        assert parse_schema(write_schema(program.schema)) == program.schema
-        assert parse_prompt(write_prompt(prompt)) == prompt
-    assert "<b>" not in write_schema(trip.schema)
+        assert pml.parse_schema(pml.write_schema(program.schema)) == program.schema
+        assert pml.parse_prompt(pml.write_prompt(prompt)) == prompt
+    assert "<b>" not in pml.write_schema(trip.schema)
 
 
 def test_turns() -> None:
     system, user = chat.schema.children
-    assert system == Chat("system", (Text("You teach."), Module("formal", (Text(" Be formal."),))))
-    assert isinstance(user, Chat)
-    assert user.children[1] == Parameter("topic", 6)
+    assert system == pml.Chat(
+        "system", (pml.Text("You teach."), pml.Module("formal", (pml.Text(" Be formal."),)))
+    )
+    assert isinstance(user, pml.Chat)
+    assert user.children[1] == pml.Parameter("topic", 6)
     prompt = chat("tides", formal=True)
     assert prompt.arguments == (("topic", "TIDES"),)
     assert said(prompt, chat.schema) == "You teach. Be formal.Tell me about TIDES."
@@ -173,8 +164,8 @@ def test_turns() -> None:
 def test_names_are_stable_across_runs() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.schemas.test_compiler import trip, write_schema\n"
-        "print(write_schema(trip.schema))"
+        "from tests.schemas.test_compiler import pml, trip\n"
+        "print(pml.write_schema(trip.schema))"
     )
     root = str(Path(__file__).resolve().parents[2])
     written = {
@@ -187,16 +178,18 @@ def test_names_are_stable_across_runs() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert written == {write_schema(trip.schema) + "\n"}
+    assert written == {pml.write_schema(trip.schema) + "\n"}
 
 
 def test_repeated_arguments_and_calls_get_numbered_names() -> None:
-    @prompt_program
-    def part(text: Annotated[str, MaxTokens(2)]) -> Content:
+    @pml.prompt_program
+    def part(text: Annotated[str, pml.MaxTokens(2)]) -> pml.Content:
         yield f"[{text}]"
 
-    @prompt_program
-    def whole(a: Annotated[str, MaxTokens(2)], b: Annotated[str, MaxTokens(2)]) -> Content:
+    @pml.prompt_program
+    def whole(
+        a: Annotated[str, pml.MaxTokens(2)], b: Annotated[str, pml.MaxTokens(2)]
+    ) -> pml.Content:
         yield f"{a} {a} {b}" + part(b) + part(text=a)
 
     prompt = whole("x", "y")
@@ -205,14 +198,14 @@ def test_repeated_arguments_and_calls_get_numbered_names() -> None:
 
 
 def test_spread_arguments_and_defaults() -> None:
-    @prompt_program
-    def part(*words: str, end: Annotated[str, MaxTokens(2)] = "!") -> Content:
+    @pml.prompt_program
+    def part(*words: str, end: Annotated[str, pml.MaxTokens(2)] = "!") -> pml.Content:
         if len(words) > 1:
             yield "many"
         yield end
 
-    @prompt_program
-    def whole(words: tuple[str, ...], options: dict[str, Any]) -> Content:
+    @pml.prompt_program
+    def whole(words: tuple[str, ...], options: dict[str, Any]) -> pml.Content:
         yield part(*words, **options)
 
     assert said(whole(("a", "b"), {}), whole.schema) == "many!"
@@ -220,8 +213,8 @@ def test_spread_arguments_and_defaults() -> None:
 
 
 def test_elif_guards_singletons_and_negations() -> None:
-    @prompt_program
-    def program(n: int, flag: bool | None) -> Content:
+    @pml.prompt_program
+    def program(n: int, flag: bool | None) -> pml.Content:
         if n > 9:
             yield "large"
         elif n > 5:
@@ -258,8 +251,8 @@ def test_elif_guards_singletons_and_negations() -> None:
 
 
 def test_only_triple_quoted_text_follows_the_white_space_rule() -> None:
-    @prompt_program
-    def program(x: Annotated[str, MaxTokens(2)]) -> Content:
+    @pml.prompt_program
+    def program(x: Annotated[str, pml.MaxTokens(2)]) -> pml.Content:
         yield "\n  kept  \n\n"
         yield f"""
             {x} first
@@ -271,7 +264,7 @@ def test_only_triple_quoted_text_follows_the_white_space_rule() -> None:
     assert said(program("X"), program.schema) == expected
 
 
-def failing(body: str, tmp_path: Path) -> ProgramError:
+def failing(body: str, tmp_path: Path) -> pml.ProgramError:
     """The error of a program with this body, in a file."""
     lines = (
         "from typing import Annotated",
@@ -286,7 +279,7 @@ def failing(body: str, tmp_path: Path) -> ProgramError:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     names: dict[str, Any] = {}
     exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(pml.ProgramError) as caught:
         _ = names["outer"].schema
     assert str(caught.value).startswith(f"{file}:")
     return caught.value
@@ -332,20 +325,20 @@ def test_errors_name_place_and_remedy(
 
 
 def test_functions_without_source_and_lambdas() -> None:
-    names: dict[str, Any] = {"prompt_program": prompt_program}
+    names: dict[str, Any] = {"prompt_program": pml.prompt_program}
     exec("@prompt_program\ndef p():\n    yield 'x'", names)
-    with pytest.raises(ProgramError, match="the source of 'p' is not at hand"):
+    with pytest.raises(pml.ProgramError, match="the source of 'p' is not at hand"):
         _ = names["p"].schema
-    with pytest.raises(ProgramError, match="is no plain function"):
-        _ = prompt_program(lambda: iter(["x"])).schema
+    with pytest.raises(pml.ProgramError, match="is no plain function"):
+        _ = pml.prompt_program(lambda: iter(["x"])).schema
 
 
 def test_invalid_lengths_and_reserved_names_are_refused() -> None:
-    with pytest.raises(InvalidAttribute, match="1 token or more"):
-        MaxTokens(0)
+    with pytest.raises(pml.InvalidAttribute, match="1 token or more"):
+        pml.MaxTokens(0)
 
-    @prompt_program
-    def program(schema: Annotated[str, MaxTokens(2)]) -> Content:
+    @pml.prompt_program
+    def program(schema: Annotated[str, pml.MaxTokens(2)]) -> pml.Content:
         yield schema
 
     with pytest.raises(ValueError, match=r"test_compiler\.py:\d+:15: .*'schema' is reserved"):

@@ -11,31 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_schemas import (
-    Chat,
-    DuplicateName,
-    Import,
-    MissingArgument,
-    Module,
-    Parameter,
-    Plan,
-    PMLError,
-    Prompt,
-    Schema,
-    SchemaIndex,
-    Slot,
-    SpanTooLong,
-    Text,
-    Union,
-    UnionConflict,
-    UnknownName,
-    collection_schema,
-    document_module,
-    expand_slots,
-    parse_prompt,
-    parse_schema,
-    resolve_prompt,
-)
+import ragcache_schemas as pml
 from tests.schemas.pml_trees import count_words, schemas
 
 CITIES = """<schema name="cities">You plan trips.
@@ -50,15 +26,15 @@ CITIES = """<schema name="cities">You plan trips.
   <module name="tone">Kindly.</module>
   <scaffold modules="plan miami"/>
 </schema>"""
-INDEX = SchemaIndex.build(parse_schema(CITIES), count_words)
+INDEX = pml.SchemaIndex.build(pml.parse_schema(CITIES), count_words)
 
 
-def resolved(body: str, index: SchemaIndex = INDEX, arguments: str = "") -> Plan:
+def resolved(body: str, index: pml.SchemaIndex = INDEX, arguments: str = "") -> pml.Plan:
     prompt = f'<prompt schema="{index.schema.name}"{arguments}>{body}</prompt>'
-    return resolve_prompt(index, parse_prompt(prompt, source="p.xml"))
+    return pml.resolve_prompt(index, pml.parse_prompt(prompt, source="p.xml"))
 
 
-def places(plan: Plan) -> list[tuple[str, int, int]]:
+def places(plan: pml.Plan) -> list[tuple[str, int, int]]:
     return [("/".join(piece.path), piece.start, piece.end) for piece in plan.pieces]
 
 
@@ -132,18 +108,18 @@ def test_scaffolds_apply_when_all_their_modules_are_imported_3_3() -> None:
 
 
 def test_pieces_keep_their_turn_and_say_what_is_cached() -> None:
-    schema = parse_schema(
+    schema = pml.parse_schema(
         '<schema name="s"><system>S</system>'
         '<user>U<module name="m" cache="false">M</module></user></schema>'
     )
-    plan = resolved("<m/><user>Q</user>", SchemaIndex.build(schema, count_words))
+    plan = resolved("<m/><user>Q</user>", pml.SchemaIndex.build(schema, count_words))
     assert [(p.text, p.role, p.cached) for p in plan.pieces] == [
         ("S", "system", True), ("U", "user", True), ("M", "user", False), ("Q", "user", False),
     ]  # fmt: skip
 
 
 def test_compact_leaves_no_gaps() -> None:
-    index = SchemaIndex.build(parse_schema(CITIES), count_words, "compact")
+    index = pml.SchemaIndex.build(pml.parse_schema(CITIES), count_words, "compact")
     plan = resolved('<plan days="3 days">also this<kids/></plan>and<paris/>Go!', index)
     position = 0
     for piece in plan.pieces:
@@ -162,21 +138,26 @@ def test_compact_leaves_no_gaps() -> None:
 @pytest.mark.parametrize(
     ("marked", "error", "match", "element"),
     [
-        ("¦<rome/>", UnknownName, "the schema has no module 'rome'", "rome"),
-        ("a\n¦<pariss/>", UnknownName, "did you mean 'paris'", "pariss"),
-        ("<plan days=''>¦<miami/></plan>", UnknownName, "'plan' has no module 'miami'", "miami"),
-        ("<miami/>¦<paris/>", UnionConflict, "'miami' and 'paris'", "paris"),
-        ("<user><miami/></user>¦<paris/>", UnionConflict, "one union", "paris"),
-        ("<tone/>¦<tone/>", DuplicateName, "twice", "tone"),
-        ("¦<plan/>", MissingArgument, "needs an argument for 'days'", "plan"),
-        ("¦<plan days='3' months='1'/>", UnknownName, "no parameter 'months'", "plan"),
-        ("¦<tone x='3'/>", UnknownName, "there are none", "tone"),
-        ("¦<plan days='a b c d e'/>", SpanTooLong, "5 tokens long, the parameter 4", "plan"),
+        ("¦<rome/>", pml.UnknownName, "the schema has no module 'rome'", "rome"),
+        ("a\n¦<pariss/>", pml.UnknownName, "did you mean 'paris'", "pariss"),
+        (
+            "<plan days=''>¦<miami/></plan>",
+            pml.UnknownName,
+            "'plan' has no module 'miami'",
+            "miami",
+        ),
+        ("<miami/>¦<paris/>", pml.UnionConflict, "'miami' and 'paris'", "paris"),
+        ("<user><miami/></user>¦<paris/>", pml.UnionConflict, "one union", "paris"),
+        ("<tone/>¦<tone/>", pml.DuplicateName, "twice", "tone"),
+        ("¦<plan/>", pml.MissingArgument, "needs an argument for 'days'", "plan"),
+        ("¦<plan days='3' months='1'/>", pml.UnknownName, "no parameter 'months'", "plan"),
+        ("¦<tone x='3'/>", pml.UnknownName, "there are none", "tone"),
+        ("¦<plan days='a b c d e'/>", pml.SpanTooLong, "5 tokens long, the parameter 4", "plan"),
     ],
 )
 def test_errors(marked: str, error: type, match: str, element: str) -> None:
     before, _, after = marked.partition("¦")
-    with pytest.raises(PMLError, match=match) as caught:
+    with pytest.raises(pml.PMLError, match=match) as caught:
         resolved(before + after)
     found = caught.value
     assert type(found) is error
@@ -186,10 +167,12 @@ def test_errors(marked: str, error: type, match: str, element: str) -> None:
 
 
 def test_other_schemas_are_refused() -> None:
-    with pytest.raises(DuplicateName):
-        SchemaIndex.build(Schema("s", (Module("a"), Module("a"))), count_words)
-    with pytest.raises(UnknownName, match="for the schema 'other'; this schema is called 'cities'"):
-        resolve_prompt(INDEX, Prompt("other"))
+    with pytest.raises(pml.DuplicateName):
+        pml.SchemaIndex.build(pml.Schema("s", (pml.Module("a"), pml.Module("a"))), count_words)
+    with pytest.raises(
+        pml.UnknownName, match="for the schema 'other'; this schema is called 'cities'"
+    ):
+        pml.resolve_prompt(INDEX, pml.Prompt("other"))
 
 
 # Properties
@@ -200,7 +183,7 @@ def fitting(text: str) -> int:
 
 
 @st.composite
-def schemas_with_prompts(draw: st.DrawFn) -> tuple[Schema, Prompt]:
+def schemas_with_prompts(draw: st.DrawFn) -> tuple[pml.Schema, pml.Prompt]:
     schema = draw(schemas())
 
     def level(children: tuple[object, ...]) -> tuple[dict[str, str], tuple[object, ...]]:
@@ -210,46 +193,46 @@ def schemas_with_prompts(draw: st.DrawFn) -> tuple[Schema, Prompt]:
         def choose(nodes: tuple[object, ...]) -> None:
             for node in nodes:
                 match node:
-                    case Parameter():
+                    case pml.Parameter():
                         arguments[node.name] = draw(st.text(max_size=3))
-                    case Chat():
+                    case pml.Chat():
                         choose(node.children)
-                    case Module() if draw(st.booleans()):
-                        imports.append(Import(node.name, *level(node.children)))
-                    case Union() if node.members and draw(st.booleans()):
+                    case pml.Module() if draw(st.booleans()):
+                        imports.append(pml.Import(node.name, *level(node.children)))
+                    case pml.Union() if node.members and draw(st.booleans()):
                         choose((draw(st.sampled_from(node.members)),))
-                    case Slot() if draw(st.booleans()):
-                        imports.append(Import(node.scope))
+                    case pml.Slot() if draw(st.booleans()):
+                        imports.append(pml.Import(node.scope))
 
         choose(children)
         imports = draw(st.permutations(imports))
         mixed: list[object] = []
         for node in [*imports, None]:
             if draw(st.booleans()):
-                mixed.append(Text(draw(st.text(min_size=1, max_size=3))))
+                mixed.append(pml.Text(draw(st.text(min_size=1, max_size=3))))
             if node is not None:
                 mixed.append(node)
         return arguments, tuple(mixed)
 
     arguments, nodes = level(schema.children)
-    return schema, Prompt(schema.name, nodes, arguments)
+    return schema, pml.Prompt(schema.name, nodes, arguments)
 
 
 def texts(nodes: tuple[object, ...]) -> list[str]:
     out: list[str] = []
     for node in nodes:
-        if isinstance(node, Text):
+        if isinstance(node, pml.Text):
             out.append(node.text)
-        elif isinstance(node, Import):
+        elif isinstance(node, pml.Import):
             out += texts(node.children)
     return out
 
 
 @given(schemas_with_prompts())
-def test_resolved_positions_lie_within_the_layout(pair: tuple[Schema, Prompt]) -> None:
+def test_resolved_positions_lie_within_the_layout(pair: tuple[pml.Schema, pml.Prompt]) -> None:
     schema, prompt = pair
-    index = SchemaIndex.build(schema, fitting)
-    plan = resolve_prompt(index, prompt)
+    index = pml.SchemaIndex.build(schema, fitting)
+    plan = pml.resolve_prompt(index, prompt)
     end = 0
     for piece in plan.pieces:
         if piece.kind == "new":
@@ -262,7 +245,7 @@ def test_resolved_positions_lie_within_the_layout(pair: tuple[Schema, Prompt]) -
     assert plan.length == end
     new = [piece.text for piece in plan.pieces if piece.kind == "new"]
     assert sorted(new) == sorted(texts(prompt.children))  # none is dropped
-    compact = resolve_prompt(SchemaIndex.build(schema, fitting, "compact"), prompt)
+    compact = pml.resolve_prompt(pml.SchemaIndex.build(schema, fitting, "compact"), prompt)
     assert [piece.path for piece in compact.pieces] == [piece.path for piece in plan.pieces]
     assert compact.length == sum(piece.length for piece in compact.pieces)
 
@@ -270,18 +253,18 @@ def test_resolved_positions_lie_within_the_layout(pair: tuple[Schema, Prompt]) -
 # Slots
 
 
-CHUNKS = document_module("d", ["a b c", "d e"]).children
-DOCUMENTS = {f"d{n}": Module(f"d{n}", (Text("t"), *CHUNKS)) for n in range(9)}
-HANDBOOK = collection_schema("h", "You are.", 3, "c", epilogue="Answer:")
+CHUNKS = pml.document_module("d", ["a b c", "d e"]).children
+DOCUMENTS = {f"d{n}": pml.Module(f"d{n}", (pml.Text("t"), *CHUNKS)) for n in range(9)}
+HANDBOOK = pml.collection_schema("h", "You are.", 3, "c", epilogue="Answer:")
 BY_SLOT = "<slot-1><d3><c2/></d3></slot-1><slot-2><d1><c1/></d1></slot-2>"
 
 
-def document(collection: str, name: str) -> Module | None:
+def document(collection: str, name: str) -> pml.Module | None:
     return DOCUMENTS.get(name) if collection == "c" else None
 
 
-def handbook() -> SchemaIndex:
-    return SchemaIndex.build(HANDBOOK, count_words, "compact", lookup=document)
+def handbook() -> pml.SchemaIndex:
+    return pml.SchemaIndex.build(HANDBOOK, count_words, "compact", lookup=document)
 
 
 def test_slots_import_looked_up_modules() -> None:
@@ -301,8 +284,8 @@ def test_slots_import_looked_up_modules() -> None:
 
 @pytest.mark.parametrize("body", [BY_SLOT, "<slot-1><d1/></slot-1><slot-2><d1/></slot-2>"])
 def test_expanded_schema_resolves_the_same_prompts(body: str) -> None:
-    written = expand_slots(HANDBOOK, {"c": list(DOCUMENTS.values())})
-    index = SchemaIndex.build(written, count_words, "compact")
+    written = pml.expand_slots(HANDBOOK, {"c": list(DOCUMENTS.values())})
+    index = pml.SchemaIndex.build(written, count_words, "compact")
     one = resolved(body, handbook(), ' question="q"')
     other = resolved(body, index, ' question="q"')
     assert one.pieces == other.pieces
@@ -311,10 +294,10 @@ def test_expanded_schema_resolves_the_same_prompts(body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "error", "match"),
     [
-        ("<slot-1><d1/><d2/></slot-1>", UnionConflict, "'d1' and 'd2'"),
-        ("<slot-1><d1/><d1/></slot-1>", DuplicateName, "twice"),
-        ("<slot-1><nope/></slot-1>", UnknownName, "collection 'c' has no module 'nope'"),
-        ("<slot-9/>", UnknownName, "did you mean 'slot-"),
+        ("<slot-1><d1/><d2/></slot-1>", pml.UnionConflict, "'d1' and 'd2'"),
+        ("<slot-1><d1/><d1/></slot-1>", pml.DuplicateName, "twice"),
+        ("<slot-1><nope/></slot-1>", pml.UnknownName, "collection 'c' has no module 'nope'"),
+        ("<slot-9/>", pml.UnknownName, "did you mean 'slot-"),
     ],
 )
 def test_errors_in_slots(body: str, error: type, match: str) -> None:
@@ -323,10 +306,12 @@ def test_errors_in_slots(body: str, error: type, match: str) -> None:
 
 
 def test_slots_need_a_lookup_and_the_compact_placement() -> None:
-    with pytest.raises(UnknownName, match="without a lookup"):
-        resolved("<slot-1><d1/></slot-1>", SchemaIndex.build(HANDBOOK, count_words), ' question=""')
-    tight = SchemaIndex.build(HANDBOOK, count_words, lookup=document)
-    with pytest.raises(SpanTooLong, match="slots take no fixed positions"):
+    with pytest.raises(pml.UnknownName, match="without a lookup"):
+        resolved(
+            "<slot-1><d1/></slot-1>", pml.SchemaIndex.build(HANDBOOK, count_words), ' question=""'
+        )
+    tight = pml.SchemaIndex.build(HANDBOOK, count_words, lookup=document)
+    with pytest.raises(pml.SpanTooLong, match="slots take no fixed positions"):
         resolved(BY_SLOT, tight, ' question=""')
 
 
@@ -345,10 +330,10 @@ REFERENCE_PROMPTS = {
 
 def test_reference_schemas_resolve_prompts(reference_files: list[Path]) -> None:
     for file in reference_files:
-        schema = parse_schema(file.read_bytes(), source=file.name)
+        schema = pml.parse_schema(file.read_bytes(), source=file.name)
         for placement in ("schema", "compact"):
-            index = SchemaIndex.build(schema, count_words, placement)
-            plan = resolve_prompt(index, parse_prompt(REFERENCE_PROMPTS[schema.name]))
+            index = pml.SchemaIndex.build(schema, count_words, placement)
+            plan = pml.resolve_prompt(index, pml.parse_prompt(REFERENCE_PROMPTS[schema.name]))
             assert plan.cached_tokens > 5 * plan.computed_tokens
             assert plan.pieces[-1].kind == "new"
 
@@ -378,8 +363,10 @@ def test_resolving_against_ten_thousand_modules_is_fast() -> None:
         f'and <module name="m{n}">some words <param name="p" len="4"/></module>'
         for n in range(10_000)
     )
-    index = SchemaIndex.build(parse_schema(f'<schema name="s">{modules}</schema>'), count_words)
+    index = pml.SchemaIndex.build(
+        pml.parse_schema(f'<schema name="s">{modules}</schema>'), count_words
+    )
     imports = "".join(f'<m{n} p="a b"/>new text' for n in range(0, 10_000, 1_000))
-    prompt = parse_prompt(f'<prompt schema="s">{imports}</prompt>')
-    assert len(resolve_prompt(index, prompt).pieces) == 10_030
-    assert lines_run(lambda: resolve_prompt(index, prompt)) < 40_000
+    prompt = pml.parse_prompt(f'<prompt schema="s">{imports}</prompt>')
+    assert len(pml.resolve_prompt(index, prompt).pieces) == 10_030
+    assert lines_run(lambda: pml.resolve_prompt(index, prompt)) < 40_000

@@ -6,19 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_schemas import (
-    InvalidName,
-    Module,
-    ReservedName,
-    Schema,
-    Text,
-    is_name,
-    module_name,
-    module_names,
-    parse_schema,
-    sanitize_text,
-    write_schema,
-)
+import ragcache_schemas as pml
 from ragcache_schemas.text import PARAMETER, name_problem, tidy, title_problem
 
 
@@ -41,20 +29,20 @@ def test_tidy_is_idempotent_and_keeps_every_word(flow: str) -> None:
     ],
 )
 def test_sanitize_text(text: str, carried: str) -> None:
-    assert sanitize_text(text) == carried
+    assert pml.sanitize_text(text) == carried
 
 
 @given(st.text(st.characters(exclude_categories=[])))
 def test_sanitized_text_survives_writing_and_parsing(text: str) -> None:
-    schema = Schema("s", (Module("m", (Text(sanitize_text(text)),)),))
-    assert parse_schema(write_schema(schema)) == schema
-    assert sanitize_text(sanitize_text(text)) == sanitize_text(text)
+    schema = pml.Schema("s", (pml.Module("m", (pml.Text(pml.sanitize_text(text)),)),))
+    assert pml.parse_schema(pml.write_schema(schema)) == schema
+    assert pml.sanitize_text(pml.sanitize_text(text)) == pml.sanitize_text(text)
 
 
 NAMES = {
     None: ["a", "_a", "a.b", "a-b", "a1", "名字", "ñ", "unit.py", "😀"],
-    InvalidName: ["", "1a", "-a", ".a", "a b", "a/b", "a:b", "a@b", "a\n", "a×b"],
-    ReservedName: ["system", "user", "assistant", "module", "union", "xml-a", "XmL"],
+    pml.InvalidName: ["", "1a", "-a", ".a", "a b", "a/b", "a:b", "a@b", "a\n", "a×b"],
+    pml.ReservedName: ["system", "user", "assistant", "module", "union", "xml-a", "XmL"],
 }
 
 
@@ -62,15 +50,15 @@ NAMES = {
 def test_names_of_modules(name: str, error: type | None) -> None:
     problem = name_problem(name, "module")
     assert (None if problem is None else type(problem)) is error
-    assert is_name(name) == (error is not InvalidName)
+    assert pml.is_name(name) == (error is not pml.InvalidName)
 
 
 def test_names_of_parameters_and_titles() -> None:
     assert name_problem("user", "parameter") is None
-    assert type(name_problem("schema", "parameter")) is ReservedName
+    assert type(name_problem("schema", "parameter")) is pml.ReservedName
     assert title_problem("My hand-book / 2026", "schema") is None
     for title in ("", " a", "a ", "a\nb", "a\0b"):
-        assert type(title_problem(title, "schema")) is InvalidName
+        assert type(title_problem(title, "schema")) is pml.InvalidName
 
 
 @pytest.mark.parametrize(
@@ -86,17 +74,17 @@ def test_names_of_parameters_and_titles() -> None:
     ],
 )
 def test_module_name(text: str, name: str) -> None:
-    assert module_name(text) == name
+    assert pml.module_name(text) == name
 
 
 @given(st.text())
 def test_module_name_is_always_valid(text: str) -> None:
-    assert name_problem(module_name(text), "module") is None
+    assert name_problem(pml.module_name(text), "module") is None
 
 
 def test_paths_with_the_same_module_name_get_different_names() -> None:
     paths = ["a/b.md", "a-b.md", "a b.md"]
-    names = module_names(paths)
+    names = pml.module_names(paths)
     assert names["a-b.md"] == "a-b.md"
     assert len(set(names.values())) == 3
-    assert module_names(reversed(paths)) == names, "whatever the order"
+    assert pml.module_names(reversed(paths)) == names, "whatever the order"

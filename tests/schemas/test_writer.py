@@ -9,62 +9,40 @@ import pytest
 from hypothesis import given, settings
 from lxml import etree
 
-from ragcache_schemas import (
-    Chat,
-    DuplicateName,
-    Import,
-    InvalidAttribute,
-    InvalidName,
-    MisplacedText,
-    Module,
-    Parameter,
-    PMLError,
-    PMLSyntaxError,
-    PMLWarning,
-    Prompt,
-    ReservedName,
-    Scaffold,
-    Schema,
-    Slot,
-    Text,
-    Union,
-    UnknownElement,
-    parse_prompt,
-    parse_schema,
-    write_prompt,
-    write_schema,
-)
+import ragcache_schemas as pml
 from tests.conftest import scaled
 from tests.schemas.pml_trees import prompts, schemas
 from tests.schemas.test_errors import PROMPTS, SCHEMAS
 
 
 @given(schemas())
-def test_schema_survives_writing_and_parsing(schema: Schema) -> None:
-    written = write_schema(schema)
-    assert parse_schema(written) == schema
-    assert write_schema(parse_schema(written)) == written
+def test_schema_survives_writing_and_parsing(schema: pml.Schema) -> None:
+    written = pml.write_schema(schema)
+    assert pml.parse_schema(written) == schema
+    assert pml.write_schema(pml.parse_schema(written)) == written
 
 
 @given(prompts())
-def test_prompt_survives_writing_and_parsing(prompt: Prompt) -> None:
-    written = write_prompt(prompt)
-    assert parse_prompt(written) == prompt
-    assert write_prompt(parse_prompt(written)) == written
+def test_prompt_survives_writing_and_parsing(prompt: pml.Prompt) -> None:
+    written = pml.write_prompt(prompt)
+    assert pml.parse_prompt(written) == prompt
+    assert pml.write_prompt(pml.parse_prompt(written)) == written
 
 
 def test_written_form_is_indented() -> None:
-    schema = Schema(
+    schema = pml.Schema(
         "trip",
         (
-            Text("Plan a trip.\n"),
-            Module("plan", (Text("for "), Parameter("days", 5, "three"), Text("."))),
-            Union((Module("miami", (Text("Miami\n"),)), Module("paris")), "paris"),
-            Chat("user", (Slot("1", "handbook"),), closes=False),
+            pml.Text("Plan a trip.\n"),
+            pml.Module(
+                "plan", (pml.Text("for "), pml.Parameter("days", 5, "three"), pml.Text("."))
+            ),
+            pml.Union((pml.Module("miami", (pml.Text("Miami\n"),)), pml.Module("paris")), "paris"),
+            pml.Chat("user", (pml.Slot("1", "handbook"),), closes=False),
         ),
-        (Scaffold((("plan",), ("miami",))),),
+        (pml.Scaffold((("plan",), ("miami",))),),
     )
-    assert write_schema(schema) == (
+    assert pml.write_schema(schema) == (
         '<schema name="trip">Plan a trip.\n'
         '  <module name="plan">for <param name="days" len="5" scaffold="three"/>.</module>\n'
         '  <union scaffold="paris">\n'
@@ -82,38 +60,40 @@ def test_written_form_is_indented() -> None:
 
 def test_text_never_becomes_markup() -> None:
     hostile = '</module><module name="x">&lt;![CDATA[ ]]> <!-- "\' -->'
-    schema = Schema("s", (Module("m", (Text(hostile),)),))
-    assert parse_schema(write_schema(schema)) == schema
-    prompt = Prompt("s", (Import("m", (("q", '"/><evil a="'),)), Text("</prompt>")))
-    assert parse_prompt(write_prompt(prompt)) == prompt
+    schema = pml.Schema("s", (pml.Module("m", (pml.Text(hostile),)),))
+    assert pml.parse_schema(pml.write_schema(schema)) == schema
+    prompt = pml.Prompt("s", (pml.Import("m", (("q", '"/><evil a="'),)), pml.Text("</prompt>")))
+    assert pml.parse_prompt(pml.write_prompt(prompt)) == prompt
 
 
 def test_text_with_layout_white_space_gets_xml_space() -> None:
-    schema = Schema("s", (Module("m", (Text("\n  x\n\n"), Module("n", (Text(" "),)))),))
-    written = write_schema(schema)
+    schema = pml.Schema(
+        "s", (pml.Module("m", (pml.Text("\n  x\n\n"), pml.Module("n", (pml.Text(" "),)))),)
+    )
+    written = pml.write_schema(schema)
     assert '<module name="m" xml:space="preserve">' in written
-    assert parse_schema(written) == schema
+    assert pml.parse_schema(written) == schema
 
 
 def test_characters_that_xml_cannot_carry_are_refused() -> None:
-    with pytest.raises(PMLSyntaxError, match=r"U\+0000 cannot be written"):
-        write_schema(Schema("s", (Text("a\0b"),)))
+    with pytest.raises(pml.PMLSyntaxError, match=r"U\+0000 cannot be written"):
+        pml.write_schema(pml.Schema("s", (pml.Text("a\0b"),)))
 
 
 @pytest.mark.parametrize(
     ("tree", "error"),
     [
-        (Schema("s", (Module("a b"),)), InvalidName),
-        (Schema("s", (Module("union"),)), ReservedName),
-        (Schema("s", (Module("a"), Module("a"))), DuplicateName),
-        (Schema(""), InvalidName),
-        (Prompt("s", (Import("1a"),)), InvalidName),
-        (Prompt("s", (), (("schema", "x"),)), ReservedName),
+        (pml.Schema("s", (pml.Module("a b"),)), pml.InvalidName),
+        (pml.Schema("s", (pml.Module("union"),)), pml.ReservedName),
+        (pml.Schema("s", (pml.Module("a"), pml.Module("a"))), pml.DuplicateName),
+        (pml.Schema(""), pml.InvalidName),
+        (pml.Prompt("s", (pml.Import("1a"),)), pml.InvalidName),
+        (pml.Prompt("s", (), (("schema", "x"),)), pml.ReservedName),
     ],
 )
-def test_invalid_trees_are_not_written(tree: Schema | Prompt, error: type) -> None:
+def test_invalid_trees_are_not_written(tree: pml.Schema | pml.Prompt, error: type) -> None:
     with pytest.raises(error):
-        _ = write_schema(tree) if isinstance(tree, Schema) else write_prompt(tree)
+        _ = pml.write_schema(tree) if isinstance(tree, pml.Schema) else pml.write_prompt(tree)
 
 
 XSD = etree.XMLSchema(etree.fromstring((files("ragcache_schemas") / "pml.xsd").read_bytes()))
@@ -128,9 +108,9 @@ def problem(text: str) -> str | None:
 
 @settings(max_examples=scaled(60))
 @given(schemas(), prompts())
-def test_what_is_written_fits_the_xsd(schema: Schema, prompt: Prompt) -> None:
-    assert problem(write_schema(schema)) is None
-    assert problem(write_prompt(prompt)) is None
+def test_what_is_written_fits_the_xsd(schema: pml.Schema, prompt: pml.Prompt) -> None:
+    assert problem(pml.write_schema(schema)) is None
+    assert problem(pml.write_prompt(prompt)) is None
 
 
 def test_reference_files_fit_the_xsd(reference_files: list[Path]) -> None:
@@ -144,7 +124,13 @@ def test_example_files_fit_the_xsd(file: Path) -> None:
     assert problem(file.read_text(encoding="utf-8")) is None
 
 
-CHECKED = {DuplicateName, InvalidAttribute, InvalidName, MisplacedText, UnknownElement}
+CHECKED = {
+    pml.DuplicateName,
+    pml.InvalidAttribute,
+    pml.InvalidName,
+    pml.MisplacedText,
+    pml.UnknownElement,
+}
 # What pml.xsd leaves to the parser, and what is no XML or is fine for the other parser.
 LEFT = (
     'xml:space="x"', '<union slot="1"/>', 'modules="a a"', "<m>¦<user/></m>", 'x="2"',
@@ -172,8 +158,8 @@ REFUSED = [
 @pytest.mark.filterwarnings("error")
 def test_xsd_and_parser_refuse_the_same_text(text: str) -> None:
     assert problem(text) is not None
-    parse = parse_prompt if text.startswith("<prompt") else parse_schema
-    with pytest.raises((PMLError, PMLWarning)):
+    parse = pml.parse_prompt if text.startswith("<prompt") else pml.parse_schema
+    with pytest.raises((pml.PMLError, pml.PMLWarning)):
         parse(text)
 
 

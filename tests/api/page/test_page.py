@@ -23,14 +23,8 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.http.service import Service
+from tests.api.page import seeding
 from tests.api.page.conftest import VIEWS, Page, get, open_view
-from tests.api.page.seeding import (
-    SUBJECTS,
-    record_hour,
-    seed_handbook,
-    seed_modules,
-    serve_page,
-)
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
@@ -40,7 +34,7 @@ MODULES = 10_000
 @pytest.fixture(scope="session")
 def handbook(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("handbook") / "state"
-    seed_handbook(folder, reader)
+    seeding.seed_handbook(folder, reader)
     return folder
 
 
@@ -54,7 +48,7 @@ def rag(handbook: Path, reader: LoadedModel, tmp_path: Path) -> Iterator[RagCach
 
 @pytest.fixture
 def service(rag: RagCache) -> Iterator[tuple[str, Service]]:
-    with serve_page(rag) as address_and_service:
+    with seeding.serve_page(rag) as address_and_service:
         yield address_and_service
 
 
@@ -75,10 +69,10 @@ def many(
 ) -> Iterator[httpx.Client]:  # fmt: skip
     """A service of ten thousand modules."""
     folder = tmp_path_factory.mktemp("many") / "state"
-    seed_modules(folder, MODULES)
+    seeding.seed_modules(folder, MODULES)
     with (
         RagCache.open(folder, reader) as rag,
-        serve_page(rag) as (address, _),
+        seeding.serve_page(rag) as (address, _),
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         yield client
@@ -94,7 +88,7 @@ def row(server: httpx.Client, name: str) -> dict[str, object]:
 def test_every_view_opens_without_documents(
     reader: LoadedModel, tmp_path: Path, opened: Opened
 ) -> None:
-    with RagCache.open(tmp_path / "empty", reader) as rag, serve_page(rag) as (address, _):
+    with RagCache.open(tmp_path / "empty", reader) as rag, seeding.serve_page(rag) as (address, _):
         page = opened(f"{address}/admin/")
         for view in VIEWS:
             open_view(page, view)
@@ -105,7 +99,7 @@ def test_every_view_opens_without_documents(
 
 
 def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str, Service]) -> None:
-    record_hour(service[1])
+    seeding.record_hour(service[1])
     page.open("overview")
     assert page.find("[data-figure=finished] dd").text == "18,234"
     assert [each.get_attribute("data-tier") for each in page.all("[data-tier]")] == ["host", "disk"]
@@ -217,7 +211,7 @@ def test_the_modules_of_one_document(page: Page) -> None:
     page.click(".drawer dd a", "leave.md")
     page.find(".gridbox footer", "2 in all")
     page.click(".filters .only")
-    page.find(".gridbox footer", f"{len(SUBJECTS) + 2} in all")
+    page.find(".gridbox footer", f"{len(seeding.SUBJECTS) + 2} in all")
 
 
 def test_rows_are_walked_by_keyboard(page: Page) -> None:
@@ -255,13 +249,13 @@ def test_documents_and_their_collection_are_deleted(page: Page, server: httpx.Cl
     assert page.window.switch_to.active_element.text == "Cancel"
     page.window.switch_to.active_element.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.all(".modal"))
-    assert get(server, "/v1/collections/handbook/documents")["total"] == len(SUBJECTS) + 1
+    assert get(server, "/v1/collections/handbook/documents")["total"] == len(seeding.SUBJECTS) + 1
     page.click("[aria-label='Delete leave.md']")
     page.click(".modal [type=submit]:enabled", "Delete")
     page.find(".toast.ok", "Deleted leave.md")
-    page.find(".gridbox footer", f"{len(SUBJECTS)} in all")
+    page.find(".gridbox footer", f"{len(seeding.SUBJECTS)} in all")
     assert server.get("/v1/collections/handbook/documents/leave.md").status_code == 404
-    for name in SUBJECTS[:2]:
+    for name in seeding.SUBJECTS[:2]:
         page.click(f".grid tr[data-id='{name}.md'] input")
     page.click(".bulk [data-act=delete]")
     page.find(".modal .sum", "2 documents with 2 modules")
