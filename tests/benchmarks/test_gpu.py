@@ -48,8 +48,7 @@ def made_up(**results: Any) -> dict[str, Any]:
 
 
 GOOD = made_up(
-    ttft={"4": {"ms": 5.5}, "16": {"ms": 7.0}},
-    hf={"4": {"prefill_ms": 129.0, "concat_ms": 27.0}},
+    ttft={"4": {"ms": 5.5}, "16": {"ms": 7.0}}, hf={"4": {"prefill_ms": 129.0, "concat_ms": 27.0}}
 )
 
 

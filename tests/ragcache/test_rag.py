@@ -396,9 +396,7 @@ def nothing_stays_leased(bells_rag: RagCache) -> None:
 
 
 @pytest.mark.slow
-def test_threads_ask_in_every_mode_while_others_ingest_and_delete(
-    bells_rag: RagCache,
-) -> None:
+def test_threads_ask_in_every_mode_while_others_ingest_and_delete(bells_rag: RagCache) -> None:
     expected = {
         m: bells_rag.ask(BELL_QUESTION, collection="bells", mode=m).text
         for m in ("rooted", "exact")
@@ -423,12 +421,7 @@ def test_threads_ask_in_every_mode_while_others_ingest_and_delete(
             parts = reuse.cached_tokens + reuse.shared_tokens + reuse.computed_tokens
             assert parts == reuse.prompt_tokens
     nothing_stays_leased(bells_rag)
-    assert bells_rag.stats().collections == {
-        "bells": 6,
-        "other0": 7,
-        "other1": 7,
-        "other2": 7,
-    }
+    assert bells_rag.stats().collections == {"bells": 6, "other0": 7, "other1": 7, "other2": 7}
 
 
 def test_a_question_is_answered_where_the_ledger_takes_no_rows(

@@ -10,12 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ragcache.db import LocatedStates
 from ragcache.routing import RoutedModule
 from ragcache.store.memory_tiers import Counters
-from ragcache_api.cluster.replicas import (
-    ForwardedRequest,
-    ReplicaStatus,
-    RoutingTable,
-    run_app,
-)
+from ragcache_api.cluster.replicas import ForwardedRequest, ReplicaStatus, RoutingTable, run_app
 
 LEAVE = LocatedStates((RoutedModule("leave", 50_000_000, 384),), {"leave": {"a": "host"}})
 

@@ -143,9 +143,7 @@ def test_without_keys_no_page_of_another_origin_is_answered(rag: RagCache) -> No
                 assert (got.status_code == 200, done.status_code == 200) == (allowed,) * 2, headers
 
 
-def test_with_a_key_a_page_of_any_origin_is_answered(
-    locked: tuple[TestClient, RagCache],
-) -> None:
+def test_with_a_key_a_page_of_any_origin_is_answered(locked: tuple[TestClient, RagCache]) -> None:
     client, rag = locked
     _, secret = rag.keys.create("me", role="admin")
     for headers in OTHERS:
@@ -204,9 +202,7 @@ def test_a_body_without_a_length_is_counted_while_it_comes(rag: RagCache, path: 
     assert refused.headers["content-type"] == "application/problem+json"
 
 
-def test_keys_are_checked_where_all_threads_are_taken(
-    locked: tuple[TestClient, RagCache],
-) -> None:
+def test_keys_are_checked_where_all_threads_are_taken(locked: tuple[TestClient, RagCache]) -> None:
     _, rag = locked
     _, secret = rag.keys.create("me")
     release = threading.Event()

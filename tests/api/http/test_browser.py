@@ -17,9 +17,7 @@ def test_the_root_leads_to_the_page(client: TestClient) -> None:
     assert client.get("/").url.path == "/admin/"
 
 
-def test_the_api_description_is_local_and_names_its_key(
-    client: TestClient,
-) -> None:
+def test_the_api_description_is_local_and_names_its_key(client: TestClient) -> None:
     shown = client.get("/docs")
     assert "SwaggerUIBundle" in shown.text
     assert "script-src 'self' 'sha256-" in shown.headers["content-security-policy"]

@@ -170,9 +170,7 @@ def test_overflowing_numerators_are_computed_again(dtype: torch.dtype, value: fl
     torch.testing.assert_close(attend(scene), expected, rtol=ROUNDING, atol=0)
 
 
-def test_one_overflowing_row_leaves_the_others_right(
-    handed_over: list[AttentionMetadata],
-) -> None:
+def test_one_overflowing_row_leaves_the_others_right(handed_over: list[AttentionMetadata]) -> None:
     scene = make_scene(MIXED, torch.float32)
     scene.query[:, 4] *= 200
     attend(scene)

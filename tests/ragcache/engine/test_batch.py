@@ -168,9 +168,7 @@ def tails(layout: BatchLayout) -> list[tuple[int, list[int]]]:
     return [(tail.row, [tail.private.block_ids[n] for n in tail.blocks]) for tail in layout.tails]
 
 
-def test_several_new_tokens_are_a_causal_block(
-    numbered_pool: BlockPool,
-) -> None:
+def test_several_new_tokens_are_a_causal_block(numbered_pool: BlockPool) -> None:
     chunks = [
         chunk(block_table(numbered_pool, [0], 2)),
         chunk(contiguous_kv(0), 3),

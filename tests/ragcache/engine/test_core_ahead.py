@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.engine import (
-    Context,
-    EncodeJob,
-    Request,
-    Segment,
-    TokenDelta,
-    encode,
-)
+from ragcache.engine import Context, EncodeJob, Request, Segment, TokenDelta, encode
 from ragcache.engine import core as core_module
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
@@ -321,10 +314,7 @@ def test_states_of_another_model_or_device_are_refused(
 def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM) -> None:
     [states] = encode(causal, [EncodeJob(PROMPT)])
     apart = states.keys.transpose(1, 2).contiguous().transpose(1, 2)
-    for other in [
-        KVStates(apart, states.values, 0),
-        KVStates(apart, apart, 0),
-    ]:
+    for other in [KVStates(apart, states.values, 0), KVStates(apart, apart, 0)]:
         core_of(causal).checker.check_request(over(other))
         with pytest.raises(InvalidRequest, match="one after another"):
             delayed_core(causal).checker.check_request(over(other))

@@ -110,9 +110,7 @@ def test_repeated_cached_tokens_are_penalized_as_by_generate(
         assert output.token_ids == reference(model, prompt, repetition_penalty=penalty)
 
 
-def test_a_repetition_penalty_needs_known_tokens(
-    llama: tuple[Any, CausalLM],
-) -> None:
+def test_a_repetition_penalty_needs_known_tokens(llama: tuple[Any, CausalLM]) -> None:
     request = penalized(llama[1], PROMPTS[3], 9, 1.4)
     [segment] = request.context.segments
     for known, found in ((None, "none"), (PROMPTS[3][:8], "8")):

@@ -270,9 +270,7 @@ def test_a_job_beyond_the_budget_runs_by_itself(causal: CausalLM) -> None:
     assert [each.length for each in states] == [1]
 
 
-def test_a_waiting_caller_does_not_wait_for_others_to_take(
-    causal: CausalLM,
-) -> None:
+def test_a_waiting_caller_does_not_wait_for_others_to_take(causal: CausalLM) -> None:
     core = bounded_core(causal, 10)
     slow, quick = begin_encoding(core, [10, 10]), begin_encoding(core, [4, 5])
     core.step()

@@ -200,10 +200,7 @@ WAYS_TO_LEAVE = (
 
 @pytest.mark.parametrize("leave", WAYS_TO_LEAVE, ids=lambda way: way.__name__)
 def test_leaving_early_cancels(
-    leave: Callable[[IntHandle], None],
-    channel: IntChannel,
-    handle: IntHandle,
-    wakes: Wakes,
+    leave: Callable[[IntHandle], None], channel: IntChannel, handle: IntHandle, wakes: Wakes
 ) -> None:
     channel.put(0)
     leave(handle)

@@ -72,10 +72,7 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
     chunks = [
         ScheduledChunk(
-            c.segments,
-            ContiguousKV.allocate(causal, len(c.token_ids)),
-            c.token_ids,
-            c.position_ids,
+            c.segments, ContiguousKV.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids
         )
         for c in contexts
     ]

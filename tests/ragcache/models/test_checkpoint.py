@@ -89,9 +89,7 @@ def test_a_composite_checkpoint_is_loaded(tmp_path: Path, reader: LoadedModel) -
     assert loaded.causal.fingerprint == load_model(tmp_path).causal.fingerprint
 
 
-def test_a_composite_of_an_unserved_model_is_refused_unread(
-    tmp_path: Path,
-) -> None:
+def test_a_composite_of_an_unserved_model_is_refused_unread(tmp_path: Path) -> None:
     AutoConfig.for_model("llama4").save_pretrained(tmp_path)  # no weights
     with pytest.raises(UnsupportedModel, match="within chunks"):
         load_checkpoint(str(tmp_path), None)

@@ -17,14 +17,7 @@ from transformers.utils import chat_template_utils
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
-from ragcache.models import (
-    LoadedModel,
-    PromptFrame,
-    load_model,
-    loader,
-    prompt_frame,
-    wrap_causal,
-)
+from ragcache.models import LoadedModel, PromptFrame, load_model, loader, prompt_frame, wrap_causal
 from ragcache.models.loader import INSTRUCTION, READER
 from ragcache.models.model import SAMPLES, model_fingerprint
 from ragcache.models.tokenizer import tokenizer_fingerprint
@@ -223,9 +216,7 @@ def test_another_dtype_changes_the_fingerprint() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_configuration_changes_the_fingerprint(
-    change: dict[str, Any],
-) -> None:
+def test_another_configuration_changes_the_fingerprint(change: dict[str, Any]) -> None:
     plain, changed = tiny_model("llama"), tiny_model("llama", **change)
     for name, weight in plain.state_dict().items():
         assert torch.equal(weight, changed.state_dict()[name])

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.engine import (
-    EncodeJob,
-    EngineConfig,
-    Request,
-    Segment,
-    assemble_context,
-    encode,
-)
+from ragcache.engine import EncodeJob, EngineConfig, Request, Segment, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.checkpoint import text_class

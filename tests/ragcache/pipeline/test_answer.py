@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragcache import AsyncRagCache, GenerationParams, RagCache
-from ragcache.errors import (
-    EngineClosed,
-    InvalidRequest,
-    RequestCancelled,
-    UnknownCollection,
-)
+from ragcache.errors import EngineClosed, InvalidRequest, RequestCancelled, UnknownCollection
 from ragcache.models import LoadedModel
 from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 

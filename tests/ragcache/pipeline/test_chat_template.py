@@ -282,9 +282,7 @@ REWRITING = (
 )
 
 
-def test_thoughts_that_a_template_rewrites_keep_control_tokens(
-    thinking: ChatTemplate,
-) -> None:
+def test_thoughts_that_a_template_rewrites_keep_control_tokens(thinking: ChatTemplate) -> None:
     tokenizer = thinking.model.tokenizer
     tokenizer.chat_template = REWRITING
     chat = [

@@ -11,11 +11,7 @@ import pytest
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import CollectionVersion, Members, ScaffoldRows
-from ragcache.errors import (
-    ConfigurationError,
-    PromptTooLong,
-    UnknownCollection,
-)
+from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey

@@ -9,12 +9,7 @@ import pytest
 from langchain_core.embeddings import Embeddings
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import (
-    ConfigurationError,
-    RagCacheError,
-    UnknownCollection,
-    UnknownSchema,
-)
+from ragcache.errors import ConfigurationError, RagCacheError, UnknownCollection, UnknownSchema
 from ragcache.models import LoadedModel
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]

@@ -325,8 +325,7 @@ REFERENCE_PROMPTS = {
 }
 
 needs_reference_schemas = pytest.mark.skipif(
-    not REFERENCE_FOLDER.is_dir(),
-    reason=f"no reference schemas in {REFERENCE_FOLDER}",
+    not REFERENCE_FOLDER.is_dir(), reason=f"no reference schemas in {REFERENCE_FOLDER}"
 )
 
 

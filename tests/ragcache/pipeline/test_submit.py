@@ -107,9 +107,7 @@ def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
         request_maker(GenerationParams(regex="[a"), model, 4, "local")(CONTEXT)
 
 
-def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(
-    reader: LoadedModel,
-) -> None:
+def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(reader: LoadedModel) -> None:
     assert reader.no_answer_id is not None
     assert reader.decode([reader.no_answer_id]) == ""
     free = request_maker(GenerationParams(), reader, 4, "local")(CONTEXT)

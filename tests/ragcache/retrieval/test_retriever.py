@@ -17,12 +17,7 @@ from langchain_core.embeddings import Embeddings
 from sqlalchemy import event
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
-from ragcache.errors import (
-    ConfigurationError,
-    InvalidRequest,
-    LedgerUnavailable,
-    UnknownCollection,
-)
+from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
 from ragcache.params import SearchKind, SearchParams
 from ragcache.retrieval import BM25Index, Retriever, Retrievers, Selection, bm25
 from ragcache.states import KVKey

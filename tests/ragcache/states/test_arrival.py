@@ -100,13 +100,7 @@ def test_what_is_derived_from_states_arrives_with_them() -> None:
     assert isinstance(kept, QuantizedStates)
     assert arrival.ready(), "its bytes were read here"
     late = QuantizedStates(
-        kept.keys,
-        kept.values,
-        kept.key_scales,
-        kept.value_scales,
-        1,
-        kept.dtype,
-        arrival=arrival,
+        kept.keys, kept.values, kept.key_scales, kept.value_scales, 1, kept.dtype, arrival=arrival
     )
     assert late.part(1, 3, 2).arrival is arrival
 

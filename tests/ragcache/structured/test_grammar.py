@@ -287,11 +287,7 @@ LONGEST = 160
 
 def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes: Any) -> Request:
     generation = GenerationParams(
-        temperature=1.0,
-        seed=seed,
-        max_tokens=tokens,
-        grammar=grammar,
-        **changes,
+        temperature=1.0, seed=seed, max_tokens=tokens, grammar=grammar, **changes
     )
     prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
     return request_maker(generation, tiny(), tokens, "local")(plain_context(prompt))

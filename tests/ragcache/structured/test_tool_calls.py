@@ -178,7 +178,7 @@ def test_broken_call_leaves_others_intact() -> None:
     text, found = parse_tool_calls(f"One. {fine}{unclosed}\n{unmarked}{fine} Two.", "hermes")
     assert text == "One. Two."
     assert [type(each).__name__ + str(each.name) for each in found] == [
-        *("ToolCallf", "InvalidToolCallg", "ToolCallh", "ToolCallf"),
+        *("ToolCallf", "InvalidToolCallg", "ToolCallh", "ToolCallf")
     ]
 
 

@@ -129,11 +129,7 @@ def test_a_failure_that_stays_is_named_after_the_last_attempt(root: str) -> None
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [
-        (errno.ENOSPC, StoreFull),
-        (errno.EROFS, StoreUnwritable),
-        (errno.EACCES, StoreUnwritable),
-    ],
+    [(errno.ENOSPC, StoreFull), (errno.EROFS, StoreUnwritable), (errno.EACCES, StoreUnwritable)],
 )
 def test_a_lasting_failure_is_not_tried_again(
     root: str, number: int, error: type[Exception]
