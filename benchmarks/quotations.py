@@ -236,7 +236,7 @@ def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
     pauses: dict[str, list[float]] = {"alone": [], "beside": []}
     with (
         tempfile.TemporaryDirectory() as folder,
-        RagCache.open(folder, embedding=None, force_modes=True) as rag,
+        RagCache.open(folder, embedding="none", force_modes=True) as rag,
     ):
         text = "Kim is on call on Monday. The spare key hangs in the boathouse. " * 20
         rag.ingest("handbook", [SourceDocument("rota.md", text)])
