@@ -1,8 +1,8 @@
-"""Bodies of the requests that ask for an answer: the service's own, and OpenAI's.
+"""Bodies of requests for an answer, on the service's own routes and on OpenAI's.
 
-The front of a cluster reads requests with these models too, so nothing here needs the engine.
-OpenAI's bodies ignore unknown fields, as its clients expect; fields that would change the answer
-and are not served are refused.
+The gateway of a cluster reads requests with the same models, so this module does not need the
+engine. OpenAI's bodies ignore unknown fields, as its clients expect, but refuse fields that are not
+served and would change the answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ragcache_api.http.errors import HTTPProblem
 
 _NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
 PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
-"""A name that fits into one segment of a path."""
+"""A name that fits into one segment of a URL path."""
 CollectionName = PathName
 Question = Annotated[str, Field(min_length=1, max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=4_000_000)]
-_LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
+_LIKELIEST = 1e-9  # a `top_p` that leaves only the likeliest token; OpenAI writes 0
 
 IN_PROCESS = {
     "timeout": "the service sets the deadline",
@@ -43,41 +43,41 @@ ONE_TEXT = IN_PROCESS | {
 
 
 class PromptRequest(Surface, GenerationParams):
-    """A PML prompt."""
+    """The body of `POST /v1/prompts`."""
 
     withheld = ONE_TEXT
     prompt: Question
-    """The prompt."""
+    """The prompt in PML."""
     mode: Annotated[ReuseMode, Field(json_schema_extra={"default": str(ISOLATED)})] = ISOLATED
-    """How the schema's states are read: `isolated`, or not at all with `exact`."""
+    """`isolated` reads the schema's states; `exact` computes the whole prompt."""
     stream: bool = False
     """Send the answer as server-sent events."""
 
 
 class Asking(GenerationParams, SearchParams):
-    """Options of requests that may read documents."""
+    """Options of requests that can read documents."""
 
     mode: ReuseMode | None = None
-    """How kept states are read. `rooted` by default."""
+    """How stored states are reused. `rooted` by default."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template, such as `enable_thinking`."""
 
     def reading(self) -> dict[str, Any]:
-        """How cached states are read and the template is spelled, if the request says so."""
+        """Return the options for reuse and for the chat template that the request gives."""
         given = {"mode": self.mode, "chat_template_kwargs": self.chat_template_kwargs}
         return {name: value for name, value in given.items() if value is not None}
 
     def retrieval(self) -> dict[str, Any]:
-        """Options of `RagCache.ask` that the request gives."""
+        """Return the options of `RagCache.ask` that the request gives."""
         return self.reading() | SearchParams.part_of(self).given()
 
 
 class AnswerRequest(Surface, Asking):
-    """A question to a collection."""
+    """The body of `POST /v1/answers`."""
 
     withheld = ONE_TEXT
     question: Question
-    """The question."""
+    """The question, as it is searched for and asked."""
     collection: CollectionName
     """The collection to answer from."""
     stream: bool = False
@@ -87,20 +87,28 @@ class AnswerRequest(Surface, Asking):
 class OpenAIModel(BaseModel):
     """A part of a body of OpenAI's interface."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class StreamOptions(OpenAIModel):
+    """Options of a stream."""
+
     include_usage: bool | None = None
+    """Send the numbers of tokens in the last chunk."""
 
 
 class ContentPart(OpenAIModel):
+    """A part of a message's content."""
+
     type: str
+    """`text` or `refusal`."""
     text: Text | None = None
     refusal: Text | None = None
 
     def plain(self) -> str:
-        """Text of the part, or of an earlier refusal. Raises `HTTPProblem` (400)."""
+        """Return the text or the earlier refusal. Raises `HTTPProblem` (400) for other types."""
         text = {"text": self.text, "refusal": self.refusal}.get(self.type)
         if text is None:
             raise unsupported(f"messages.content.{self.type}")
@@ -108,25 +116,35 @@ class ContentPart(OpenAIModel):
 
 
 class FunctionCall(OpenAIModel):
+    """A function that the model called."""
+
     name: Annotated[str, Field(min_length=1, max_length=200)]
     arguments: Text = "{}"
+    """Arguments as a JSON object."""
 
 
 class ToolCallMessage(OpenAIModel):
+    """A call in an earlier message of the model."""
+
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class ChatMessage(OpenAIModel):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` means the same as `system`."""
     content: Text | list[ContentPart] | None = None
     name: str | None = None
+    """Name of the sender, for templates that use it."""
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
+    """Id of the call that a message of the role `tool` answers."""
 
     def plain(self) -> dict[str, Any]:
-        """The message for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
+        """Return the message for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
         role = "system" if self.role == "developer" else self.role
         calls = [_plain_tool_call(call) for call in self.tool_calls or ()]
         optional = {
@@ -142,53 +160,65 @@ class ChatMessage(OpenAIModel):
 
 
 class Tool(OpenAIModel):
+    """A function that the model may call."""
+
     type: Literal["function"]
     function: dict[str, Any]
+    """`name`, `description`, and `parameters` as a JSON schema."""
 
 
 class NamedFunction(OpenAIModel):
+    """The name of a function."""
+
     name: str
 
 
 class NamedTool(OpenAIModel):
+    """The function that the model must call."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(OpenAIModel):
+    """A JSON schema for the answer."""
+
     name: str = "answer"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    """The schema itself."""
 
 
 class ResponseFormat(OpenAIModel):
+    """The form of the answer."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    """The schema for the type `json_schema`."""
 
 
 class GenerationRequest(Asking):
-    """Fields that chats and completions share. Without a temperature the answer is greedy."""
+    """Fields that chats and completions share. The answer is greedy by default."""
 
     model_config = ConfigDict(extra="allow")
     unserved: ClassVar[tuple[str, ...]] = ("logit_bias",)
-    """OpenAI's fields that would change the answer and are not served."""
+    """OpenAI's fields that are refused: they are not served and would change the answer."""
 
     model: Annotated[str, Field(max_length=1000)]
-    """The model that the service has open."""
+    """Name of the served model."""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """As elsewhere, but 0 is allowed: it takes the likeliest token."""
+    """Share of the probability to sample from, 0 to 1. 0 takes the likeliest token."""
     stream: bool = False
     """Send the completion as server-sent events."""
     stream_options: StreamOptions | None = None
-    """OpenAI's options of streams."""
     collection: CollectionName | None = None
-    """The collection to answer from."""
+    """The collection to answer from. By default the model answers without documents."""
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
-        """How the answer is generated.
+        """Return the parameters of the answer.
 
         Args:
-            deadline: Seconds from now to the end of the answer.
-            **own: Options that the route spells otherwise. They replace the body's.
+            deadline: Seconds from now until the answer must end.
+            **own: Options that the route names differently. They replace the body's.
 
         Raises:
             HTTPProblem: (400) A field is not served.
@@ -209,28 +239,28 @@ class GenerationRequest(Asking):
 
 
 class ChatRequest(Surface, GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     withheld = IN_PROCESS
     unserved = ("logit_bias", "functions", "audio", "web_search_options")
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    """The conversation."""
+    """The conversation, oldest message first."""
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
-    """OpenAI's newer name of `max_tokens`."""
+    """OpenAI's newer name for `max_tokens`."""
     logprobs: bool | None = None
-    """Report log-probabilities, of `top_logprobs` alternatives."""
+    """Report log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    """Number of alternatives to each token."""
+    """Number of alternatives to report for each token, 0 to 20."""
     response_format: ResponseFormat | None = None
-    """OpenAI's form of the answer."""
+    """The form of the answer: any text, any JSON object, or JSON that matches a schema."""
     tools: list[Tool] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """Whether functions are called, or which one."""
+    """Whether the model may (`auto`) or must (`required`) call a function, or which function."""
     function_call: Any = None
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
-        """As above. Without a limit the answer ends where the model or the window does."""
+        """Return the parameters of the answer, which may fill the window without a limit."""
         if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
         if self.top_logprobs and not self.logprobs:
@@ -242,7 +272,7 @@ class ChatRequest(Surface, GenerationRequest):
 
     @property
     def question(self) -> str:
-        """The user's last message. Raises `HTTPProblem` (400) if there is none."""
+        """The user's last message. Raises `HTTPProblem` (400) without one."""
         for message in reversed(self.messages):
             if message.role == "user":
                 return str(message.plain()["content"])
@@ -250,18 +280,18 @@ class ChatRequest(Surface, GenerationRequest):
 
 
 class CompletionRequest(Surface, GenerationRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     withheld = IN_PROCESS
     prompt: Text | list[Text] | list[int] | list[list[int]]
-    """A text, or several."""
+    """A text, or a list of texts. Token ids are refused."""
     echo: bool | None = None
     """Repeat the prompt before the answer."""
     suffix: str | None = None
     best_of: int | None = None
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
-        """As above."""
+        """Return the parameters of the answer, or refuse options of the old interface."""
         if self.suffix:
             raise unsupported("suffix")
         if self.best_of is not None and self.best_of != self.n:
@@ -272,8 +302,10 @@ class CompletionRequest(Surface, GenerationRequest):
 
     @property
     def prompts(self) -> list[str]:
-        """Texts to continue. Raises `HTTPProblem` (400) for token ids, which may be another
-        tokenizer's."""
+        """Texts to continue. Raises `HTTPProblem` (400) for token ids.
+
+        They might come from another tokenizer.
+        """
         listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         texts = [each for each in listed if isinstance(each, str)]
         if not texts or len(texts) != len(listed):
@@ -303,23 +335,23 @@ def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
 
 
 def own_generation(body: AnswerRequest | PromptRequest, deadline: float) -> GenerationParams:
-    """How the answer of the service's own route is generated."""
+    """Return the parameters of an answer on the service's own routes."""
     return GenerationParams.part_of(body).replace(timeout=deadline)
 
 
 def invalid(field: str, detail: str) -> HTTPProblem:
-    """The error of a field's value."""
+    """Return the error of a field with a wrong value."""
     return HTTPProblem(400, "invalid-request", detail, None, field)
 
 
 def unsupported(field: str, detail: str = "") -> HTTPProblem:
-    """The error of a field that is not served."""
+    """Return the error of a field that is not served."""
     detail = detail or f"{field} is not served, and leaving it out would change the answer"
     return HTTPProblem(400, "unsupported", detail, None, field)
 
 
 def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
-    """Templates take arguments as values; OpenAI sends them as text."""
+    """Return a call for chat templates, which take arguments as an object instead of JSON text."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:

@@ -1,13 +1,15 @@
-"""Requests and responses of the service's own routes, as pydantic models, and what routes declare
-for the OpenAPI document. Bodies that ask for an answer are in `bodies`."""
+"""Bodies of the service's own routes as pydantic models, and helpers for the OpenAPI document.
+
+Texts under fields become descriptions in that document. Bodies that ask for an answer are in
+`bodies`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from fastapi import Depends, Path, Query
+from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
@@ -21,7 +23,7 @@ from ragcache import (
     SourceDocument,
     Timings,
 )
-from ragcache.db import Deletion
+from ragcache.db import Deletion, HeldState
 from ragcache.db.sql import page_of
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
@@ -30,96 +32,107 @@ from ragcache_api.http.bodies import CollectionName
 T = TypeVar("T")
 
 PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
-Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
-Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
-
 Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
-"""In a query: `?name` alone is true."""
+"""A flag in a query. `?name` without a value is true."""
 
 
 class RequestModel(BaseModel):
     """The body of a request. Unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class ResponseModel(BaseModel):
     """The body of a response."""
 
-    model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
+    model_config = ConfigDict(
+        frozen=True, protected_namespaces=(), from_attributes=True, use_attribute_docstrings=True
+    )
 
 
 class RowResponse(ResponseModel):
-    """A row of the ledger, under its public id."""
+    """A row of the ledger with its public id."""
 
     id: str = Field(validation_alias="public_id")
 
 
 class PageOf(ResponseModel, Generic[T]):
-    """A page of a list. next: the cursor of the following page; None at the end."""
+    """A page of a list."""
 
     items: list[T]
     next: str | None = None
+    """Cursor of the following page. Null after the last page."""
     total: int | None = None
+    """Number of items in the whole list. Null if they are not counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageRequest:
-    """The part of a list that a caller wants. cursor: None for its beginning."""
+class PageRequest(BaseModel):
+    """The query of a page."""
 
-    cursor: str | None
-    limit: int
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    cursor: Annotated[str | None, Field(max_length=10_000)] = None
+    """`next` of the page before. The first page by default."""
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    """Most items of the page, 1 to 1,000."""
 
     def cut(self, items: Sequence[T], name: Callable[[T], str]) -> PageOf[T]:
-        """The page of a list that is small enough to be read whole, in the order of its names."""
+        """Cut the page out of a whole list, which is sorted by name."""
         left = [each for each in items if self.cursor is None or name(each) > self.cursor]
         page = page_of(sorted(left, key=name), self.limit, name, len(items))
         return PageOf(items=list(page.items), next=page.next, total=page.total)
 
 
-async def _page(cursor: Cursor = None, limit: Limit = 100) -> PageRequest:
-    return PageRequest(cursor, limit)
-
-
-PageDep = Annotated[PageRequest, Depends(_page)]
+PageQuery = Annotated[PageRequest, Query()]
 
 
 class ProblemLocation(ResponseModel):
+    """A wrong part of a request."""
+
     loc: list[str]
+    """Path to the part, such as `["body", "limit"]`."""
     msg: str
 
 
 class Problem(ResponseModel):
-    """RFC 9457. type: `urn:ragcache:problem:CODE`."""
+    """An error in the shape of RFC 9457."""
 
     type: str
+    """`urn:ragcache:problem:CODE`, with a code such as `queue-full`."""
     title: str
     status: int
     detail: str
+    """The error in a sentence."""
     instance: str
+    """Path of the request."""
     errors: list[ProblemLocation] | None = None
+    """Wrong parts of the request."""
 
 
 class OpenAIErrorDetail(ResponseModel):
+    """The content of an OpenAI error."""
+
     message: str
     type: str
     param: str | None = None
+    """Field of the request that is wrong."""
     code: str | None = None
 
 
 class OpenAIError(ResponseModel):
-    """OpenAI's shape of an error."""
+    """An error in OpenAI's shape."""
 
     error: OpenAIErrorDetail
 
 
 def compact(value: Any) -> bytes:
-    """JSON without spaces, also of dataclasses. Numbers that are not finite become null."""
+    """Write JSON without spaces. Accepts dataclasses; numbers that are not finite become null."""
     return to_json(value, inf_nan_mode="null")
 
 
 class CompactResponse(JSONResponse):
-    """A response with any value that `compact` takes."""
+    """A JSON response with any value that `compact` accepts."""
 
     def render(self, content: Any) -> bytes:
         return compact(content)
@@ -134,20 +147,19 @@ _STATUSES = {
 
 
 def problems(*more: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route of the service's own, for the OpenAPI document."""
+    """Declare the errors of a route in the shape of RFC 9457. `more` are additional statuses."""
     return _error_responses(more, "application/problem+json", Problem)
 
 
 def openai_problems() -> dict[int | str, dict[str, Any]]:
-    """The errors of a route of OpenAI's interface, for the OpenAPI document."""
+    """Declare the errors of a route of OpenAI's interface."""
     responses = _error_responses((500, 501, 507), "application/json", OpenAIError)
     del responses[422]
     return responses
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
-    """A route's events, in place of JSON, for the OpenAPI document, which has no words for what
-    several events are."""
+    """Declare that a route can send events instead of JSON. OpenAPI cannot describe the events."""
     return {200: {"description": description, "content": {"text/event-stream": {}}}}
 
 
@@ -160,7 +172,7 @@ def _error_responses(
 
 
 def error_schemas() -> dict[str, Any]:
-    """Schemas of both shapes of an error, which the responses of routes refer to by name."""
+    """Return the schemas of both shapes of an error, to which declared errors refer by name."""
     models: list[tuple[type[BaseModel], Literal["serialization"]]] = [
         (Problem, "serialization"), (OpenAIError, "serialization"),
     ]  # fmt: skip
@@ -170,20 +182,23 @@ def error_schemas() -> dict[str, Any]:
 
 
 class DeletedResponse(ResponseModel):
-    """deleted: how many there were."""
+    """The result of a deletion."""
 
     deleted: int
+    """Number of documents (or schemas) that were deleted."""
 
 
 class DeletionResponse(DeletedResponse):
-    """What a deletion would take, with `dry_run`. states: those that nothing else needs; tiers:
-    their bytes by tier, on all machines."""
+    """The amounts that a deletion would take, for `dry_run`."""
 
     dry_run: Literal[True] = True
     modules: int
     states: int
+    """Number of states that nothing else needs."""
     bytes: int
+    """Bytes of these states in all tiers."""
     tiers: dict[str, int]
+    """Bytes of these states by tier, on all machines."""
 
     @classmethod
     def of(cls, deletion: Deletion) -> DeletionResponse:
@@ -197,200 +212,243 @@ TierName = Annotated[str, Field(min_length=1, max_length=20)]
 
 
 class ModuleResponse(RowResponse):
-    """used_at: when a prompt last read its states; expires_at: both in Unix seconds."""
+    """A module."""
 
     name: str
     document: str
+    """Id of its document."""
     collection: str
     tokens: int
+    """Number of tokens of its longest states."""
     nbytes: int
+    """Bytes of its largest states."""
     tiers: list[str]
+    """Tiers that hold its states."""
     hits: int
+    """Uses of its most used states."""
     used_at: float | None
+    """Time of the last prompt that read its states, in Unix seconds."""
     pinned: bool
+    """Whether its states are kept from eviction."""
     expires_at: float | None
+    """Time at which the first of its states expire, in Unix seconds. Null for never."""
 
 
 class ModuleTextResponse(ModuleResponse):
-    """A module with its text, and its states in each tier."""
+    """A module with its text and its states."""
 
     text: str
     uri: str
+    """Address of its document."""
     metadata: dict[str, Any]
-    states: list[dict[str, Any]]
-
-
-class ChangeResponse(ResponseModel):
-    """A change of one state. tier: where it was; to: where it moves."""
-
-    key: str
-    action: str
-    tier: str
-    to: str
-    nbytes: int
+    """Metadata of its document and of the module."""
+    states: list[HeldState]
 
 
 class ChangesResponse(ResponseModel):
-    """Changes that were made or, with `dry_run`, would be."""
+    """Changes of states that were made or, with `dry_run`, would be made."""
 
     dry_run: bool
-    changes: list[ChangeResponse]
+    changes: list[StateChange]
     bytes: int
-
-    @classmethod
-    def of(cls, changes: Sequence[StateChange], *, dry_run: bool = False) -> ChangesResponse:
-        listed = [
-            ChangeResponse(key=c.key, action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
-            for c in changes
-        ]
-        return cls(dry_run=dry_run, changes=listed, bytes=sum(c.nbytes for c in changes))
+    """Bytes of the changed states."""
 
 
 class MoveRequest(RequestModel):
+    """A target for states."""
+
     tier: TierName
+    """Name of a tier, such as `disk`."""
 
 
 class ExpireRequest(RequestModel):
-    """seconds: from now until the states go; null lifts the limit."""
+    """A limit on how long states are kept."""
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    """Seconds from now. Null lifts the limit."""
 
 
 class EvictRequest(RequestModel):
-    """States to evict: of a collection, or of all; from a tier, or from all."""
+    """States to evict."""
 
     collection: CollectionName | None = None
+    """Collection of the states. All collections by default."""
     documents: Annotated[list[str], Field(max_length=10_000)] | None = None
+    """Ids of documents, at most 10,000. All documents by default."""
     tier: TierName | None = None
+    """Tier to evict from. All tiers by default."""
 
 
 class PlanRequest(RequestModel):
-    """A corpus to plan for: of a collection, or documents' texts. Sizes as `8GiB`."""
+    """A corpus to plan for: either a collection or texts."""
 
     collection: CollectionName | None = None
     texts: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    """Texts of documents, at most 1,000."""
     host_bytes: int | str = "2GiB"
+    """Budget of the host tier, in bytes or such as `8GiB`."""
     device_bytes: int | str | None = None
+    """Budget of the device tier. By default the plan has no device tier."""
     disk_bytes: int | str | None = None
+    """Budget of the disk tier. The free space of the disk by default."""
     sample: Annotated[int, Field(ge=1, le=16)] = 4
+    """Number of modules to measure, 1 to 16."""
 
 
 class EvictionResponse(RowResponse):
-    """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
+    """States that left a tier."""
 
     key: str
+    """Key of the states."""
     module: str | None
+    """Name of a module that they belong to. Null without one, and for states of a schema."""
     tier: str
     reason: str
+    """`pressure`, `ttl`, `manual`, `superseded` or `corrupt`."""
     nbytes: int
     at: float
+    """Unix seconds."""
 
 
 class StatsResponse(ResponseModel):
-    """Statistics of the caller's namespace. engine, evictions: of all, and only the operator's."""
+    """Statistics of the caller's namespace since the service began."""
 
     model: str
     uptime: float
+    """Seconds since the service began."""
     collections: dict[str, int]
+    """Number of documents by collection."""
     requests: dict[str, int]
+    """Number of requests: `running`, `waiting`, `finished`, `failed` and `cancelled`."""
     tokens: dict[str, int]
+    """Number of prompt tokens by source: a tier, `encoded`, `shared` or `computed`."""
     ttft: dict[str, dict[str, float | int | None]]
+    """`p50` and `p95` of the seconds to the first token, and `count`, for `hit` and `miss`."""
     engine: dict[str, float]
+    """Figures of the engine for all namespaces. Empty unless the caller is an operator."""
     series: list[dict[str, Any]]
+    """Points of the last hour, one for every five seconds in which anything was recorded."""
     evictions: dict[str, dict[str, int]]
+    """Number of evictions by tier and reason. Empty unless the caller is an operator."""
 
 
 class ProcessMemory(ResponseModel):
-    """rss_bytes: resident; mapped_bytes: those of it that are pages of files, such as blobs of the
-    disk tier, which the system takes back at need."""
+    """Memory of the service's process."""
 
     rss_bytes: int
+    """Resident bytes."""
     mapped_bytes: int
+    """Resident bytes of mapped files, such as blobs of the disk tier. The system can reclaim
+    them."""
 
 
 class HostMemory(ResponseModel):
-    """total_bytes: of the machine, or the limit of the process's control group."""
+    """Memory of the machine or of the process's control group."""
 
     total_bytes: int
     available_bytes: int
 
 
 class DeviceMemory(ResponseModel):
-    """A GPU. reserved_bytes: taken by this process's allocator."""
+    """Memory of a GPU."""
 
     name: str
     total_bytes: int
     free_bytes: int
     reserved_bytes: int
+    """Bytes that the allocator of this process has taken."""
 
 
 class MemoryResponse(ResponseModel):
-    """device: None where the model runs on the processor."""
+    """Memory that the service uses and has left."""
 
     process: ProcessMemory
     host: HostMemory
     device: DeviceMemory | None
+    """The model's GPU. Null if the model runs on the CPU."""
     tiers: list[TierStatus]
 
 
 class ModeResponse(ResponseModel):
-    """How far a mode is from `exact` on the model (`ragcache.pipeline.gate.GateResult`).
-    kl_divergence, limit, other_documents: nats; agreement: 0 to 1; passes: whether it serves
-    without being forced."""
+    """The distance of a mode from `exact` on the model (`ragcache.pipeline.gate.GateResult`)."""
 
     mode: str
     prompts: int
+    """Number of prompts that were measured."""
     kl_divergence: float
+    """Mean Kullback-Leibler divergence of the first token, in nats."""
     agreement: float
+    """Share of prompts with the same likeliest first token, 0 to 1."""
     limit: float
+    """Divergence up to which the mode serves, in nats."""
     other_documents: float
+    """Divergence of prompts with other documents, in nats. The limit follows from it."""
     passes: bool
+    """Whether the mode serves without being forced."""
 
 
 class StateResponse(ResponseModel):
-    """What the service has open. dtype: that the model computes in; states_dtype: of kept states;
-    modes: those that were measured; force_modes: whether all serve whatever was measured."""
+    """The model that the service has open."""
 
     model: str
     device: str
+    """Device of the model, such as `cpu` or `cuda:0`."""
     dtype: str
+    """Dtype in which the model computes."""
     states_dtype: str
+    """Dtype of stored states."""
     window: int
+    """Most tokens of a prompt and its answer."""
     force_modes: bool
+    """Whether modes serve regardless of their measured distance."""
     modes: list[ModeResponse]
+    """The modes that were measured."""
 
 
 class VerifyResponse(ResponseModel):
+    """The result of a verification."""
+
     states: int
+    """Number of verified states."""
     modules: int
     found: tuple[Disagreement, ...]
+    """Records that disagree."""
     interrupted: dict[str, int]
+    """Number of states kept for each interrupted ingestion, by target."""
     clean: bool
+    """Whether all disagreements are repaired."""
 
 
 class FlushResponse(ResponseModel):
+    """The result of writing the ledger."""
+
     flushed: bool
 
 
 class AnswerResponse(ResponseModel):
-    """finish_reason: `stop`, `length`, `no_documents` where retrieval found nothing, or `no_answer`
-    where the answer was refused. confidence: the probability that the answer is right, or null.
-    spans: where an extractive answer stands in the documents, the best source first."""
+    """An answer."""
 
     id: str
     question: str
     text: str
     finish_reason: str
+    """`stop`, `length`, `no_documents` (retrieval found nothing) or `no_answer` (refused)."""
     confidence: float | None
+    """Probability that the answer is right, 0 to 1. Null if it was not estimated."""
     mode: str
+    """Mode of reuse, such as `rooted`."""
     sources: list[Citation]
+    """Modules that the answer was read from."""
     spans: list[AnswerSpan]
+    """Places of an extractive answer in the documents, best source first."""
     reuse: Reuse
+    """Tokens that were read from the cache and computed."""
     timings: Timings
+    """Seconds of each stage."""
 
 
 def answer_response(id: str, answer: Answer) -> dict[str, Any]:
-    """The fields of an `AnswerResponse`, which JSON is written from without validating them."""
+    """Return the fields of an `AnswerResponse`, ready to write as JSON without validation."""
     return {name: id if name == "id" else getattr(answer, name)
             for name in AnswerResponse.model_fields}  # fmt: skip
 
@@ -405,42 +463,44 @@ class CollectionRequest(RequestModel):
 
 
 class InstructionRequest(RequestModel):
-    """What the model is to do with the documents of a collection; null: the service's own."""
+    """An instruction for a collection."""
 
     instruction: Annotated[str, Field(min_length=1, max_length=20_000)] | None
+    """Text before the documents in prompts, at most 20,000 characters. Null restores the service's
+    default."""
 
 
 class InstructionResponse(ResponseModel):
-    """instruction: the collection's own, or else the service's."""
+    """The instruction of a collection."""
 
     instruction: str
+    """The collection's own instruction, or else the service's default."""
 
 
 class CollectionCreatedResponse(ResponseModel):
-    """created: false if it existed."""
+    """A collection that exists now."""
 
     name: str
     created: bool
-
-
-class CollectionResponse(ResponseModel):
-    name: str
-    documents: int
-    modules: int
+    """False if the collection existed already."""
 
 
 class DocumentRequest(RequestModel):
+    """A document to store."""
+
     id: Id
     text: Annotated[str, Field(max_length=50_000_000)]
     uri: Annotated[str, Field(max_length=4000)] = ""
+    """Address of the document, for citations."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    """Values for filters, kept as JSON."""
 
     def source(self) -> SourceDocument:
         return SourceDocument(self.id, self.text, self.uri, self.metadata)
 
 
 class DocumentsRequest(RequestModel):
-    """Documents to store; each replaces an earlier one of the same id."""
+    """Documents to store. Each replaces a stored document of the same id."""
 
     documents: Annotated[list[DocumentRequest], Field(min_length=1, max_length=10_000)]
 
@@ -454,40 +514,56 @@ MULTIPART = {
         "multipart/form-data": {"schema": _FORM},
     },
 }
-"""The body of an upload, for the OpenAPI document."""
+"""Body of an upload in the OpenAPI document."""
 
 
 class DocumentResponse(ResponseModel):
+    """A stored document, without its text."""
+
     id: str
     uri: str
     digest: str
+    """Digest of the text, the metadata and the settings of the splitter."""
     modules: int
+    """Number of modules that the text is split into."""
     metadata: dict[str, Any]
 
 
 class JobResponse(RowResponse):
-    """An ingestion job. done and total count modules; times are Unix seconds. report: files that
-    were `skipped`, each with the reason, and ids that have `vanished`, were `removed` or
-    `renamed`."""
+    """An ingestion job."""
 
     target: str
+    """`collection NAME` or `schema NAME`."""
     status: str
+    """`queued`, `running`, `done`, `failed`, `canceled` or `interrupted`."""
     done: int
+    """Number of modules that are stored."""
     total: int
+    """Number of modules. 0 until it is known."""
     error: str
+    """Reason of a failure, or empty."""
     started_at: float | None
+    """Unix seconds."""
     finished_at: float | None
+    """Unix seconds."""
     report: dict[str, Any] = Field(default_factory=dict)
+    """Files that were `skipped`, with reasons, and ids that have `vanished`, or were `removed` or
+    `renamed`."""
 
 
 class SchemaRequest(RequestModel):
-    """A hand-written schema, in PML; it replaces one of the same name."""
+    """A schema to store. It replaces a stored schema of the same name."""
 
     text: Annotated[str, Field(min_length=1, max_length=10_000_000)]
+    """The schema in PML."""
     placement: Literal["schema", "compact"] = "schema"
+    """Positions of modules in prompts: as in the whole schema, or without gaps."""
 
 
 class SchemaResponse(ResponseModel):
+    """A hand-written schema."""
+
     name: str
     placement: str
     text: str | None = None
+    """The schema in PML. Null in lists."""

@@ -1,4 +1,4 @@
-"""Requests under way: the registry lists them, cancels them and knows when each has ended."""
+"""Running requests, and a registry that lists and cancels them and records how each has ended."""
 
 from __future__ import annotations
 
@@ -25,26 +25,35 @@ _STATES = ("generating", "computing", "waiting")
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request under way. request: the id of its call. started: `time.monotonic`, in seconds.
-    outcome: `finished`, `failed` or `cancelled`; "" before the end. expired: its deadline passed.
-    context: of the call."""
+    """A request that is being answered."""
 
     id: str
     kind: str
+    """`answer`, `prompt`, `chat` or `completion`."""
     namespace: str
     collection: str
+    """Collection of the question, or empty."""
     registry: RequestRegistry
     request: str | None = field(default_factory=request_id)
+    """Id of the HTTP request."""
     started: float = field(default_factory=time.monotonic)
+    """Start on `time.monotonic`, in seconds."""
     streams: list[AsyncAnswerStream] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    """Complete answers of the first streams."""
     outcome: str = ""
+    """`finished`, `failed` or `cancelled`. Empty until the request ends."""
     expired: bool = False
+    """Whether its deadline has passed."""
     context: Context = field(default_factory=copy_context)
+    """Context variables of the HTTP request, for its trace."""
 
     def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
-        """Adds a stream, which is cancelled with the request. Raises `HTTPProblem` (503) once the
-        service has stopped."""
+        """Add a stream, which is cancelled with the request.
+
+        Raises:
+            HTTPProblem: (503) The service has stopped.
+        """
         if self.registry.stopped:
             stream.close()
             raise stopping()
@@ -56,12 +65,12 @@ class ActiveRequest:
             stream.close()
 
     def expire(self) -> None:
-        """Cancels the request because its deadline has passed."""
+        """Cancel the request because its deadline has passed."""
         self.expired = True
         self.cancel()
 
     def cause_of(self, error: Exception) -> Exception:
-        """The reason for an error: of a cancellation, the deadline or the service's end."""
+        """Return the reason of an error: a cancellation can come from the deadline or a stop."""
         if isinstance(error, RequestCancelled) and self.expired:
             return deadline_exceeded()
         if isinstance(error, RequestCancelled) and self.registry.stopped:
@@ -70,42 +79,48 @@ class ActiveRequest:
 
     @property
     def read_tokens(self) -> list[Mapping[str, int]]:
-        """Of each answer's prompt, the tokens whose states were read, by tier."""
+        """Number of prompt tokens whose states were read, by tier, for each answer."""
         return [stream.read_tokens for stream in self.streams[: len(self.answers)]]
 
     @property
     def prompt_tokens(self) -> int:
-        """Known once the states are leased; 0 before."""
+        """Number of tokens of all prompts. 0 until the states are leased."""
         return sum(stream.prompt_tokens for stream in self.streams)
 
     @property
     def generated(self) -> int:
-        """Token deltas of all answers so far."""
+        """Number of tokens of all answers so far."""
         return sum(stream.generated for stream in self.streams)
 
     @property
     def state(self) -> str:
-        """`retrieving` until the states are leased, then `waiting`, `computing` (the prompt) or
-        `generating`. Of several answers, the furthest."""
+        """`retrieving`, then `waiting`, `computing` (the prompt) and `generating`.
+
+        A request with several answers has the furthest state of any of them.
+        """
         states = {stream.state for stream in self.streams}
         return next((each for each in _STATES if each in states), "retrieving")
 
     @property
     def computes(self) -> bool:
-        """Whether the engine has begun with it."""
+        """Whether the engine has begun to compute an answer."""
         return self.state in ("computing", "generating")
 
 
 class RequestRegistry:
-    """The requests under way, by id. leaving: the service ends soon, and no more is to be sent.
-    draining: no request begins any longer. stopped: those that were left have been cancelled.
-    on_end: called with every request that has ended."""
+    """The running requests, and how the service ends.
+
+    Attributes:
+        active: Running requests by id.
+        leaving: The service ends soon, and load balancers should send no more requests.
+        draining: No new request is accepted.
+        stopped: The running requests have been cancelled.
+        on_end: Functions that are called with each request that has ended.
+    """
 
     def __init__(self) -> None:
         self.active: dict[str, ActiveRequest] = {}
-        self.leaving = False
-        self.draining = False
-        self.stopped = False
+        self.leaving = self.draining = self.stopped = False
         self.on_end: list[Callable[[ActiveRequest], None]] = []
         self._on_drain: set[Callable[[], None]] = set()
 
@@ -113,7 +128,7 @@ class RequestRegistry:
     def track_request(
         self, kind: str, namespace: str, collection: str = ""
     ) -> Iterator[ActiveRequest]:
-        """A request that ends with the block."""
+        """Begin a request that ends with the block."""
         active = self.begin_request(kind, namespace, collection)
         try:
             yield active
@@ -123,7 +138,7 @@ class RequestRegistry:
         self.end_request(active)
 
     def begin_request(self, kind: str, namespace: str, collection: str = "") -> ActiveRequest:
-        """Raises `HTTPProblem` (503) once the service is ending."""
+        """Begin a request. Raises `HTTPProblem` (503) if the service is ending."""
         if self.draining:
             raise stopping()
         active = ActiveRequest(f"{kind}-{token_urlsafe(16)}", kind, namespace, collection, self)
@@ -131,7 +146,7 @@ class RequestRegistry:
         return active
 
     def end_request(self, active: ActiveRequest, error: BaseException | None = None) -> None:
-        """Ends a request once; later calls change nothing."""
+        """End a request and record its outcome. Later calls change nothing."""
         if self.active.pop(active.id, None) is None:
             return
         active.cancel()
@@ -142,13 +157,13 @@ class RequestRegistry:
             record(active)
 
     def drain(self) -> None:
-        """Refuses new requests, and ends streams that would go on for ever."""
+        """Refuse new requests, and end streams that have no end of their own."""
         self.draining = True
         for wake in list(self._on_drain):
             wake()
 
     def stop(self) -> None:
-        """Cancels the requests under way; their clients get an error that says why."""
+        """Cancel the running requests. Their clients get an error that says why."""
         self.drain()
         self.stopped = True
         for active in list(self.active.values()):
@@ -156,7 +171,7 @@ class RequestRegistry:
 
     @contextmanager
     def on_drain(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Calls `wake` if the service begins to end within the block."""
+        """Call `wake` if the service begins to drain within the block."""
         self._on_drain.add(wake)
         try:
             yield
@@ -165,7 +180,7 @@ class RequestRegistry:
 
 
 def stopping() -> HTTPProblem:
-    """The error of requests that come or run while the service ends."""
+    """Return the error of requests that arrive or run while the service ends."""
     text = "the service is being stopped; try again"
     return HTTPProblem(503, "stopping", text, {"Retry-After": "5"})
 
@@ -175,8 +190,14 @@ def deadline_exceeded() -> DeadlineExceeded:
 
 
 async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds: float) -> T:
-    """Awaits, and cancels it if the client disconnects (`HTTPProblem`, 499) or the time is over
-    (`DeadlineExceeded`). The request's body must have been read."""
+    """Await a result, and cancel the work if its client disconnects or its time is over.
+
+    The body of the request must have been read.
+
+    Raises:
+        HTTPProblem: (499) The client has disconnected.
+        DeadlineExceeded: The time is over.
+    """
     task = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
@@ -193,6 +214,6 @@ async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Takes messages until the client has disconnected."""
+    """Receive messages until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

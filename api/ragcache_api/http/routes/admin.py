@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from ragcache import SourceDocument
@@ -43,8 +44,9 @@ from ragcache_api.http.protocol import (
     ModuleResponse,
     ModuleTextResponse,
     MoveRequest,
-    PageDep,
     PageOf,
+    PageQuery,
+    PageRequest,
     PlanRequest,
     PublicId,
     ResponseModel,
@@ -60,8 +62,7 @@ from ragcache_schemas import write_schema
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 health_router = APIRouter(tags=["health"])
-Sort = Literal["id", "name", "nbytes", "hits", "used_at"]
-Word = Annotated[str | None, Query(max_length=1000)]
+Word = Annotated[str | None, Field(max_length=1000)]
 
 
 class SchemaListedResponse(ResponseModel):
@@ -116,17 +117,27 @@ async def list_replicas(context: ContextDep) -> ReplicasResponse:
     return ReplicasResponse(items=[], retried=0, bytes={"held": 0, "moved": 0})
 
 
+class ModuleQuery(PageRequest):
+    """The query of a page of modules."""
+
+    collection: CollectionName | None = None
+    document: Word = None
+    """Id of the modules' document."""
+    tier: Word = None
+    """Tier that holds states of the modules."""
+    pinned: Flag | None = None
+    search: Word = None
+    """Part of the module's name or of its document's."""
+    sort: Literal["id", "name", "nbytes", "hits", "used_at"] = "id"
+    descending: Flag = False
+
+
 @router.get("/modules")
 def list_modules(
-    context: ContextDep, page: PageDep, collection: CollectionName | None = None,
-    document: Word = None, tier: Word = None, pinned: Flag | None = None, search: Word = None,
-    sort: Sort = "id", descending: Flag = False,
-) -> PageOf[ModuleResponse]:  # fmt: skip
+    context: ContextDep, query: Annotated[ModuleQuery, Query()]
+) -> PageOf[ModuleResponse]:
     """List modules, with the tiers that hold their states."""
-    rows = context.rag.modules.page(
-        collection, document, tier, pinned, search, sort, descending, page.cursor, page.limit
-    )
-    return PageOf[ModuleResponse].model_validate(rows)
+    return PageOf[ModuleResponse].model_validate(context.rag.modules.page(**dict(query)))
 
 
 @router.get("/modules/{module}")
@@ -135,7 +146,7 @@ def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
     detail = context.rag.modules.get(module)
     return ModuleTextResponse(
         **asdict(detail.listing), text=detail.text, uri=detail.uri,
-        metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
+        metadata=dict(detail.attributes), states=list(detail.states),
     )  # fmt: skip
 
 
@@ -220,7 +231,8 @@ def _changes(
     context: RequestContext, changes: Sequence[StateChange], dry_run: bool
 ) -> ChangesResponse:
     context.service.shared.store.ledger.flush()  # so that the next listing shows the changes
-    return ChangesResponse.of(changes, dry_run=dry_run)
+    nbytes = sum(change.nbytes for change in changes)
+    return ChangesResponse(dry_run=dry_run, changes=list(changes), bytes=nbytes)
 
 
 @router.get("/stats")
@@ -284,7 +296,7 @@ def get_state(context: ContextDep) -> StateResponse:
 
 
 @router.get("/evictions")
-def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
+def list_evictions(context: ContextDep, page: PageQuery) -> PageOf[EvictionResponse]:
     """List states that left a tier, latest first."""
     listed = context.rag.evictions(page.cursor, page.limit)
     return PageOf[EvictionResponse].model_validate(listed)
@@ -312,7 +324,7 @@ def _requests_of_caller(context: RequestContext) -> list[ActiveRequest]:
 
 
 @router.get("/schemas")
-def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaListedResponse]:
+def list_schemas(context: ContextDep, page: PageQuery) -> PageOf[SchemaListedResponse]:
     """List hand-written schemas and the schemas of collections."""
     named = [("schema", name) for name in context.rag.schemas.names()]
     named += [("collection", name) for name in context.rag.stats().collections]

@@ -19,8 +19,8 @@ from ragcache_api.http.protocol import (
     AnswerResponse,
     CompactResponse,
     DeletedResponse,
-    PageDep,
     PageOf,
+    PageQuery,
     SchemaRequest,
     SchemaResponse,
     answer_response,
@@ -98,7 +98,7 @@ def _error_event(info: ErrorInfo) -> bytes:
 
 
 @schemas_router.get("")
-def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
+def list_schemas(context: ContextDep, page: PageQuery) -> PageOf[SchemaResponse]:
     """List the hand-written schemas by name, without their texts."""
     texts = context.rag.internals.pml.texts
     found = [(name, texts.get_schema(name)) for name in texts.names()]

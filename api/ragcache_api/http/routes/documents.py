@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 
 from ragcache import SourceDocument
-from ragcache.db import DocumentRow
+from ragcache.db import CollectionRow, DocumentRow
 from ragcache.documents import LoadedSources, SkippedFile, load_sources
 from ragcache.documents.formats import read_document
 from ragcache.documents.source import sanitize_document
@@ -28,7 +28,6 @@ from ragcache_api.http.protocol import (
     MULTIPART,
     CollectionCreatedResponse,
     CollectionRequest,
-    CollectionResponse,
     DeletedResponse,
     DeletionResponse,
     DocumentResponse,
@@ -37,8 +36,8 @@ from ragcache_api.http.protocol import (
     InstructionRequest,
     InstructionResponse,
     JobResponse,
-    PageDep,
     PageOf,
+    PageQuery,
     PublicId,
     event_stream,
     problems,
@@ -61,10 +60,10 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
 @router.get("")
-def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
+def list_collections(context: ContextDep, page: PageQuery) -> PageOf[CollectionRow]:
     """List the collections by name."""
     listed = context.rag.collections.page(page.cursor, page.limit)
-    return PageOf[CollectionResponse].model_validate(listed)
+    return PageOf[CollectionRow].model_validate(listed)
 
 
 @router.post(
@@ -167,7 +166,7 @@ def delete_documents(
 
 @router.get("/{collection}/documents")
 def list_documents(
-    collection: Collection, context: ContextDep, page: PageDep
+    collection: Collection, context: ContextDep, page: PageQuery
 ) -> PageOf[DocumentResponse]:
     """List the documents of a collection by id."""
     listed = context.rag.documents.page(collection, page.cursor, page.limit)
@@ -285,7 +284,7 @@ def _usable(name: str) -> str:
 
 
 @jobs_router.get("")
-def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
+def list_jobs(context: ContextDep, page: PageQuery) -> PageOf[JobResponse]:
     """List the ingestion jobs, newest first."""
     return PageOf[JobResponse].model_validate(context.rag.jobs.list(page.cursor, page.limit))
 

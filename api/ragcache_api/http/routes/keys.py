@@ -10,7 +10,7 @@ from pydantic import Field
 from ragcache.config import NAMESPACE
 from ragcache_api.http.bodies import PathName
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import PageDep, PageOf, RequestModel, ResponseModel, problems
+from ragcache_api.http.protocol import PageOf, PageQuery, RequestModel, ResponseModel, problems
 from ragcache_api.http.service import ContextDep
 
 router = APIRouter(prefix="/admin/keys", tags=["keys"], responses=problems(500, 507))
@@ -55,7 +55,7 @@ class KeyCreatedResponse(KeyResponse):
 
 
 @router.get("")
-def list_keys(context: ContextDep, page: PageDep) -> PageOf[KeyResponse]:
+def list_keys(context: ContextDep, page: PageQuery) -> PageOf[KeyResponse]:
     """List all keys, including revoked ones, oldest first."""
     context.caller.require_operator()
     listed = [KeyResponse.model_validate(row) for row in context.rag.keys.list()]

@@ -1,5 +1,7 @@
-"""OpenAI's interface: `POST /v1/chat/completions`, with `response_format` and tools,
-`POST /v1/completions` and `GET /v1/models`."""
+"""Routes of OpenAI's interface: chat completions, text completions, and models.
+
+Chat completions support `response_format` and tools.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +56,20 @@ from ragcache_api.http.streaming import (
 
 DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
-_PLAIN = {"name", "description", "parameters"}  # of a tool, what templates know
+_PLAIN = {"name", "description", "parameters"}  # fields of a tool that chat templates know
 _STREAMED = event_stream("The completion")
 
 
 class PromptDetails(ResponseModel):
-    """cached_tokens: those of the prompt that were not computed for this request."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
+    """Number of prompt tokens that were not computed for this request."""
 
 
 class Usage(ResponseModel):
+    """Numbers of tokens, for all prompts and all choices."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -72,38 +77,50 @@ class Usage(ResponseModel):
 
 
 class OpenAICompletion(ResponseModel):
-    """A chat completion or a text completion. sources: only with `collection`."""
+    """A chat completion or a text completion."""
 
     id: str
     object: Literal["chat.completion", "text_completion"]
     created: int
+    """Unix seconds."""
     model: str
     system_fingerprint: str
+    """Digest of the model's weights and configuration."""
     choices: list[dict[str, Any]]
     usage: Usage
     sources: list[dict[str, Any]] | None = None
+    """Modules that the answer was read from, with `collection` only."""
     ragcache: dict[str, Any]
+    """Mode, reuse, timings, spans, confidence and finish reason, as in `/v1/answers`."""
 
 
 class ModelCard(ResponseModel):
+    """A served model."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
+    """Start of the service, in Unix seconds."""
     owned_by: str = "ragcache"
 
 
 class ModelList(ResponseModel):
+    """The served models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 @router.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
 async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
-    """OpenAI's chat completion. With `collection`, the user's last message is answered from the
-    documents of that collection, and `sources` lists the modules that were read."""
+    """Answer a conversation.
+
+    With `collection`, the user's last message is answered from the documents of that collection,
+    and `sources` lists the modules that were read.
+    """
     check_model(context.service, body.model)
     tokenizer = context.service.tokenizer
-    if body.response_format or body.tools:  # the check of a schema may take seconds
+    if body.response_format or body.tools:  # checking a schema may take seconds
         output = await off_loop(OutputFormat.of, body, tokenizer)
     else:
         output = OutputFormat.of(body, tokenizer)
@@ -116,8 +133,10 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
 
 @router.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
 async def complete_text(body: CompletionRequest, context: ContextDep) -> Response:
-    """OpenAI's text completion: it continues texts as they are. With `collection`, the prompt is a
-    question to its documents."""
+    """Continue texts as they are.
+
+    With `collection`, the prompt is a question to the documents of that collection.
+    """
     check_model(context.service, body.model)
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
@@ -129,19 +148,19 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
 @router.get("/models")
 async def list_models(context: ContextDep) -> ModelList:
-    """The served model."""
+    """List the served model."""
     return ModelList(data=[_model_card(context.service)])
 
 
 @router.get("/models/{name:path}")
 async def get_model(name: str, context: ContextDep) -> ModelCard:
-    """The model of a name."""
+    """Return the served model by its name."""
     check_model(context.service, name)
     return _model_card(context.service)
 
 
 def check_model(service: Service, name: str) -> None:
-    """Raises `HTTPProblem` (404) for another model than the served one."""
+    """Check that a request names the served model. Raises `HTTPProblem` (404)."""
     if name != service.model:
         raise HTTPProblem(
             404, "model-not-found", f"the model {name!r:.200} is not served; {service.model!r} is",
@@ -158,17 +177,11 @@ def _opening(
     prompt: Any, **chat: Any,
 ) -> Opening:  # fmt: skip
     rag = AsyncRagCache(context.rag)
-
-    async def opening() -> AsyncAnswerStream:
-        if body.collection is None:
-            options = chat | body.reading()
-            return await rag.stream_chat(prompt, generation=generation, **options)
-        options = body.retrieval() | context.selection
-        return await rag.stream(
-            prompt, collection=body.collection, generation=generation, **options
-        )
-
-    return opening
+    if body.collection is None:
+        options = chat | body.reading()
+        return lambda: rag.stream_chat(prompt, generation=generation, **options)
+    options, collection = body.retrieval() | context.selection, body.collection
+    return lambda: rag.stream(prompt, collection=collection, generation=generation, **options)
 
 
 async def _respond(
@@ -192,7 +205,7 @@ def _error_event(info: ErrorInfo) -> bytes:
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens of all prompts and all choices."""
+    """Count the tokens of all prompts and all choices."""
     prompt = sum(answer.reuse.prompt_tokens for answer in answers)
     kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
     generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
@@ -203,16 +216,20 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def finish_reason_of(choice: Choice) -> str:
-    """OpenAI has no reason for an answer without documents, which has no sources, nor for one that
-    was refused: both are `stop`; `ragcache.finish_reason` tells them apart."""
+    """Return OpenAI's finish reason of a choice: `length` or `stop`.
+
+    OpenAI has no reasons for `no_documents` and `no_answer`; `ragcache.finish_reason` has them.
+    """
     return "length" if choice.finish_reason == "length" else "stop"
 
 
 class _CompletionWriter(ABC):
-    """Writes one completion, whole or in chunks. kind, chunk_kind: what their `object` says."""
+    """Writer of one completion, whole or in chunks."""
 
     kind: ClassVar[str]
+    """`object` of a whole completion."""
     chunk_kind: ClassVar[str]
+    """`object` of a chunk."""
 
     def __init__(
         self, context: RequestContext, body: GenerationRequest, active: ActiveRequest
@@ -227,15 +244,18 @@ class _CompletionWriter(ABC):
         self._prefix = b"data: " + compact(self._fields | {"object": self.chunk_kind})[:-1] + b","
 
     def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The whole completion."""
+        """Write the whole completion."""
         return {
             **self._fields, "choices": self.choices(answers), "usage": usage(answers),
             **self._reuse_fields(answers),
         }  # fmt: skip
 
     def _reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Fields that OpenAI lacks: spans, and with `collection` sources, of all prompts; reuse,
-        times, confidence of the first."""
+        """Return the fields that OpenAI does not have.
+
+        Spans and, with `collection`, sources cover all prompts. All other fields describe the
+        first prompt.
+        """
         first, spans, choices = answers[0], list[AnswerSpan](), 0
         for answer in answers:
             spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
@@ -252,12 +272,12 @@ class _CompletionWriter(ABC):
 
     @abstractmethod
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """The choices of all answers."""
+        """Write the choices of all answers."""
 
     async def chunks(
         self, active: ActiveRequest, stream: AsyncAnswerStream
     ) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """All events of the answer."""
+        """Yield all events of the answer."""
         if first := self._first():
             yield self._chunk(*first)
         async with aclosing(deltas_of(active, stream)) as deltas:
@@ -281,19 +301,19 @@ class _CompletionWriter(ABC):
 
     @abstractmethod
     def _first(self) -> list[dict[str, Any]]:
-        """Choices before any delta."""
+        """Write the choices of the first chunk, before any delta. Without any, it is not sent."""
 
     @abstractmethod
     def _choice_delta(self, delta: TokenDelta) -> dict[str, Any] | None:
-        """None where the delta changes nothing."""
+        """Write the choice of one delta, or return None if it adds nothing."""
 
     def _held_back(self, choices: int) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Choices with text that no delta was certain of."""
+        """Write choices with text that could not be sent before the answer was complete."""
         return []
 
     @abstractmethod
     def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
-        """The choice of the last chunk, with its finish reason."""
+        """Write a choice of the last chunk, with its finish reason."""
 
 
 class _ChatWriter(_CompletionWriter):
@@ -388,16 +408,18 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The form of a chat's answer. tools: None if none may be called. style: how the model
-    writes calls."""
+    """The form of a chat's answer."""
 
     tools: list[dict[str, Any]] | None
+    """Functions that the model may call, for the chat template."""
     style: ToolStyle | None
+    """Syntax in which the model writes calls, if it may call functions."""
     grammar: Grammar | None
+    """Grammar that the answer must match, if any."""
 
     @classmethod
     def of(cls, body: ChatRequest, tokenizer: Any) -> OutputFormat:
-        """Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        """Derive the form from a request. Raises `InvalidRequest` or `HTTPProblem` (400)."""
         given = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
         grammar = Grammar.response_format(given["response_format"])
         try:
@@ -417,7 +439,7 @@ class OutputFormat:
         return cls(tools, style, grammar)
 
     def apply(self, generation: GenerationParams) -> GenerationParams:
-        """Options that generate text of this format."""
+        """Return parameters that generate text of this format."""
         if self.grammar is not None:
             generation = generation.replace(grammar=self.grammar)
         if self.style is not None and self.style.special:
@@ -425,12 +447,12 @@ class OutputFormat:
         return generation
 
     def reader(self) -> DeltaReader:
-        """A reader for the text of one choice."""
+        """Return a reader for the text of one choice."""
         return DeltaReader(None if self.style is None else ToolCallParser(self.style))
 
 
 class DeltaReader:
-    """Turns text into the fields of OpenAI's deltas, without white space before the first text."""
+    """Turns text into the fields of OpenAI's deltas, and strips leading white space."""
 
     def __init__(self, calls: ToolCallParser | None) -> None:
         self._calls = calls
@@ -438,17 +460,17 @@ class DeltaReader:
         self.called = 0
 
     def feed(self, text: str) -> dict[str, Any]:
-        """Takes more text; returns the fields that are certain."""
+        """Take more text, and return the fields that can be sent now."""
         if self._calls is not None:
             return self._fields(self._calls.feed(text))
         return self._text(text)
 
     def finish(self) -> dict[str, Any]:
-        """The fields of text that was held back."""
+        """Return the fields of text that was held back."""
         return {} if self._calls is None else self._fields(self._calls.finish())
 
     def finish_reason(self, reason: str) -> str:
-        """`tool_calls` if the model called any, else the reason itself."""
+        """Replace the reason `stop` by `tool_calls` if the model called a function."""
         return "tool_calls" if self.called and reason == "stop" else reason
 
     def _text(self, text: str) -> dict[str, Any]:
@@ -473,7 +495,7 @@ class DeltaReader:
 
 
 def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message of all deltas."""
+    """Join deltas into one message."""
     text, calls = "", dict[int, dict[str, Any]]()
     for delta in deltas:
         text += delta.get("content", "")
@@ -488,7 +510,7 @@ def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _plain_tool(tool: Tool) -> dict[str, Any]:
-    """For Hugging Face's chat templates."""
+    """Return a tool for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
     function = {key: value for key, value in tool.function.items() if key in _PLAIN}
     if not isinstance(function.get("name"), str):
         raise invalid("tools", "a tool has no name")
