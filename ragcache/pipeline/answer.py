@@ -27,41 +27,39 @@ from ragcache.store import Lease
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A module that an answer was read from.
-
-    Attributes:
-        document: Id of its document.
-        module: Its name.
-        uri: Where the document came from.
-        score: Of retrieval: of hybrid search the fused one, which counts ranks.
-        tier: Where its states came from: a tier such as `host` or `disk`, `encoded` (computed for
-            this request and kept) or `computed` (mode `exact`).
-        scaffold: The modules that it was encoded with, itself included; "" if there are no others.
-        bm25: What its words score for the question; None where they were not compared.
-        cosine: The same of its vector, -1 to 1.
-        rerank: The reranker's score, 0 to 1; None without one.
-        page: The page or slide that it is from, where its document has such.
-        headings: The titles above it, outermost first.
-    """
+    """A module that an answer was read from."""
 
     document: str
+    """Id of the module's document."""
     module: str
+    """Name of the module."""
     uri: str
+    """Origin of the document, such as a `file:` URI."""
     score: float
+    """Score of the search. A hybrid search fuses ranks, not scores."""
     tier: str = "computed"
+    """Origin of the states: a tier such as `host` or `disk`, `encoded` (computed for this request
+    and kept) or `computed` (mode `exact`)."""
     scaffold: str = ""
+    """Names of the modules that were encoded together with this one, itself included. Empty for a
+    module that was encoded alone."""
     bm25: float | None = None
+    """BM25 score of the module's words, if words were compared."""
     cosine: float | None = None
+    """Cosine of the module's vector, -1 to 1, if vectors were compared."""
     page: int | None = None
+    """Page or slide of the document that the module begins on, if the format has pages."""
     headings: tuple[str, ...] = ()
+    """Titles of the sections that the module is in, outermost first."""
     rerank: float | None = None
+    """Score of the reranker, 0 to 1, if one was used."""
 
     @classmethod
     def of(
         cls, module: ModuleRow, score: float, scaffold: str = "", bm25: float | None = None,
         cosine: float | None = None, rerank: float | None = None,
     ) -> Citation:  # fmt: skip
-        """The citation of a stored module."""
+        """Return the citation of a stored module."""
         return cls(
             module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
             cosine=cosine, page=module.page, headings=module.headings, rerank=rerank,
@@ -70,75 +68,71 @@ class Citation:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of the prompt, counted: cached + shared + computed = prompt.
-
-    Attributes:
-        prompt_tokens: All of them.
-        cached_tokens: Their states were in the store.
-        computed_tokens: The others.
-        shared_tokens: Tokens of the question itself whose states another request over the same
-            documents had left in the engine.
-        bytes_moved: By tier, the bytes that were read from below the first tier.
-        created_tokens: Those of the computed whose states were encoded for this request and kept.
-    """
+    """Token counts of a prompt: cached + shared + computed = prompt."""
 
     prompt_tokens: int
+    """Tokens of the whole prompt."""
     cached_tokens: int
+    """Tokens whose states were in the store."""
     computed_tokens: int
+    """Tokens that were computed for this request."""
     shared_tokens: int = 0
+    """Tokens of the question whose states were in the engine already, from another request over the
+    same documents."""
     bytes_moved: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that were read from each tier below the first one."""
     created_tokens: int = 0
+    """Computed tokens of modules whose states were kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, measured. first_token and total run from the call, with retrieval, copies, encoding
-    of what was missing and waiting; queued is the wait for the engine alone; rerank is what the
-    reranker took of retrieve. Requests of one batch share retrieve."""
+    """Durations of one answer, in seconds."""
 
     retrieve: float
+    """Retrieval. Requests of one batch are retrieved together and report the same duration."""
     assemble: float
+    """Leasing the states, with copies from lower tiers and encoding of missing states."""
     first_token: float
+    """From the call to the first token of the answer."""
     total: float
+    """From the call to the end of the answer."""
     queued: float = 0.0
+    """Waiting in the engine's queue."""
     rerank: float = 0.0
+    """Part of `retrieve` that the reranker took."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with its sources and what it cost.
-
-    Attributes:
-        question: The question, the last message of the user, or the new text of a prompt.
-        text: Of the first choice, without outer whitespace.
-        sources: The modules that it was read from.
-        mode: The mode of the call, or `recognized:MODE`.
-        finish_reason: `stop`, `length`, `no_documents` where retrieval found nothing, or
-            `no_answer` where the answer was refused: the confidence in it was too low, and the text
-            says so (`GenerationParams.min_confidence`, `refusal`).
-        reuse: Tokens of the prompt that were read and computed.
-        timings: In seconds.
-        choices: All `n` answers as they were generated, with tokens and log-probabilities where
-            `logprobs` was set.
-        spans: Of extractive answers, where they stand in the documents, the best source first:
-            places of the first choice, then of the others. Else none, as of refused ones.
-        confidence: The probability, 0 to 1, that the first choice is right, also of one that was
-            refused; None where it was not asked for and nothing is calibrated.
-    """
+    """An answer with its sources, its costs and its confidence."""
 
     question: str
+    """The question, the user's last message, or the new text of a PML prompt."""
     text: str
+    """Text of the first choice, without outer whitespace."""
     sources: tuple[Citation, ...]
+    """Modules that the answer was read from."""
     mode: str
+    """Mode of the call, or `recognized:MODE` for a chat that reads modules."""
     finish_reason: str
+    """`stop`, `length`, `no_documents` if retrieval found nothing, or `no_answer` if the answer was
+    refused because its confidence was below `GenerationParams.min_confidence`."""
     reuse: Reuse
+    """Tokens of the prompt that were read and computed."""
     timings: Timings
+    """Durations, in seconds."""
     choices: tuple[Choice, ...] = ()
+    """All `n` answers as they were generated, with tokens and, on request, log-probabilities."""
     spans: tuple[AnswerSpan, ...] = ()
+    """Places of an extractive answer in the documents: first the places of the first choice, from
+    the best source on. Empty for other answers and for refusals."""
     confidence: float | None = None
+    """Probability, 0 to 1, that the first choice is right, also if it was refused. Set on request
+    and for calibrated answers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; without `Choice.first_logprobs`."""
+        """Return the answer as plain values for JSON, without `Choice.first_logprobs`."""
         plain = asdict(self)
         for choice in plain["choices"]:
             del choice["first_logprobs"]
@@ -147,13 +141,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Timestamps:
-    """`time.perf_counter` readings, in seconds: when the call came, when it was known which modules
-    the prompt reads, and when their states were at hand. rerank: seconds of the reranker."""
+    """Readings of `time.perf_counter` before the engine takes over, in seconds."""
 
     called: float = 0.0
+    """Begin of the call."""
     retrieved: float = 0.0
+    """End of retrieval."""
     assembled: float = 0.0
+    """Time at which the prompt's states were leased."""
     rerank: float = 0.0
+    """Duration of reranking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +166,12 @@ class PreparedAnswer:
     timestamps: Timestamps
     created_tokens: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the prompt by the tier that their states came from, or `encoded`."""
+    """Tokens of the prompt whose states are read, by tier, or `encoded` for new states."""
     policies: tuple[AnswerPolicy, ...] = ()
-    """The features of the answer, in the order in which they finish it."""
+    """Features of the answer, in the order in which they finish it."""
 
     def answer(self, finished: AnswerOutput) -> Answer:
-        """The whole answer."""
+        """Return the whole answer."""
         completion, times = finished.output, self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
         reuse = Reuse(
@@ -197,27 +194,32 @@ class PreparedAnswer:
 
 
 class DeferredReleases:
-    """Leases of requests that ended where nothing may wait: in an event loop, or where the garbage
-    collector found them. The next call ends them, before it leases anything itself."""
+    """Leases that end later, because their request ended where nothing may block.
+
+    Such places are event loops and the garbage collector. The next call releases the leases before
+    it leases anything itself.
+    """
 
     def __init__(self) -> None:
         self._leases: SimpleQueue[Lease] = SimpleQueue()
 
     def put(self, lease: Lease | None) -> None:
-        """Takes a lease. Waits for nothing, and may be called at any line of any thread."""
+        """Take over a lease, if there is one. Never blocks, and may run at any line of a thread."""
         if lease is not None:
             self._leases.put(lease)
 
     def release(self) -> None:
-        """Ends all of them."""
+        """Release all of the leases."""
         with suppress(Empty):
             while True:
                 self._leases.get_nowait().release()
 
 
 class PendingAnswer:
-    """A submitted request with the lease of what it reads, which ends with the request. Losing the
-    last reference gives the request up."""
+    """A submitted request with the lease of its states.
+
+    The lease ends with the request. Dropping the last reference cancels the request.
+    """
 
     def __init__(
         self, prepared: PreparedAnswer, handle: RequestHandle[TokenDelta, RequestOutput],
@@ -229,16 +231,16 @@ class PendingAnswer:
         self._lease_end.atexit = False
 
     def result(self) -> Answer:
-        """Waits for the end. Raises what made the request fail."""
+        """Wait for the answer. Raises the error of a failed request."""
         return self.prepared.answer(self.output())
 
     def output(self) -> AnswerOutput:
-        """Waits for the end, and lets the policies finish the answer. Raises as `result`."""
+        """Wait for the engine's output, and let the policies finish it."""
         if self._output is None:
             try:
                 answer = AnswerOutput(self.handle.result())
             finally:
-                self.handle.cancel()  # where the wait was interrupted; else it has ended
+                self.handle.cancel()  # does nothing, unless the wait was interrupted
                 self.release()
             for policy in self.prepared.policies:
                 passes = [each.result() for each in policy.follow_up(answer.output)]
@@ -247,11 +249,11 @@ class PendingAnswer:
         return self._output
 
     async def aresult(self) -> Answer:
-        """`result` for asyncio. Canceling the task gives the request up."""
+        """Wait for the answer without blocking. Canceling the task cancels the request."""
         return self.prepared.answer(await self.aoutput())
 
     async def aoutput(self) -> AnswerOutput:
-        """`output` for asyncio."""
+        """Wait for the finished output without blocking."""
         if self._output is None:
             try:
                 answer = AnswerOutput(await self.handle)
@@ -267,22 +269,22 @@ class PendingAnswer:
 
     @property
     def done(self) -> bool:
-        """Whether `result` need not wait."""
+        """Whether `result` returns at once."""
         waits = self._output is None and any(p.follows_up for p in self.prepared.policies)
         return self.handle.done and not waits
 
     @property
     def holder(self) -> AnswerPolicy | None:
-        """The policy that holds streams until it has finished the answer, if there is one."""
+        """The policy that holds back streams until the answer is finished, if there is one."""
         return next((policy for policy in self.prepared.policies if policy.holds), None)
 
     def give_up(self) -> None:
-        """Cancels the request, unless it has ended. Waits for nothing."""
+        """Cancel the request, unless it has ended. Never blocks."""
         self.handle.cancel()
         self._lease_end()
 
     def release(self) -> None:
-        """Ends the lease, in the caller's thread."""
+        """Release the lease, in the caller's thread."""
         held = self._lease_end.detach()
         lease = None if held is None else held[2][0]
         if lease is not None:
@@ -290,7 +292,7 @@ class PendingAnswer:
 
 
 def results(pending: Sequence[PendingAnswer]) -> list[Answer]:
-    """All answers, in order. If one fails, all are given up."""
+    """Wait for all answers, in order. If one fails, all requests are canceled."""
     try:
         return [each.result() for each in pending]
     finally:
@@ -298,7 +300,7 @@ def results(pending: Sequence[PendingAnswer]) -> list[Answer]:
 
 
 async def aresults(pending: Sequence[PendingAnswer]) -> list[Answer]:
-    """`results` for asyncio."""
+    """Wait for all answers without blocking. If one fails, all requests are canceled."""
     try:
         return [await each.aresult() for each in pending]
     finally:
@@ -306,69 +308,81 @@ async def aresults(pending: Sequence[PendingAnswer]) -> list[Answer]:
 
 
 def give_up(pending: Sequence[PendingAnswer]) -> None:
-    """Cancels what has not ended."""
+    """Cancel the requests that have not ended."""
     for each in pending:
         each.give_up()
 
 
 class _Stream:
-    """What streams for threads and for asyncio have in common."""
+    """Base of the streams for threads and for asyncio."""
 
     def __init__(self, pending: PendingAnswer) -> None:
         self._pending = pending
 
     @property
     def question(self) -> str:
+        """The question, the user's last message, or the new text of a PML prompt."""
         return self._pending.prepared.question
 
     @property
     def mode(self) -> str:
+        """The mode of the call, or `recognized:MODE` for a chat that reads modules."""
         return self._pending.prepared.mode
 
     @property
     def sources(self) -> tuple[Citation, ...]:
-        """The modules that the answer is read from, known before its first token."""
+        """Modules that the answer is read from. Known before the first token."""
         return self._pending.prepared.sources
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the whole prompt, known before its first token."""
+        """Number of tokens of the prompt. Known before the first token."""
         return self._pending.prepared.prompt_tokens
 
     @property
     def read_tokens(self) -> Mapping[str, int]:
-        """Tokens of the prompt whose states were read, by the tier that they came from, or
-        `encoded` for it."""
+        """Tokens of the prompt whose states are read, by tier, or `encoded` for new states."""
         return self._pending.prepared.tokens
 
     @property
     def state(self) -> str:
-        """`waiting` in the engine's queue, `computing` the prompt, or `generating`."""
+        """`waiting` in the engine's queue, `computing` the prompt, or `generating` the answer."""
         return self._pending.handle.channel.state
 
     @property
     def generated(self) -> int:
-        """How many pieces the engine has generated so far, read or not."""
+        """Number of pieces that the engine has generated so far, including unread ones."""
         return self._pending.handle.channel.count
 
     @property
     def answer(self) -> Answer:
-        """The whole answer, once it has ended. Raises `InvalidRequest` before, and what made the
-        request fail."""
+        """The whole answer.
+
+        Raises:
+            InvalidRequest: The answer has not ended.
+            RequestError: The request failed.
+        """
         if not self._pending.done:
             raise InvalidRequest("the answer is still under way; read its pieces first")
         return self._pending.result()
 
     def close(self) -> None:
-        """Gives the answer up, unless it has ended. Waits for nothing."""
+        """Cancel the request, unless it has ended. Never blocks."""
         self._pending.give_up()
 
 
 class AnswerStream(_Stream):
-    """Iterates over pieces of the first answer's text as they become safe to show.
+    """A stream of pieces of an answer's text, for threads.
 
-    Joined, they are the text of the first choice: `answer.text` is the same without outer
-    whitespace. Leaving the iteration early, or `close`, cancels the request.
+    Iterating yields pieces of the first choice as soon as they are final. Joined and stripped of
+    outer whitespace, they are `answer.text`. Leaving the iteration early, or `close`, cancels the
+    request.
+
+    Example:
+        >>> with rag.stream("How many days of leave are there?", collection="handbook") as stream:
+        ...     for piece in stream:
+        ...         print(piece, end="")
+        >>> sources = stream.answer.sources
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -377,8 +391,10 @@ class AnswerStream(_Stream):
                 yield piece.text
 
     def pieces(self) -> Iterator[TokenDelta]:
-        """The engine's news of all choices: tokens with log-probabilities, and their text. Where
-        answers may be refused, all of it comes at the end."""
+        """Yield new tokens and text of all choices.
+
+        If the answer may be refused, everything comes at the end.
+        """
         pending = self._pending
         try:
             if (holder := pending.holder) is not None:
@@ -393,7 +409,7 @@ class AnswerStream(_Stream):
         pending.release()
 
     def result(self) -> Answer:
-        """Waits for the end."""
+        """Wait for the end, and return the whole answer."""
         return self._pending.result()
 
     def __enter__(self) -> AnswerStream:
@@ -404,8 +420,11 @@ class AnswerStream(_Stream):
 
 
 class AsyncAnswerStream(_Stream):
-    """As `AnswerStream`, for asyncio; awaiting it gives the `Answer`. Canceling the task that
-    iterates or awaits cancels the request."""
+    """A stream of pieces of an answer's text, for asyncio.
+
+    Iterates as `AnswerStream` does. Awaiting the stream returns the `Answer`. Canceling the task
+    that iterates or awaits cancels the request.
+    """
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async with aclosing(self.pieces()) as pieces:
@@ -414,8 +433,10 @@ class AsyncAnswerStream(_Stream):
                     yield piece.text
 
     async def pieces(self) -> AsyncGenerator[TokenDelta, None]:
-        """The engine's news of all choices: tokens with log-probabilities, and their text. Where
-        answers may be refused, all of it comes at the end."""
+        """Yield new tokens and text of all choices.
+
+        If the answer may be refused, everything comes at the end.
+        """
         pending = self._pending
         try:
             if (holder := pending.holder) is not None:

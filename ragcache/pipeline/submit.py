@@ -1,4 +1,4 @@
-"""From built prompts to the engine: check the sizes, lease the states, submit."""
+"""From built prompts to the engine: check sizes, lease states, submit requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial, reduce
 
 from ragcache.answers.policy import AnswerPolicy, answer_policies
 from ragcache.answers.quotations import Quotations
@@ -45,50 +44,49 @@ def request_maker(
     params: GenerationParams, model: LoadedModel, default_tokens: int, tenant: Hashable,
     policies: Sequence[AnswerPolicy] = (),
 ) -> MakeRequest:  # fmt: skip
-    """Prepare the engine's request, which is made once its context is known.
+    """Check the options of an answer, and return a function that makes the engine's request.
 
-    All options are checked here.
+    The request is made later, when its context is known.
 
     Args:
         params: How the answer is generated.
         model: The model that answers.
         default_tokens: Most tokens of the answer, unless `params` says otherwise.
         tenant: Requests of equal tenants may share private states.
-        policies: Features of the answer, which change the request. Without them, a reader does not
-            say that there is no answer.
+        policies: Features of the answer, which change the request. By default, the embedded reader
+            always gives an answer.
 
     Raises:
         InvalidRequest: An option cannot be used.
     """
     grammar = Grammar.of(params) if params.forms else None
     constraint = None if grammar is None else compile_constraint(grammar, model)
-    most, stop = params.token_limit(default_tokens), tuple(params.stop)
-    check_options(most, params.min_tokens, params.n, params.timeout, stop=stop)
+    most = params.token_limit(default_tokens)
+    check_options(most, params.min_tokens, params.n, params.timeout, stop=params.stop)
+    stop, sampling = check_stop_strings(params.stop), sampling_params(params)
     unsaid = None if grammar is not None else model.no_answer_id
-    make = partial(
-        Request,
-        max_tokens=most, min_tokens=params.min_tokens,
-        stop=check_stop_strings(stop), stop_ids=model.stop_ids,
-        sampling=sampling_params(params), n=params.n, ignore_eos=params.ignore_eos,
-        text=partial(_plain_text, model, params.skip_special_tokens), constraint=constraint,
-        suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
-        tenant=tenant if params.share else None, priority=params.priority, timeout=params.timeout,
-    )  # fmt: skip
-    return lambda context: reduce(_changed, policies, make(context))
 
+    def make_request(context: Context) -> Request:
+        request = Request(
+            context, max_tokens=most, min_tokens=params.min_tokens, stop=stop,
+            stop_ids=model.stop_ids, sampling=sampling, n=params.n, ignore_eos=params.ignore_eos,
+            text=lambda stop: TextStream(model.tokenizer, stop, params.skip_special_tokens),
+            constraint=constraint,
+            suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
+            tenant=tenant if params.share else None,
+            priority=params.priority, timeout=params.timeout,
+        )  # fmt: skip
+        for policy in policies:
+            request = policy.change_request(request)
+        return request
 
-def _changed(request: Request, policy: AnswerPolicy) -> Request:
-    return policy.change_request(request)
+    return make_request
 
 
 def sampling_params(params: GenerationParams) -> SamplingParams:
-    """The options that the engine's sampler reads. They have the same names."""
+    """Return the options that the engine's sampler reads, which have the same names."""
     names = [field.name for field in fields(SamplingParams)]
     return SamplingParams(**{name: getattr(params, name) for name in names})
-
-
-def _plain_text(model: LoadedModel, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:
-    return TextStream(model.tokenizer, stop, skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +111,19 @@ class Submitter:
     def run(
         self, prompts: Sequence[TokenPrompt], generation: GenerationParams | None = None
     ) -> list[PendingAnswer]:
-        """Submits prompts, in order; all or none.
+        """Submit prompts in order, all or none.
+
+        Options, sizes and modes are checked before any state is leased.
+
+        Args:
+            prompts: The prompts.
+            generation: How the answers are generated. Defaults to one greedy answer.
 
         Raises:
-            InvalidRequest: An option cannot be used. Nothing was leased or computed, nor with the
-                next two errors.
+            InvalidRequest: An option cannot be used.
             PromptTooLong: A prompt with its answer does not fit the window or the engine's pool.
             ModeRefused: The answers of a mode are too far from `exact`.
-            QueueFull: The queue is full. Prompts that were submitted already are given up.
+            QueueFull: The queue is full. Prompts that were submitted already are canceled.
             EngineClosed: The engine has been closed.
         """
         self.deferred.release()
@@ -134,7 +137,7 @@ class Submitter:
             for prompt, applied in zip(prompts, policies, strict=True)
         ]
         self._check_modes(prompts)
-        for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
+        for prompt in prompts[1:]:  # in the background, while the first prompt is leased
             if prompt.states is not None:
                 prompt.states.prefetch()
         pending: list[PendingAnswer] = []
@@ -147,13 +150,18 @@ class Submitter:
         return pending
 
     def check_sizes(self, own: int, documents: int) -> None:
-        """Raises `PromptTooLong` where no answer could follow a prompt of these sizes."""
+        """Raise `PromptTooLong` for a prompt that leaves no room for an answer.
+
+        Args:
+            own: Number of tokens of the preamble.
+            documents: Number of tokens of the modules.
+        """
         most = self.config.max_tokens
         checker, end = self.engine.core.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_tokens=most)
 
     def _check_modes(self, prompts: Sequence[TokenPrompt]) -> None:
-        """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
+        """Raise `ModeRefused` for a mode whose answers are too far from answers in `exact`."""
         if self.gate is not None:
             reading = [p for p in prompts if p.has_documents and p.states is not None]
             for mode in {prompt.question.mode for prompt in reading}:
@@ -165,9 +173,9 @@ class Submitter:
         generation: GenerationParams,
         policies: Sequence[AnswerPolicy],
     ) -> MakeRequest:
-        """Checks sizes and options while nothing is leased. Returns the maker of the request."""
-        checker, percent = self.engine.core.checker, prompt.question.mode.blend_percent
-        blended = most_blended(prompt, percent) if percent else 0
+        """Check sizes and options, and return the maker of the request. Leases nothing."""
+        checker = self.engine.core.checker
+        blended = most_blended(prompt, prompt.question.mode.blend_percent)
         computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended
         default = self.config.max_tokens
         if generation.unbounded:
@@ -183,46 +191,31 @@ class Submitter:
     def _lease_and_submit(
         self, prompt: TokenPrompt, request: MakeRequest, policies: Sequence[AnswerPolicy]
     ) -> PendingAnswer:
-        """Leases the states that the prompt reads, and queues the request."""
+        """Lease the states that the prompt reads, and queue the request."""
         if not prompt.has_documents:
             return self._answer_at_once(prompt)
-        if prompt.states is None:
-            return self._submit(prompt, request, policies, None)
-        lease = prompt.states.lease()
+        states, lease = prompt.states, None
         try:
-            _record_owners(prompt.states, lease)
-            return self._submit(prompt, request, policies, lease)
+            if states is not None:
+                lease = states.lease()
+                _record_owners(states, lease)
+                if percent := prompt.question.mode.blend_percent:
+                    causal, token_ids = self.model.causal, states.token_ids
+                    prompt = blend_prompt(
+                        prompt, percent, lease.states, token_ids, causal, self.engine
+                    )
+            found = ((), ()) if lease is None else (lease.keys, lease.states)
+            context = build_context(prompt, *found)
+            prepared = prepare_answer(prompt, lease, time.perf_counter(), policies)
+            handle = self.engine.submit_request(request(context))
+            return PendingAnswer(prepared, handle, lease, self.deferred)
         except BaseException:
-            lease.release()
+            if lease is not None:
+                lease.release()
             raise
 
-    def _submit(
-        self,
-        prompt: TokenPrompt,
-        request: MakeRequest,
-        policies: Sequence[AnswerPolicy],
-        lease: Lease | None,
-    ) -> PendingAnswer:
-        """Queues the request. The lease remains the caller's until this returns."""
-        if lease is not None:
-            prompt = self._apply_blend(prompt, lease)
-        found = ((), ()) if lease is None else (lease.keys, lease.states)
-        context = build_context(prompt, *found)
-        prepared = prepare_answer(prompt, lease, time.perf_counter(), policies)
-        handle = self.engine.submit_request(request(context))
-        return PendingAnswer(prepared, handle, lease, self.deferred)
-
-    def _apply_blend(self, prompt: TokenPrompt, lease: Lease) -> TokenPrompt:
-        """Lays out a prompt of mode `blend:R`, which takes its states; returns any other as it
-        is."""
-        percent = prompt.question.mode.blend_percent
-        if not percent or prompt.states is None:
-            return prompt
-        token_ids, model = prompt.states.token_ids, self.model.causal
-        return blend_prompt(prompt, percent, lease.states, token_ids, model, self.engine)
-
     def _answer_at_once(self, prompt: TokenPrompt) -> PendingAnswer:
-        """Retrieval found no module that shares anything with the question: nothing is made up."""
+        """Answer with an empty text: no module was found, and the model shall invent nothing."""
         now = prompt.question.times.retrieved
         empty = replace(prompt, computed_tokens=(), spans=())
         prepared = prepare_answer(empty, None, now)
@@ -235,8 +228,14 @@ def prepare_answer(
     prompt: TokenPrompt, lease: Lease | None, assembled: float,
     policies: Sequence[AnswerPolicy] = (),
 ) -> PreparedAnswer:  # fmt: skip
-    """What the answer says besides what is generated, now that it is known which tier each of the
-    states came from."""
+    """Return the parts of the answer that are known before it is generated.
+
+    Args:
+        prompt: The prompt.
+        lease: The lease of its states, which knows their tiers.
+        assembled: Time at which the states were leased.
+        policies: Features of the answer.
+    """
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
@@ -258,8 +257,11 @@ def prepare_answer(
 
 
 def _record_owners(states: PromptStates, lease: Lease) -> None:
-    """Records who owns what was encoded. Where the ledger cannot (its disk is full), the question
-    is answered all the same; states without an owner are removed when the folder is opened."""
+    """Record the owners of newly encoded states.
+
+    If the ledger fails, for example because its disk is full, the question is answered anyway.
+    States without an owner are removed when the folder is opened.
+    """
     try:
         states.record_owners(lease)
     except StoreError as error:
