@@ -1,10 +1,12 @@
 """ragcache: RAG middleware in which the document is the unit of cache.
 
-from ragcache import RagCache
+Each document is computed once. Every later question reads its stored states.
 
-with RagCache.open("state/") as rag:
-    rag.ingest("handbook", ["docs/"])
-    answer = rag.ask("How long is the grace period?", collection="handbook")
+Example:
+    >>> from ragcache import RagCache
+    >>> with RagCache.open("state/") as rag:
+    ...     ingestion = rag.ingest("handbook", ["docs/"])
+    ...     answer = rag.ask("How long is the grace period?", collection="handbook")
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Loads a public name on first use: the core also runs where SQL and FAISS are absent."""
+    """Load a public name on first use: the engine also runs without SQL and FAISS installed."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ragcache' has no attribute {name!r}")
     from importlib import import_module

@@ -22,8 +22,8 @@ _LAUNCH_SECONDS = 0.002
 class AsyncRagCache:
     """A `RagCache` whose methods are coroutines.
 
-    Methods have the names, options and errors of `RagCache`. No thread waits for an answer, and
-    canceling the task cancels its requests. Leaving `async with` closes the folder.
+    Methods have the names, arguments and errors of `RagCache`. No thread waits for an answer.
+    Canceling a task cancels its requests. The end of an `async with` block closes the folder.
 
     Example:
         >>> from ragcache import AsyncRagCache, RagCache
@@ -33,13 +33,13 @@ class AsyncRagCache:
     """
 
     def __init__(self, rag: RagCache) -> None:
-        """Wrap an open folder; any number of wrappers and threads may use it at once.
+        """Wrap an open folder. Any number of wrappers and threads may use it at once.
 
         Args:
             rag: The open folder.
         """
         self.rag = rag
-        """The synchronous object, for calls without a coroutine, such as `rag.collections`."""
+        """The wrapped object, for calls without a coroutine, such as `rag.collections`."""
 
     async def __aenter__(self) -> AsyncRagCache:
         return self
@@ -48,7 +48,7 @@ class AsyncRagCache:
         await self.close()
 
     async def close(self, *, drain: bool = False) -> None:
-        """Stop the engine and close the ledger; see `RagCache.close`."""
+        """Close the folder, and stop the engine; see `RagCache.close`."""
         await asyncio.to_thread(self.rag.close, drain=drain)
 
     def within(self, namespace: str) -> AsyncRagCache:
@@ -70,7 +70,7 @@ class AsyncRagCache:
         sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
     ) -> Ingestion:
-        """Store documents and remove vanished ones; see `RagCache.sync`."""
+        """Store documents, and remove documents that no longer exist; see `RagCache.sync`."""
         return await asyncio.to_thread(self.rag.sync, collection, sources, **options)
 
     async def delete(self, collection: str, document_ids: Sequence[str]) -> int:
@@ -92,7 +92,13 @@ class AsyncRagCache:
         return await aresults(await _start(self.rag._start_questions, questions, options))
 
     async def stream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """Queue a question: `async for piece in await rag.stream(...)`; see `RagCache.stream`."""
+        """Queue a question, and return a stream of its answer; see `RagCache.stream`.
+
+        Example:
+            >>> async def show(rag: AsyncRagCache) -> None:
+            ...     async for piece in await rag.stream("Who is ill?", collection="handbook"):
+            ...         print(piece, end="")
+        """
         return AsyncAnswerStream(*await _start(self.rag._start_questions, [question], options))
 
     async def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
@@ -108,13 +114,13 @@ class AsyncRagCache:
     async def stream_chat(
         self, messages: Conversation, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
-        """Queue a conversation; see `RagCache.stream_chat`."""
+        """Queue a conversation, and return a stream; see `RagCache.stream_chat`."""
         return AsyncAnswerStream(*await _start(self.rag._start_chats, [messages], options))
 
     async def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AsyncAnswerStream]:
-        """Queue conversations; see `RagCache.stream_chat_batch`."""
+        """Queue conversations, and return a stream for each; see `RagCache.stream_chat_batch`."""
         pending = await _start(self.rag._start_chats, conversations, options)
         return [AsyncAnswerStream(each) for each in pending]
 
@@ -123,7 +129,7 @@ class AsyncRagCache:
         return await (await self.stream_prompt(text, **options))
 
     async def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AsyncAnswerStream:
-        """Queue a PML prompt; see `RagCache.stream_prompt`."""
+        """Queue a PML prompt, and return a stream; see `RagCache.stream_prompt`."""
         return AsyncAnswerStream(*await _start(self.rag._start_prompts, [text], options))
 
 
@@ -132,8 +138,8 @@ async def _start(
 ) -> list[PendingAnswer]:
     """Queue requests in a thread.
 
-    The thread waits a moment for the engine to launch a request: the event loop, which goes on when
-    the thread returns, would take the interpreter from the engine's thread meanwhile.
+    The thread waits a moment for the engine to launch a single request. Otherwise the event loop,
+    which resumes when the thread returns, would take the interpreter from the engine's thread.
     """
 
     def started() -> list[PendingAnswer]:

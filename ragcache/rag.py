@@ -1,4 +1,4 @@
-"""`RagCache`: an open state folder with a model; ingests documents and answers questions."""
+"""`RagCache`: an open state folder with a model, which stores documents and answers questions."""
 
 from __future__ import annotations
 
@@ -76,25 +76,37 @@ def _typed_by(config: Callable[P, OpenConfig], method: Any) -> Opener[P]:  # noq
 
 
 class RagCache:
-    """An open state folder with a model; made by `RagCache.open`.
+    """An open state folder with a model, which stores documents and answers questions.
 
-    Calls from any number of threads and tasks run at the same time: the engine computes the new
-    tokens of all of them step by step. `AsyncRagCache` has the same methods for asyncio.
+    Every method is safe to call from many threads and tasks at once: the engine computes their
+    tokens together, step by step. After `close`, every method but `close` raises `EngineClosed`.
+    `AsyncRagCache` has the same methods for asyncio.
 
-    Attributes:
-        internals: The components of the namespace and, in `internals.shared`, of the folder: store,
-            engine, model. For services and tools that inspect them. After `close` it, and every
-            call but `close`, raises `EngineClosed`.
+    Example:
+        >>> with RagCache.open("state") as rag:
+        ...     ingestion = rag.ingest("handbook", ["docs/"])
+        ...     answer = rag.ask("How many days of leave are there?", collection="handbook")
     """
 
     def __init__(self, internals: Namespace, *, closes: bool = True) -> None:
-        """closes: whether closing this object closes the folder."""
+        """Use the components of an open folder. `RagCache.open` makes them.
+
+        Args:
+            internals: The components.
+            closes: Whether `close` closes the folder.
+        """
         self._internals = internals
         self._closes = closes
 
     @property
     def internals(self) -> Namespace:
-        """The components of the namespace. Raises `EngineClosed` after `close`."""
+        """Components of the namespace and, in `internals.shared`, of the folder.
+
+        For services and tools that inspect the store, the engine or the model.
+
+        Raises:
+            EngineClosed: The folder was closed.
+        """
         if self._internals.shared.closed.is_set():
             raise EngineClosed.of_folder()
         return self._internals
@@ -107,12 +119,15 @@ class RagCache:
     def _open(
         cls, state: str | Path, model: str | Path | LoadedModel | None = None, **options: Any
     ) -> RagCache:
-        """Open a state folder; it is made if it does not exist.
+        """Open a state folder, which is created if it does not exist.
 
         Args:
             state: The folder.
             model: A folder, a hub name or a loaded model. Defaults to the embedded reader.
             **options: Fields of `OpenConfig`, such as `host_bytes="8GiB"`.
+
+        Returns:
+            The open folder. `close`, or the end of a `with` block, closes it.
 
         Raises:
             ConfigurationError: An option is unknown or has a value that cannot be used.
@@ -151,7 +166,7 @@ class RagCache:
         self.close()
 
     def close(self, *, drain: bool = False) -> None:
-        """Stop the engine and close the ledger. Objects that `within` returned do nothing.
+        """Close the folder, and stop the engine. On an object of `within` it does nothing.
 
         Args:
             drain: Wait for running requests. By default they fail with `EngineClosed`.
@@ -161,17 +176,20 @@ class RagCache:
 
     @property
     def namespace(self) -> str:
-        """Name of the namespace of collections, schemas and modules."""
+        """Name of the namespace."""
         return self._internals.name
 
     def within(self, namespace: str) -> RagCache:
         """Return the same folder, model and engine for another tenant.
 
-        A namespace has its own collections, schemas, modules and states, and sees and reuses
-        nothing of others. Its first document creates it.
+        A namespace has its own collections, schemas, modules and states. It neither sees nor reuses
+        anything of other namespaces. Its first document creates it.
 
         Args:
-            namespace: 1 to 64 letters, digits and `._-`; `default` is the namespace of `open`.
+            namespace: 1 to 64 letters, digits and `._-`. `RagCache.open` uses `default`.
+
+        Returns:
+            A `RagCache` whose methods act on the namespace.
 
         Raises:
             ConfigurationError: The name cannot be used.
@@ -188,21 +206,23 @@ class RagCache:
     ) -> Ingestion:  # fmt: skip
         """Store documents and encode their modules.
 
-        Unchanged documents cost nothing. Files that cannot be read are skipped and listed in the
-        summary.
+        Documents that are stored already are skipped. Files that cannot be read are skipped, too,
+        and listed in the summary.
 
         Args:
             collection: The collection, which is created if there is none.
             sources: Files, folders, `SourceDocument`s or LangChain documents.
-            **options: See `IngestOptions`.
+            **options: Options of `IngestOptions`.
 
         Returns:
-            A summary of the stored documents.
+            A summary of the ingestion.
 
         Raises:
-            DocumentError: A path does not exist, no document can be read or, if `strict`, one
-                cannot be read. Nothing is stored.
-            ConfigurationError: The name is blank, or a module does not fit the model's window.
+            DocumentError: A path does not exist, no document can be read or, with `strict`, one of
+                them cannot. Nothing is stored.
+            ConfigurationError: The name is blank, an option is unknown, or a module does not fit
+                the model's window.
+            JobCanceled: The ingestion was canceled (`RagCache.jobs`).
 
         Example:
             >>> from ragcache import SourceDocument
@@ -216,14 +236,24 @@ class RagCache:
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
     ) -> Ingestion:  # fmt: skip
-        """Store documents as `ingest` does, and remove documents that have vanished.
+        """Store documents as `ingest` does, and remove documents that no longer exist.
 
-        Removes the documents of folders whose files no longer exist. Without a folder among the
-        sources, removes all other documents of the collection. Renames documents that have moved,
-        without encoding them. Takes the arguments of `ingest` and raises its errors.
+        From folders, removes the documents whose files no longer exist. Without a folder among the
+        sources, removes all other documents of the collection. Documents that have moved are
+        renamed and not encoded again.
+
+        Args:
+            collection: The collection, which is created if there is none.
+            sources: Files, folders, `SourceDocument`s or LangChain documents.
+            **options: Options of `IngestOptions`.
 
         Returns:
             A summary, with the `removed` and the `renamed` documents.
+
+        Raises:
+            DocumentError: As in `ingest`, or others changed a renamed document at the same time.
+            ConfigurationError: As in `ingest`.
+            JobCanceled: The ingestion was canceled (`RagCache.jobs`).
 
         Example:
             >>> rag.sync("handbook", [leave]).unchanged
@@ -251,14 +281,25 @@ class RagCache:
 
     @property
     def jobs(self) -> IngestionJobs:
-        """Ingests in the background, and lists the outcome of every ingestion."""
+        """Ingestion in the background, and the outcomes of all ingestions."""
         return self.internals.jobs
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
-        """Delete documents with their modules, vectors and states, and return how many there were.
+        """Delete documents with their modules, vectors and states.
+
+        Args:
+            collection: The collection.
+            document_ids: Ids of the documents. Unknown ids are skipped.
+
+        Returns:
+            The number of deleted documents.
 
         Raises:
             UnknownCollection: There is no such collection.
+
+        Example:
+            >>> rag.delete("handbook", ["unknown.md"])
+            0
         """
         check_texts("document_ids", document_ids)
         catalog = self.internals.catalog
@@ -271,10 +312,14 @@ class RagCache:
 
         Args:
             question: The question.
-            **options: `collection`, which is required, and others; see `AskOptions`.
+            **options: `collection`, which is required, and other options of `AskOptions`.
+
+        Returns:
+            The answer, with its sources.
 
         Raises:
-            RequestError: The question is empty or too long, or a value cannot be used.
+            RequestError: The question is blank or too long, or an option has a value that cannot be
+                used.
             UnknownCollection: There is no such collection.
             ConfigurationError: An option or the mode is unknown, or `collection` is missing.
 
@@ -288,12 +333,37 @@ class RagCache:
     def ask_batch(self, questions: Sequence[str], **options: Unpack[AskOptions]) -> list[Answer]:
         """Answer questions as one batch, with the options and errors of `ask`.
 
-        A module that several questions share is read once a step.
+        A module that several questions share is read once per step of the engine. If one question
+        fails, all are canceled.
+
+        Args:
+            questions: The questions.
+            **options: `collection`, which is required, and other options of `AskOptions`.
+
+        Returns:
+            The answers, in the order of the questions.
+
+        Example:
+            >>> questions = ["How many days of leave are there?", "Who has leave?"]
+            >>> len(rag.ask_batch(questions, collection="handbook"))
+            2
         """
         return results(self._start_questions(questions, options))
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
-        """Queue a question as `ask` does, and return a stream of pieces of its answer.
+        """Queue a question, and return a stream of pieces of its answer.
+
+        Args:
+            question: The question.
+            **options: `collection`, which is required, and other options of `AskOptions`.
+
+        Returns:
+            A stream. Its `answer` is the whole answer.
+
+        Raises:
+            RequestError: As in `ask`. The stream raises errors of the answer itself.
+            UnknownCollection: There is no such collection.
+            ConfigurationError: As in `ask`.
 
         Example:
             >>> stream = rag.stream("How many days of leave are there?", collection="handbook")
@@ -321,20 +391,23 @@ class RagCache:
         return self.internals.submitter.run(prompts, options.get("generation"))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
-        """Answer a conversation, formatted by the model's own chat template.
+        """Answer a conversation, formatted with the model's chat template.
 
-        Texts of ingested modules in the prompt are read from their stored states. `answer.sources`
-        lists them in the order of the prompt, and `answer.mode` is then `recognized:MODE`, else
-        `exact`. Control tokens come from the template only: in contents and plain texts they are
-        ordinary characters.
+        Texts of ingested modules in the conversation are read from their stored states.
+        `answer.sources` lists these modules in the order of the prompt. `answer.mode` is then
+        `recognized:MODE`, otherwise `exact`. Control tokens in messages are ordinary text.
 
         Args:
-            messages: `{"role": "system|user|assistant|tool", "content": text}`, or a plain text to
-                continue.
-            **options: See `ChatOptions`.
+            messages: Messages `{"role": "system|user|assistant|tool", "content": text}`, or a plain
+                text to continue.
+            **options: Options of `ChatOptions`.
+
+        Returns:
+            The answer.
 
         Raises:
-            RequestError: The conversation is malformed or too long.
+            RequestError: The conversation is malformed or too long, or an option has a value that
+                cannot be used.
             UnsupportedModel: The template does not support `tools`.
             ConfigurationError: An option or the mode is unknown.
 
@@ -348,17 +421,34 @@ class RagCache:
     def chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[Answer]:
-        """Answer conversations as one batch: a module that several share is read once a step."""
+        """Answer conversations as one batch, with the options and errors of `chat`.
+
+        A module that several conversations share is read once per step of the engine. If one
+        conversation fails, all are canceled.
+
+        Args:
+            conversations: The conversations.
+            **options: Options of `ChatOptions`.
+
+        Returns:
+            The answers, in the order of the conversations.
+        """
         return results(self._start_chats(conversations, options))
 
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
-        """Queue a conversation as `chat` does, and return a stream of pieces of its answer."""
+        """Queue a conversation, and return a stream of pieces of its answer.
+
+        Takes the arguments of `chat` and raises its errors.
+        """
         return AnswerStream(*self._start_chats([messages], options))
 
     def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AnswerStream]:
-        """Queue conversations as `chat_batch` does, and return a stream for each."""
+        """Queue conversations as one batch, and return a stream for each, in order.
+
+        Takes the arguments of `chat_batch` and raises its errors.
+        """
         return [AnswerStream(pending) for pending in self._start_chats(conversations, options)]
 
     def _start_chats(
@@ -386,17 +476,20 @@ class RagCache:
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
         """Answer a PML prompt (Prompt Cache §3.4).
 
-        States of imported modules are read; arguments and new text are computed.
+        The states of imported modules are read. Arguments and new text are computed.
 
         Args:
             text: The prompt.
-            **options: See `PromptOptions`.
+            **options: Options of `PromptOptions`.
+
+        Returns:
+            The answer.
 
         Raises:
             PMLError: The prompt is not valid.
             UnknownSchema: There is no such schema.
-            RequestError: The prompt is too long.
-            ConfigurationError: An option is unknown, or the mode is not one of a prompt.
+            RequestError: The prompt is too long, or an option has a value that cannot be used.
+            ConfigurationError: An option is unknown, or the mode does not suit PML prompts.
 
         Example:
             >>> trip = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
@@ -407,7 +500,10 @@ class RagCache:
         return self.stream_prompt(text, **options).result()
 
     def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AnswerStream:
-        """Queue a prompt as `prompt` does, and return a stream of pieces of its answer."""
+        """Queue a PML prompt, and return a stream of pieces of its answer.
+
+        Takes the arguments of `prompt` and raises its errors.
+        """
         return AnswerStream(*self._start_prompts([text], options))
 
     def _start_prompts(self, texts: Sequence[str], options: PromptOptions) -> list[PendingAnswer]:
@@ -418,17 +514,19 @@ class RagCache:
         return self.internals.submitter.run(prompts, options.get("generation"))
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
-        """Find the best modules for a query, with their scores, without running the model.
+        """Find the best modules for a query, without running the model.
 
         Args:
             query: The query.
-            **options: `collection`, which is required, and others; see `SearchOptions`.
+            **options: `collection`, which is required, and other options of `SearchOptions`.
+
+        Returns:
+            The modules with their scores, the best one first. `ask` takes it as `selection`.
 
         Raises:
             UnknownCollection: There is no such collection.
-            InvalidRequest: A value cannot be used.
-            ConfigurationError: An option is unknown, `collection` is missing or `k` is not
-                positive.
+            InvalidRequest: An option has a value that cannot be used.
+            ConfigurationError: An option is unknown, or `collection` is missing.
 
         Example:
             >>> found = rag.retrieve("days of leave", collection="handbook", search="sparse")
@@ -438,58 +536,64 @@ class RagCache:
         return self.retriever().retrieve(query, *search_arguments(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
-        """Return the retriever of this folder, or a retriever for another embedder.
+        """Return the retriever of this folder, or a retriever with another embedder.
 
-        The other embedder's vectors are computed from the first search on, and stored too.
+        Args:
+            embedding: The other embedder. The first search computes and stores its vectors.
+                Defaults to the embedder of `RagCache.open`.
         """
         return self.internals.retrievers.retriever_for(embedding)
 
     @property
     def collections(self) -> Collections:
-        """Creates, lists and deletes collections, with their instructions and calibrations."""
+        """The collections, with their instructions, calibrations and scaffolds."""
         return Collections(self.internals)
 
     @property
     def documents(self) -> Documents:
-        """Lists, reads and renames the documents of collections."""
+        """The documents of the collections."""
         return Documents(self.internals)
 
     @property
     def schemas(self) -> Schemas:
-        """Stores, lists and deletes PML schemas."""
+        """The PML schemas."""
         return Schemas(self.internals)
 
     @property
     def modules(self) -> Modules:
-        """Lists, warms, pins, moves and evicts the states of documents."""
+        """The modules of the documents, with their states: list, warm, pin, move, evict."""
         return self.internals.modules
 
     @property
     def gate(self) -> ModeGate:
-        """Measures how far each mode is from `exact` on this model; knows earlier results."""
+        """The measured distance of each mode from `exact` on this model."""
         return self._shared.gate
 
     @property
     def keys(self) -> ApiKeys:
-        """Creates, lists and revokes the API keys of the service, for all namespaces."""
+        """The API keys of the service, for all namespaces."""
         return self._shared.keys
 
     def stats(self) -> Stats:
-        """Sum up the folder's contents and events since this process opened it.
+        """Count the folder's contents, and the events since this process opened it.
 
-        Collections are listed for the namespace; all other figures cover the folder.
+        Collections are counted for the namespace. All other figures cover the whole folder.
         """
         self._shared.deferred.release()
         return Stats.of(self.internals)
 
     def tiers(self) -> list[TierStatus]:
-        """Return how full each tier of the folder is, the fastest first."""
+        """Return the usage of each tier of the folder, the fastest tier first."""
         return tier_status(self._shared.store)
 
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """List a page of the states that left a tier, the newest first.
 
         States that left within the last second may be missing.
+
+        Args:
+            cursor: `next` of the previous page.
+            limit: Most evictions of a page.
 
         Raises:
             InvalidRequest: The cursor or the limit cannot be used.
@@ -505,7 +609,7 @@ def _search_params(options: AskOptions | SearchOptions) -> SearchParams:
 
 
 def search_arguments(options: SearchOptions) -> tuple[str, SearchParams]:
-    """The collection and the parameters of a search, from options of `RagCache.retrieve`."""
+    """Return the collection and the parameters of a search from options of `retrieve`."""
     check_options(options, SearchOptions, "retrieve")
     return options["collection"], _search_params(options)
 

@@ -1,4 +1,4 @@
-"""Options, declared once: all faces take them from here."""
+"""Options, each declared once. REST, command line, LangChain and settings inherit them."""
 
 from ragcache.params.base import Params, Size, Surface, explain, parse_bytes, parse_optional_bytes
 from ragcache.params.generation import REFUSAL, GenerationParams

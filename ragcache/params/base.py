@@ -1,8 +1,8 @@
-"""Frozen sets of options, and the classes of a surface that offers them.
+"""Frozen sets of options (`Params`), and the base of classes that offer them (`Surface`).
 
-An option is one field of a `Params` class: type, bounds, default, and its documentation under it.
-A surface (a request body, the chat model, the settings) is a pydantic class with `Surface` and the
-option sets among its bases. Imports pydantic alone.
+An option is one field of a `Params` class: type, bounds, default, and its documentation under it. A
+surface, such as a request body, the LangChain chat model or the settings, is a pydantic class whose
+bases are `Surface` and the option sets that it offers. This module depends on pydantic only.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from ragcache.errors import ConfigurationError, InvalidRequest, RagCacheError
 
 
 class Params(BaseModel):
-    """A frozen set of options, each with a default, bounds, and its documentation under it.
+    """A frozen set of options.
 
-    `None` always means "not given": an option whose off state needs a value spells it (`0`,
-    `False`, `"none"`).
+    An option that is None counts as left out. Options that can be turned off have another value for
+    that: `0`, `False` or `"none"`.
+
+    Raises:
+        InvalidRequest: An option is unknown or out of its range. Subclasses set `error`.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
     )
     error: ClassVar[type[RagCacheError]] = InvalidRequest
-    """Raised by the constructor in place of pydantic's `ValidationError`."""
+    """Error that the constructor raises in place of pydantic's `ValidationError`."""
 
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
@@ -56,16 +59,34 @@ class Params(BaseModel):
 
     @classmethod
     def part_of(cls, wider: BaseModel) -> Self:
-        """The options of this class that a wider model, such as a request body, was given."""
+        """Return the options of this class that a wider model, such as a request body, holds."""
         names = cls.model_fields.keys() & wider.model_fields_set
         return cls(**{name: getattr(wider, name) for name in names})
 
     def given(self) -> dict[str, Any]:
-        """The options that were given, without those left at their defaults."""
+        """Return the options that were given, by name. Leaves out defaults.
+
+        Example:
+            >>> from ragcache.params import GenerationParams
+            >>> GenerationParams(n=2).given()
+            {'n': 2}
+        """
         return {name: value for name, value in self if name in self.model_fields_set}
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with changes, validated again. Raises `error` for a value that cannot be used."""
+        """Return a copy with some options changed.
+
+        Args:
+            **changes: The options. None restores the default.
+
+        Raises:
+            InvalidRequest: An option is unknown or out of its range; see `Params`.
+
+        Example:
+            >>> from ragcache.params import GenerationParams
+            >>> GenerationParams(n=2, temperature=0.5).replace(n=3)
+            GenerationParams(temperature=0.5, n=3)
+        """
         return type(self)(**self.given() | changes)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -75,12 +96,12 @@ class Params(BaseModel):
 class Surface(BaseModel):
     """First base of a class that offers options, such as a request body.
 
-    Errors stay pydantic's, with the location of the field, for the surface to report. Only the
-    class that is used names `Surface`, and names it before every option set.
+    The constructor raises pydantic's `ValidationError`, with the location of the field. The class
+    must list `Surface` before every option set among its bases.
     """
 
     withheld: ClassVar[Mapping[str, str]] = {}
-    """Inherited options that are not offered here, each with the reason that a caller is told."""
+    """Inherited options that the class does not offer, each with a reason for the caller."""
 
     if not TYPE_CHECKING:
         __init__ = BaseModel.__init__  # before `Params.__init__` in the order of bases
@@ -108,7 +129,10 @@ class Surface(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Required fields first, no withheld ones, and null allowed for "not given"."""
+        """Return the JSON schema: required fields first, none withheld, null for options left out.
+
+        An option with a default also takes null, which leaves it out.
+        """
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         required, properties = resolved.get("required", ()), resolved.get("properties", {})
@@ -128,7 +152,7 @@ class Surface(BaseModel):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One sentence about the first problem: the option, its value, and what it takes."""
+    """Describe the first error in one sentence: the option, its value, and its allowed values."""
     first = error.errors(include_url=False)[0]
     name, kind, message = ".".join(map(str, first["loc"])), first["type"], first["msg"]
     known = ", ".join(model.model_fields)
@@ -147,7 +171,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def bounds(field: FieldInfo) -> str:
-    """The bounds of a number, such as `from 0 to 100`; empty if it has none."""
+    """Describe the bounds of a number, such as `from 0 to 100`. Empty if it has no bounds."""
     low, high, above = None, None, False
     for each in field.metadata:
         low = getattr(each, "ge", getattr(each, "gt", low))
@@ -165,10 +189,10 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parse a size such as `8GiB`, `512 MB` or 1048576; an integer is returned as it is.
+    """Return the number of bytes of a size such as `8GiB`, `512 MB` or 1048576.
 
     Raises:
-        ConfigurationError: The text is no size.
+        ConfigurationError: The text is not a size.
 
     Example:
         >>> parse_bytes("1.5 KiB")
@@ -183,7 +207,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_optional_bytes(size: int | str | None) -> int | None:
-    """`parse_bytes`, or None for no limit."""
+    """Return the number of bytes of a size that may be unlimited (None)."""
     return None if size is None else parse_bytes(size)
 
 
@@ -194,4 +218,4 @@ def _checked_size(size: int | str) -> int | str:
 
 
 Size = Annotated[int | str, AfterValidator(_checked_size)]
-"""Bytes, or a text such as `8GiB`. Kept as given; `parse_bytes` where the number is needed."""
+"""A number of bytes, or a text such as `8GiB`. It is kept as given; `parse_bytes` converts it."""

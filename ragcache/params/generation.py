@@ -1,4 +1,4 @@
-"""How an answer is generated: `GenerationParams`."""
+"""`GenerationParams`: how an answer is generated."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ StopStrings = Annotated[str | Sequence[str], AfterValidator(_stop_strings)]
 
 
 class GenerationParams(Params):
-    """How an answer is generated. The default is one greedy answer.
+    """Options of generation. The default is one greedy answer.
 
-    Penalties apply first, then the temperature, then `top_k`, then `top_p` over the renormalized k
-    likeliest, then `min_p`: the order of Hugging Face's `generate`.
+    Sampling follows the order of Hugging Face's `generate`: penalties, temperature, `top_k`,
+    `top_p` over the renormalized probabilities, `min_p`.
 
     Raises:
         InvalidRequest: An option is unknown or out of its range, or two contradict each other.
@@ -49,63 +49,66 @@ class GenerationParams(Params):
     """
 
     max_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
-    """Most tokens of an answer. Defaults to the setting that the state folder was opened with."""
+    """Most tokens of an answer. Defaults to `OpenConfig.max_tokens`."""
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
-    """Fewest tokens of an answer. No stop token is chosen before."""
+    """Fewest tokens of an answer. Earlier stop tokens are not chosen."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Spread of the distribution that tokens are drawn from. 0 takes the likeliest token."""
+    """Divisor of the logits. Higher values vary answers more. 0 takes the likeliest token."""
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Draw from the k likeliest tokens only. 0 draws from all."""
+    """Draw from the k likeliest tokens only. 0 draws from all tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of likeliest tokens that holds this much probability."""
+    """Draw from the smallest set of likeliest tokens with at least this total probability."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Draw only tokens at least this fraction as likely as the likeliest one."""
+    """Draw only tokens with at least this fraction of the likeliest token's probability."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Divide the logits of tokens in the prompt or the answer so far. 1 changes nothing."""
+    """Make tokens of the prompt and the answer so far less likely. 1 changes nothing."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Subtract this from a token's logit for each time it was generated."""
+    """Subtract this from a token's logit each time that the token is generated."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Subtract this once from the logit of every token that was generated."""
+    """Subtract this once from the logit of every token that has been generated."""
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
-    """Seed of the random numbers. Defaults to a new one for every answer."""
+    """Seed of the random numbers. Defaults to a new seed for every answer."""
     stop: StopStrings = ()
-    """Strings that end an answer. They are not part of it."""
+    """Strings that end an answer and are cut off from it: at most 16."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    """Number of answers to one prompt."""
+    """Number of answers (choices) to one prompt."""
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    """Report the log-probabilities of each token and of this many alternatives."""
+    """Report the log-probability of each token and of this many alternatives."""
     first_logprobs: bool = False
-    """Report the log-probabilities of all tokens at the first place (`Choice.first_logprobs`)."""
+    """Report the log-probabilities of the whole vocabulary for the first token
+    (`Choice.first_logprobs`)."""
     ignore_eos: bool = False
-    """Continue after the token that ends an answer."""
+    """Continue after a token that ends an answer."""
     json_schema: Mapping[str, Any] | str | None = None
-    """Answer with JSON that this schema allows."""
+    """Answer with JSON that is valid under this JSON schema."""
     json_object: bool = False
     """Answer with any JSON object."""
     regex: str | None = None
-    """Answer with a text that this pattern matches as a whole."""
+    """Answer with a text that this regular expression matches as a whole."""
     ebnf: str | None = None
     """Answer with a text of the rule `root` of this GBNF grammar."""
     grammar: Annotated[AnswerGrammar | None, Unchecked] = None
     """Answer with a text of this grammar (`ragcache.structured.Grammar`)."""
     extractive: bool | None = None
-    """Answer with a quotation from the documents. By default only the embedded reader does."""
+    """Answer with a quotation from the documents. Defaults to True for the embedded reader and to
+    False for other models."""
     confidence: bool | None = None
-    """Estimate the probability that the answer is right. On by default if calibrated."""
+    """Estimate the probability that the answer is right. On by default for calibrated answers."""
     min_confidence: Annotated[float | None, Field(ge=0, le=1)] = None
-    """Refuse answers below this confidence. Defaults to the calibration's limit; 0 refuses none."""
+    """Refuse answers below this confidence. Defaults to the limit of the calibration. 0 refuses no
+    answer."""
     refusal: Annotated[str, Field(min_length=1, max_length=2000)] = REFUSAL
     """Text of a refused answer."""
     timeout: Annotated[float | None, Field(gt=0)] = None
-    """Seconds from the call to the end of the answer."""
+    """Most seconds from the call to the end of the answer. Unlimited by default."""
     priority: int = 0
-    """Place in the queue. Each level counts as 10 seconds of waiting."""
+    """Priority in the queue. Each level counts as 10 seconds of waiting."""
     share: bool = True
-    """Share the states of the question's own tokens with other requests."""
+    """Share the states of the question's own tokens with other requests of the namespace."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
     unbounded: bool = False
-    """Without `max_tokens`, use all that the window and the engine's pool leave."""
+    """Without `max_tokens`, allow as many tokens as the model's window and the engine hold."""
 
     @model_validator(mode="after")
     def _check_generation(self) -> Self:
@@ -134,5 +137,5 @@ class GenerationParams(Params):
         return (*given, "json_object") if self.json_object else given
 
     def token_limit(self, default: int) -> int:
-        """Most tokens of an answer, with the default of the state folder."""
+        """Return the most tokens of an answer: `max_tokens`, or the default of the folder."""
         return default if self.max_tokens is None else self.max_tokens

@@ -1,4 +1,4 @@
-"""How a state folder is opened: `OpenConfig`."""
+"""`OpenConfig`: how a state folder is opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KVDType = Literal["model", "int8"]
 
 
 class OpenConfig(Params):
-    """How a state folder is opened. Sizes are bytes, or texts such as `8GiB`.
+    """Options of `RagCache.open`. Sizes are numbers of bytes, or texts such as `8GiB`.
 
     Raises:
         ConfigurationError: An option is unknown or has a value that cannot be used.
@@ -29,67 +29,69 @@ class OpenConfig(Params):
     error = ConfigurationError
 
     model: Any = None
-    """The model: a folder, a hub name, or loaded. The embedded reader by default."""
+    """The model: a folder, a hub name, or a loaded model. Defaults to the embedded reader."""
     embedding: Any = "auto"
-    """Retrieval by meaning: `auto`, `minilm`, `none`, a folder or hub name of
-    sentence-transformers, or LangChain's `Embeddings`. `auto` is `minilm` where that extra is
-    installed. Vectors that a collection lacks are computed once."""
+    """Embedder of the search by meaning: `auto`, `minilm`, `none`, a folder or hub name of
+    sentence-transformers, or LangChain's `Embeddings`. `auto` is `minilm` if its extra is
+    installed, otherwise `none`. Missing vectors of a collection are computed once."""
     reranker: Any = None
-    """A cross-encoder that orders what was found: a folder or hub name of sentence-transformers,
-    or a `ragcache.retrieval.Reranker`. None by default."""
+    """Cross-encoder that reranks search results: a folder or hub name of sentence-transformers, or
+    a `ragcache.retrieval.Reranker`. Off by default."""
     instruction: str | None = None
-    """What the model is to do with the documents. States are kept by it. By default a brief
-    answer in the words of the documents (`ragcache.models.INSTRUCTION`)."""
+    """Instruction to the model, before the documents of every prompt. Other instructions need other
+    states. Defaults to a brief answer in the words of the documents
+    (`ragcache.models.INSTRUCTION`)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Variables of the model's chat template in every prompt. A call may set others."""
+    """Variables of the model's chat template for every prompt. A call may override them."""
     module_tokens: Annotated[int, Field(ge=1)] = 384
     """Most tokens of a module."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
-    """Most tokens of an answer, unless a request says otherwise. Chats of OpenAI's interface may
-    fill the window."""
+    """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API may fill the
+    model's window."""
     force_modes: bool = False
-    """Serve every mode, also one that is far from `exact` on the model. Off by default: a mode is
-    measured before its first question, once a folder."""
+    """Serve every mode, even a mode that is far from `exact` on the model. By default, each mode is
+    measured once per folder, before its first question."""
     queue: Annotated[int, Field(ge=1)] = 1024
-    """Most requests that wait. One more is refused."""
+    """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"
-    """Most bytes of documents that wait to be stored. More are refused."""
+    """Most bytes of documents that wait for background ingestion. Further documents are refused."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda`, `cuda:1`."""
     dtype: DType = "auto"
-    """Data type that the model computes in. `auto` takes what is fast on this machine; give one
-    where several machines share their states."""
+    """Data type that the model computes in. `auto` takes a fast type of this machine. Set it if
+    several machines share states."""
     states_dtype: DType = "auto"
-    """Data type of kept states. `auto` takes the checkpoint's."""
+    """Data type of kept states. `auto` takes the data type of the checkpoint."""
     quantization: Literal["int8", "int4"] | None = None
-    """Weights in 8 or 4 bits (extra `quantized`). By default they stay as they are stored."""
+    """Quantize the weights to 8 or 4 bits (extra `quantized`). Off by default."""
     long_context: bool = False
-    """Use the long factors of LongRoPE (Phi-3.5, Phi-4-mini) for every text. The window becomes
-    the whole context."""
+    """Use the long-context factors of LongRoPE (Phi-3.5, Phi-4-mini) for every text. The window
+    becomes the whole context. Off by default: the window ends at the model's original length."""
     warm_up: bool = False
-    """Capture a GPU's graphs at opening, not with the first steps."""
+    """Capture CUDA graphs when the folder is opened, instead of during the first requests."""
     private_bytes: Size | None = None
-    """Memory for the states of questions and answers: 512 MiB, or a share of a GPU by default."""
+    """Memory for the states of questions and answers. Defaults to 512 MiB, on a GPU to a share of
+    its memory."""
     host_bytes: Size = "2GiB"
     """Budget of the host tier."""
     device_bytes: Size | None = None
-    """Budget of the tier on the GPU. By default what the engine leaves free there."""
+    """Budget of the device tier, on the GPU. Defaults to the memory that the engine leaves free."""
     device_kv_dtype: KVDType = "model"
-    """How that tier keeps states."""
+    """Format of states in the device tier: the model's data type, or 8 bits."""
     disk_bytes: Size | None = None
     """Budget of the disk tier. Unlimited by default."""
     remote: str | None = None
-    """URL of a remote tier for fsspec: `s3://BUCKET/PATH`, `file:///MOUNT`."""
+    """URL of a remote tier for fsspec: `s3://BUCKET/PATH`, `file:///MOUNT`. Off by default."""
     remote_bytes: Size | None = None
     """Budget of the remote tier. Unlimited by default."""
     kv_dtype: KVDType = "model"
-    """How the host, the disk and the remote tier keep states."""
+    """Format of states in the host, disk and remote tiers: the model's data type, or 8 bits."""
     ledger: str | None = None
-    """URL of a database in place of the file in the state folder."""
+    """URL of the ledger's database. Defaults to a file in the state folder."""
     stale_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
-    """Seconds that questions do without a ledger that does not answer."""
+    """Seconds for which questions are answered from cached data if the ledger does not respond."""
     claim_patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """Seconds that a question waits for what another process encodes."""
+    """Seconds that a question waits for states that another process is encoding."""
 
     @model_validator(mode="after")
     def _check_open(self) -> Self:
