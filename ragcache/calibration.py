@@ -31,11 +31,11 @@ FALSE_REFUSALS = 0.05
 """Share of right answers that a calibration's `min_confidence` refuses."""
 
 FOLDS = 5
-FEWEST = 20  # questions of each kind that a calibration is fitted on, at least
+FEWEST = 20  # minimum of right and of wrong answers to fit a calibration
 _BATCH = 8  # questions that are asked at once
 _RIGHT = 0.5  # F1 from which an answer counts as right
-_RIDGE = 1.0  # on weights of evidence with mean 0 and deviation 1
-_STEPS = 50  # of Newton's method, which needs some ten
+_RIDGE = 1.0  # penalty on weights of normalized features
+_STEPS = 50  # maximum steps of Newton's method, which needs about ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibrat
         if sum(getattr(each.evidence, name) is not None for each in known) >= FEWEST
     ]
     columns = [[getattr(each.evidence, name) for each in known] for name in names]
-    values = np.array(columns, dtype=np.float64).T  # NaN where it is not known
+    values = np.array(columns, dtype=np.float64).T  # NaN for unknown values
     means = np.nanmean(values, axis=0)
     centered = np.nan_to_num(values - means)
     deviations = np.maximum(centered.std(axis=0), 1e-9)

@@ -41,10 +41,10 @@ Progress = Callable[[int, int], None]
 SAMPLE = 6
 """Number of modules that are encoded to measure times."""
 
-_ROWS = 500  # modules whose token ids are read at once
-_SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
-_RUNS, _MAX_SECONDS = 3, 4.0  # repetitions of a measurement, and the time after which none starts
-_DROPPED = 1.25  # a cold read takes at least this many times as long as one from the page cache
+_ROWS = 500  # modules read at once
+_SHARES = (8, 4, 2, 1)  # fractions of the longest module that are measured
+_RUNS, _MAX_SECONDS = 3, 4.0  # repetitions of a measurement, within this time
+_DROPPED = 1.25  # minimum ratio of a cold read to a read from the page cache
 
 
 @dataclass(frozen=True, slots=True)

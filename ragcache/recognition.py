@@ -32,8 +32,8 @@ WINDOW = 32
 
 _BASE = 0x9E3779B97F4A7C15
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
-_FILTER_BITS = 8  # a table of 2^8 entries for each module rules out most windows, ...
-_MOST_BITS = 22  # ... of 4 MiB at most; of few modules it stays in the processor's first cache
+_FILTER_BITS = 8  # 2^8 filter entries for each module rule out most windows
+_MOST_BITS = 22  # maximum filter of 4 MiB; the filter of few modules fits into the L1 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Recognizer:
             return old.parts[name]
         try:
             return Fingerprints.of(self._catalog.modules(name))
-        except UnknownCollection:  # deleted meanwhile, as its version will show
+        except UnknownCollection:  # deleted meanwhile; its version will tell
             return Fingerprints.of(())
 
 
@@ -115,7 +115,7 @@ def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow
     """
     waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
     heapify(waiting)  # places differ: groups are not compared
-    taken: list[tuple[int, int, ModuleRow]] = []  # by begin
+    taken: list[tuple[int, int, ModuleRow]] = []  # sorted by begin
     while waiting:
         negative, at, number, group = heappop(waiting)
         after = bisect_left(taken, (at + 1,))
@@ -247,10 +247,10 @@ class PrefixGroup:
 
 def _parents(texts: Sequence[str]) -> list[int]:
     """Return the longest other text that is a prefix of each of sorted, distinct texts, or -1."""
-    if not any(map(str.startswith, texts[1:], texts)):  # then none begins with any
+    if not any(map(str.startswith, texts[1:], texts)):  # then no text begins with another
         return [-1] * len(texts)
     parents: list[int] = []
-    begun: list[int] = []  # the text before and those that it begins with; the longest last
+    begun: list[int] = []  # previous text and its prefixes, the longest last
     for number, text in enumerate(texts):
         while begun and not text.startswith(texts[begun[-1]]):
             begun.pop()

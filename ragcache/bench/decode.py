@@ -141,7 +141,7 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
         channel = AnswerChannel(lambda: None)
         core.add_request(request, channel, time.perf_counter())
         handles.append(RequestHandle(channel))
-    core.step()  # the questions
+    core.step()  # prefills the questions
     core.stats = EngineStats()
     steps: list[float] = []
     while core.busy:

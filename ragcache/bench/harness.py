@@ -119,7 +119,7 @@ def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
-    keep_freed_memory()  # also for what transformers computes before a runner of ours does
+    keep_freed_memory()  # before transformers computes; our runner calls it later
     model = shape.build(torch.bfloat16)
     choice = choose_dtypes(model, torch.device("cpu"), dtype)
     causal = wrap_causal(convert(model, choice.compute))

@@ -26,10 +26,10 @@ ROLES = ("user", "admin")
 
 _MARK = "rc-"
 _SECRET_BYTES = 32
-_SHOWN = 9  # characters of a secret that stay readable: 36 of its 256 bits
-_NAME = 100  # characters
+_SHOWN = 9  # readable characters of a secret: 36 of its 256 bits
+_NAME = 100  # maximum characters of a name
 _AGE = 10.0  # seconds after which keys are read again
-_UNKNOWN_AGE = 1.0  # where a secret is not known: another process may just have made it
+_UNKNOWN_AGE = 1.0  # for an unknown secret: another process may just have made the key
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class ApiKeys:
         known = self._known
         if known is not None and self._age(known) <= age:
             return known
-        with self._lock:  # threads that come at once read once
+        with self._lock:  # concurrent threads read once
             known = self._known
             if known is None or self._age(known) > age:
                 self.flush()
@@ -182,7 +182,7 @@ class ApiKeys:
         return found
 
     def _forget(self) -> None:
-        with self._lock:  # after a thread that is reading the keys of before
+        with self._lock:  # waits for a thread that reads the old keys
             self._known = None
 
     def _read(self) -> _Known:

@@ -60,7 +60,7 @@ from ragcache.errors import DocumentError, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
-_EPOCH = 1 << 22  # revisions of a collection from a random multiple of this on
+_EPOCH = 1 << 22  # a collection's revisions start at a random multiple of this
 _EPOCHS = 1 << 31
 _VERSIONS = (
     select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
@@ -113,7 +113,7 @@ class Catalog:
         self._unchanged = Unchanged(database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
-        self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # they never change
 
     @property
     def answers(self) -> bool:
@@ -363,7 +363,9 @@ class Catalog:
             statement = statement.where(ModuleTable.name.in_(names))
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
-            return dict(iter(session.execute(statement)))  # a result has `keys`
+            return dict(
+                iter(session.execute(statement))
+            )  # dict() would call the `keys` of a result
 
     def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
         """Delete documents and everything that belongs to them.

@@ -32,18 +32,18 @@ from ragcache.errors import (
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-BUSY_SECONDS = 30.0  # that a writer waits for another one of the same SQLite file
+BUSY_SECONDS = 30.0  # how long a writer waits for another one of the same SQLite file
 _CONNECT_SECONDS = 5
-_REST_SECONDS = 1.0  # in which a ledger that failed is not read again
+_REST_SECONDS = 1.0  # pause before a ledger that failed is read again
 _READS = {"ragcache_begin": "BEGIN"}
-_ONE_READ = {"ragcache_begin": None}  # of one statement, which is a transaction by itself
-_SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # of PostgreSQL; SQLite reads no other way
+_ONE_READ = {"ragcache_begin": None}  # one statement is a transaction by itself
+_SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # for PostgreSQL; SQLite always reads a snapshot
 
 
 class Database:
     """One database, a SQLite file or PostgreSQL.
 
-    SQLite runs in WAL mode with foreign keys enforced. Writers wait for their turn at the begin of
+    SQLite runs in WAL mode with foreign keys enforced. Writers wait for their turn at the start of
     a transaction, so that none fails half-way.
     """
 
@@ -169,7 +169,7 @@ class _Watch:
     """
 
     def __init__(self, file: str | None) -> None:
-        # a file that is gone is not made again
+        # rw: a file that is gone is not created again
         self._uri = None if file is None else f"{Path(file).absolute().as_uri()}?mode=rw"
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
@@ -203,7 +203,7 @@ class Unchanged:
 
     def read(self, name: Hashable, query: Callable[[], T]) -> T:
         """Return the last result of this name, or else run the query. Raises its errors."""
-        changes = self._database.changes()  # before the query, which may see more
+        changes = self._database.changes()  # read before the query, which may see later changes
         known = self._values.get(name)
         if known is not None and known[0] == changes:
             value: T = known[1]
@@ -281,7 +281,7 @@ def _engine(url: str, busy_seconds: float) -> Engine:
 
 
 def _configure(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # transactions begin where SQLAlchemy says so: `_begin`
+    connection.isolation_level = None  # SQLAlchemy begins transactions: `_begin`
     if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")

@@ -130,7 +130,7 @@ class ModuleRow:
     @property
     def headings(self) -> tuple[str, ...]:
         """Titles above the module, outermost first."""
-        headings = self.details.get("headings", ())  # a loader may have metadata of this name too
+        headings = self.details.get("headings", ())  # a loader's metadata may use this name, too
         return tuple(map(str, headings)) if isinstance(headings, list) else ()
 
 

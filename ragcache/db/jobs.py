@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 OPEN = ("queued", "running")
 RETRIED = ("interrupted", "failed", "canceled")
-NOBODY = ""  # the session of a job that waits for any process
+NOBODY = ""  # session of a job that any process may run
 MAX_JOBS = 256  # open requests
 PROGRESS_SECONDS = 1.0
-_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between looks at the queue
+_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between reads of the queue
 _HELD = select(func.count()).where(JobStateTable.job_id == JobTable.id)
 _JOBS = select(JobTable, _HELD.scalar_subquery())
-_IS_REQUEST = JobTable.request_digest != ""  # no direct call, whose documents only its process has
+_IS_REQUEST = JobTable.request_digest != ""  # the documents of a direct call are not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Jobs:
                 row = session.get_one(JobTable, job)
                 if row.session == self.session and row.status in OPEN:
                     _end(session, job, status, f"{type(error).__name__}: {error}")
-        except StoreError as unwritten:  # a full disk, as a rule: the error before is what counts
+        except StoreError as unwritten:  # usually a full disk; `error` matters more
             logger.warning("%s; the job counts as running until this process ends", unwritten)
 
     def cancel(self, job: int | str) -> JobRow:

@@ -29,7 +29,7 @@ RETIREMENTS_KEPT = 3600.0  # seconds
 ROOT_MODE = "root"
 """Mode of preambles, which belong to the store: other states are encoded after them."""
 
-# Jobs come first: what one hands over to a module while the tables are read is seen in either.
+# Jobs come first: states that move from a job to a module during the reads are then not missed.
 _OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
 
 

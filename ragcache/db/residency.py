@@ -31,7 +31,7 @@ from ragcache.routing import RoutedModule
 from ragcache.tiers import memory_tiers
 
 _COLUMNS = (StateTable.key, StateTable.tier, StateTable.place, StateTable.nbytes, StateTable.tokens)
-_REMEMBERED = 50_000  # modules and schemas
+_REMEMBERED = 50_000  # maximum modules and schemas in memory
 
 _key_of = attrgetter("key")
 

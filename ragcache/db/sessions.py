@@ -28,10 +28,10 @@ from ragcache.states import KVKey
 from ragcache.tiers import memory_tiers
 
 HEARTBEAT_SECONDS = 2.0
-DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
+DEAD_SECONDS = 10.0  # silence after which a session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
-_LEFTOVER_SECONDS = 30.0  # between two looks for rows of memory tiers that no session has
-_FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
+_LEFTOVER_SECONDS = 30.0  # between two searches for rows without a session
+_FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between reads of another session's claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class KeyLocks:
         me = self.sessions.id
         busy: set[KVKey] = set()
         for chunk in chunks(keys):
-            wanted = sorted(chunk)  # in one order everywhere, so that PostgreSQL sees no deadlock
+            wanted = sorted(chunk)  # one order everywhere avoids deadlocks in PostgreSQL
             insert_new(session, ClaimTable, [{"key": key, "session": me} for key in wanted])
             busy |= set(self._others(session, wanted))
         return [key for key in keys if key not in busy]

@@ -40,7 +40,7 @@ Item = TypeVar("Item")
 Ts = TypeVarTuple("Ts")
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
-_UNIX_EPOCH = 2_440_587.5  # in days of the Julian calendar
+_UNIX_EPOCH = 2_440_587.5  # Julian day
 _TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
 
 Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -163,7 +163,7 @@ def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPAC
     return found[name]
 
 
-MOST = 1000  # items of a page
+MOST = 1000  # maximum items of a page
 
 ItemT = TypeVar("ItemT")
 

@@ -23,9 +23,9 @@ from ragcache.config import NAMESPACE
 from ragcache.states import KVKey
 
 DEFAULT_NAMESPACE = NAMESPACE
-SHARED = ""  # the place of a tier that there is only one of
+SHARED = ""  # place of a tier that exists once
 
-Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only integers
+Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite increments only INTEGER keys
 
 
 def owned_by(table: str) -> ForeignKey:
@@ -36,7 +36,7 @@ def owned_by(table: str) -> ForeignKey:
 class Base(DeclarativeBase):
     """The root of all tables."""
 
-    # SQLAlchemy's own attribute
+    # attribute of SQLAlchemy
     type_annotation_map = {int: Number, float: Double(), KVKey: String()}  # noqa: RUF012
 
 

@@ -39,7 +39,7 @@ _PLAIN_CODE = frozenset(
     ".sh .bash .zsh .fish .sql .r .jl .m .dart .vue .svelte .css .scss .yaml .yml .toml .ini .cfg "
     ".conf .properties .xml .xsd .gradle .cmake .tf .graphql .bat .diff .patch .pl".split()
 )
-CODE = "code"  # the language of code for which there is no splitter of its own
+CODE = "code"  # language of code without a splitter of its own
 
 _SIGNATURES = {
     b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive or an office document",
@@ -87,7 +87,7 @@ def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
         content = reader(raw, suffix)
     except (UnreadableDocument, MissingExtra):
         raise
-    except Exception as error:  # what libraries raise for damaged files is of any type
+    except Exception as error:  # libraries raise any type for damaged files
         kind = type(error).__name__
         raise UnreadableDocument(f"it cannot be read as {suffix}: {kind}: {error}") from error
     parts = [part for part in content.parts if part.text.strip()]
@@ -169,10 +169,10 @@ def _read_csv(raw: bytes, suffix: str) -> _Content:
     text = decode_text(raw)
     try:
         mark = csv.Sniffer().sniff(text[:65536], delimiters=_DELIMITERS).delimiter
-    except csv.Error:  # the one that occurs most often in the header
+    except csv.Error:  # use the delimiter that occurs most often in the header
         header = text.partition("\n")[0]
         mark = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=header.count)
-    # of the other guesses none is taken: the sniffer looks at the beginning alone
+    # the sniffer's other guesses are ignored: it reads only the start
     return _Content(
         [DocumentPart(write_table(list(csv.reader(io.StringIO(text), delimiter=mark))))]
     )
@@ -184,7 +184,7 @@ def _read_json(raw: bytes, suffix: str) -> _Content:
         lines = suffix != ".json"
         value = [json.loads(each) for each in text.splitlines() if each.strip()] if lines else (
             json.loads(text))  # fmt: skip
-    except ValueError:  # comments, or another format of that name: still text
+    except ValueError:  # comments, or another format of the same suffix
         return _Content([DocumentPart(text, language=CODE)])
     return _Content([DocumentPart("\n\n".join(_json_blocks(value, 1)))])
 
@@ -261,7 +261,7 @@ def _cell_blocks(cell: Mapping[str, Any], language: str) -> Iterable[str]:
     text = _joined(cell.get("source", cell.get("input", "")))
     if not text.strip():
         return
-    if cell.get("cell_type") == "heading":  # of format 3
+    if cell.get("cell_type") == "heading":  # notebook format 3
         yield f"{'#' * int(cell.get('level', 1))} {text}"
     elif cell.get("cell_type") != "code":
         yield text

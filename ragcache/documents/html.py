@@ -55,8 +55,8 @@ class _Writer:
 
     blocks: list[str] = field(default_factory=list)
     line: list[str] = field(default_factory=list)
-    lists: list[list[Any]] = field(default_factory=list)  # of each open list its kind and count
-    mark: str = ""  # of the next block: a list item's bullet
+    lists: list[list[Any]] = field(default_factory=list)  # kind and count of each open list
+    mark: str = ""  # bullet before the next block
 
     def write(self, root: Any) -> str:
         from lxml import etree

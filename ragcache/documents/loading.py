@@ -31,8 +31,8 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 
-_INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not anybody's documents
-_BLOCK = 2**24  # bytes that are read at once
+_INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
+_BLOCK = 2**24  # bytes read at once
 _ABSENT = object()
 
 ReadProgress = Callable[[int, int], None]
@@ -257,7 +257,7 @@ class _Loader:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # a link that leads nowhere; reading it says so
+    except OSError:  # a broken link; reading it reports the error
         return 0
 
 

@@ -12,7 +12,7 @@ from ragcache.errors import UnreadableDocument
 _HEADING = re.compile(r"^(#{1,6}) +\S.*$", re.MULTILINE)
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?(?:^\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _HIDDEN = "\ue000"
-MAX_CELLS = 4_000_000  # of a table, those that are empty counted in
+MAX_CELLS = 4_000_000  # of a table, including empty ones
 _TABLE = re.compile(
     r"^[ \t]*\|.*\|[ \t]*\n"  # the header
     r"[ \t]*\|(?:[ \t]*:?-+:?[ \t]*\|)+[ \t]*(?:\n|\Z)"  # the delimiter row
@@ -43,7 +43,7 @@ def find_headings(text: str) -> list[Heading]:
     """Return the headings of a Markdown text, in order, without lines of fenced code."""
     edges = [edge for found in _FENCE.finditer(text) for edge in found.span()]
     found = (Heading(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text))
-    return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
+    return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # outside of fences
 
 
 def headings_above(headings: Sequence[Heading], position: int) -> list[Heading]:
@@ -73,7 +73,7 @@ def is_heading(line: str) -> bool:
 
 
 def find_tables(text: str) -> Iterator[tuple[int, int]]:
-    """Return the begin and end of each pipe table of a text."""
+    """Return the start and end of each pipe table of a text."""
     return (found.span() for found in _TABLE.finditer(text))
 
 

@@ -24,10 +24,10 @@ from ragcache.documents.markdown import write_table
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import MissingExtra, UnreadableDocument
 
-MAX_UNPACKED = 2**28  # bytes of a packed file's contents; more is taken for a bomb
-MAX_SHEET = 20_000_000  # cells of a sheet, empty ones counted in
+MAX_UNPACKED = 2**28  # maximum bytes of an archive's contents, against ZIP bombs
+MAX_SHEET = 20_000_000  # maximum cells of a sheet, including empty ones
 _PDFIUM = threading.Lock()  # pdfium keeps global state
-_LARGER = 1.15  # of a line's height over that of most text: a heading
+_LARGER = 1.15  # ratio to the usual line height from which a line may be a heading
 _TITLE_CHARACTERS = 200
 _TITLE_LINES = 3
 _LEVELS = 4
@@ -77,7 +77,7 @@ def _page_lines(page: Any, raw: Any) -> list[_Line]:
     """Return the lines of a page that are not blank. `raw` is pdfium's module of C functions."""
     text_page = page.get_textpage()
     lines: list[_Line] = []
-    units = bytearray()  # of UTF-16
+    units = bytearray()  # UTF-16
     heights: list[float] = []
     box = raw.FS_RECTF()
 
@@ -174,7 +174,7 @@ def _is_title(lines: Sequence[_Line]) -> bool:
 
 def _page_text(lines: Sequence[_Line], levels: Levels, page: int) -> str:
     blocks: list[str] = []
-    before = 0  # the level of the line above
+    before = 0  # level of the line above
     for number, line in enumerate(lines):
         level = levels.get((page, number), 0)
         if level and level == before and line.height == lines[number - 1].height:

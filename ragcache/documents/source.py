@@ -114,8 +114,8 @@ def check_storable(documents: Iterable[SourceDocument]) -> None:
         seen.add(document.id)
 
 
-DEPTH = 32  # of nesting; the serializers of responses have a limit
-_BITS = 8192  # of an integer; Python refuses to print much longer ones
+DEPTH = 32  # maximum nesting; the serializers of responses have a limit
+_BITS = 8192  # maximum size of an integer; Python refuses to print much longer ones
 
 
 def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = False) -> None:

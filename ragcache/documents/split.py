@@ -28,14 +28,14 @@ _SEPARATORS = [
     r"\n(?=# )", r"\n(?=## )", r"\n(?=#{3,6} )", r"\n\n+", r"\n",
     r"(?<=[.!?])\s+", r"(?<=[。！？])", r"\s", r"",
 ]  # fmt: skip
-_END = "\n\n"  # ends every text, so that modules can follow one another
+_END = "\n\n"  # ends every text, so that modules can be concatenated
 _SPARE = 2  # a first word may take more tokens without the space before it
 MIN_TOKENS = 32
 
 
 Count = Callable[[str], int]
 Places: TypeAlias = tuple[tuple[int, int], ...]
-"""Runs of a text that are copied from another: the begin of each in both texts, in order."""
+"""Runs of a text that are copied from another: the start of each in both texts, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +352,7 @@ def _only_headings(piece: str) -> bool:
 
 
 def _titles(headings: Sequence[Heading], piece: str, start: int) -> tuple[str, ...]:
-    """Return the titles above the first words of a piece, including titles at its begin."""
+    """Return the titles above the first words of a piece, including titles at its start."""
     ahead = 0
     for line in piece.splitlines(keepends=True):
         if line.strip() and not is_heading(line.rstrip()):
@@ -386,7 +386,7 @@ def _that_fit(
     return ()
 
 
-_PORTION = 2**18  # characters that are split at once: longer texts would be tokenized many times
+_PORTION = 2**18  # characters split at once: longer texts would be tokenized many times
 
 
 def _portions(

@@ -21,11 +21,11 @@ RESAMPLES = 10_000
 """Number of resamples in a bootstrap."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-# kana and Han, which are written without spaces
+# kana and Han are written without spaces
 _UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
 _WORDS = re.compile(r"[^\W_]+")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_AT_ONCE = 2**22  # numbers that are drawn together
+_AT_ONCE = 2**22  # random numbers drawn at once
 
 
 def normalize(text: str) -> str:

@@ -35,7 +35,7 @@ PASTED = (
     "Use the following pieces of context to answer the question at the end. Keep the answer as "
     "short as possible.\n\n{documents}\n\nQuestion: {question}"
 )
-"""Message of such a chat. Its begin differs from the preamble of encoded modules."""
+"""Message of such a chat. Its start differs from the preamble of encoded modules."""
 
 MARKS = ("exact_match", "f1", "rouge_l")
 """Marks of an answer by which modes are compared."""
@@ -226,7 +226,7 @@ def ask_questions(
         raise ConfigurationError("there are no questions to ask")
     generation = GenerationParams(
         extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
-    )  # nothing is refused: what the model says is marked
+    )  # no refusals: every answer is marked
     search: dict[str, Any] = {"collection": collection, "k": k}
     search["relative_threshold"] = relative_threshold
     generating: dict[str, Any] = {"mode": mode, "generation": generation}
@@ -239,7 +239,7 @@ def ask_questions(
         message = _pasted(question.question, [hit.module.text for hit in hits])
         return rag.chat([message], **generating)
 
-    ask(questions[0])  # what a process makes once, such as the index, is in no time
+    ask(questions[0])  # warm-up: builds the index and everything else that is built once
     marked, choices, reads = [], list[Choice](), ReuseMode.parse(mode).reads_states
     for number, question in enumerate(questions):
         answer = ask(question)

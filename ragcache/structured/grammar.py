@@ -59,7 +59,7 @@ print(json.dumps(matcher.get_error()))
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON = {
-    "whitespace_flexible": False,  # with free white space a model may write it without end
+    "whitespace_flexible": False,  # otherwise a model may write white space forever
     "item_separator": ", ",
     "key_separator": ": ",
     "coerce_one_of": True,
@@ -321,7 +321,7 @@ class ModelGrammarCompiler:
             _check_in_process(grammar)
         made = LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
         if not made.is_error():
-            made.compute_bitmask()  # finds what allows nothing, and leaves less for the engine
+            made.compute_bitmask()  # finds empty grammars, and saves the engine work
         if made.is_error():
             raise _refused(grammar, made.get_error())
         return made

@@ -37,7 +37,7 @@ class InvalidToolCall:
     """Why it cannot be read."""
 
 
-# A string, whose end is the group unless it is still to come, or a mark of JSON's structure.
+# A string, whose closing quote is the group (empty if it has not arrived), or a structural mark.
 _PART = re.compile(r'"(?:[^"\\]++|\\.)*+("?)|[{}\[\]:,]', re.DOTALL)
 
 
@@ -227,7 +227,7 @@ class ToolCallParser:
         return deltas
 
     def emit_text(self, text: str) -> None:
-        """Emit text. White space at the begin and after a call is emitted only if text follows."""
+        """Emit text. White space at the start and after a call is emitted only if text follows."""
         text, self._blank = self._blank + text, ""
         if not self._text_emitted and not text.strip():
             self._blank = text
@@ -337,7 +337,7 @@ def _parse_hermes(parser: ToolCallParser) -> Steps[None]:
 
 
 def _parse_llama(parser: ToolCallParser) -> Steps[None]:
-    """Parse `{"name": ..., "parameters": {...}}` at the begin, and more objects after `;`.
+    """Parse `{"name": ..., "parameters": {...}}` at the start, and more objects after `;`.
 
     An object without these two keys is text.
     """

@@ -68,7 +68,7 @@ def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> s
         wanted = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(wanted, str):
             raise InvalidRequest("tool_choice names no function")
-        words = {}  # a tool may be named like one of them
+        words = {}  # a tool may have the name of a keyword
     if wanted is not None and not isinstance(wanted, str | bool):
         raise InvalidRequest(f"tool_choice is {wanted!r:.80}; give auto, any, none or a name")
     choice = words.get(wanted)
@@ -143,7 +143,7 @@ def _calls(
     `in_json` says whether the answer may also be other JSON.
     """
     marker, ending, key, separator = _NOTATION[style]
-    once = style is ToolStyle.HERMES  # or else the marker stands before all calls
+    once = style is ToolStyle.HERMES  # otherwise one marker precedes all calls
     first = _quoted(marker) if marker else ""
     more = f"({_quoted(separator)} {first if once else ''} call)*" if parallel else ""
     if style is ToolStyle.MISTRAL:
@@ -153,7 +153,7 @@ def _calls(
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, (name, schema) in enumerate(functions.items()):
         head = ["{", '"name"', ": ", _quoted(name), ", ", f'"{key}"', ": "]
-        # as a form's JSON, which may begin alike, is read: its pieces; as text is read: whole
+        # in pieces next to a form's JSON, which may begin alike; whole next to text
         head = head if in_json else ["".join(head)]
         begin = " ".join(map(_quoted, ["\n", *head] if once else head))
         arguments = f"{begin} arguments_{number} {_quoted('}' + ending)}"

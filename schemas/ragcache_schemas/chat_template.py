@@ -115,7 +115,7 @@ def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
 def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]:
     """Return the text before each turn of a schema, and the text after the last one."""
     last, roles = turns[-1], [turn.role for turn in turns]
-    # A turn more, since some templates write the system turn only inside a user turn.
+    # One more turn, since some templates write the system turn only inside a user turn.
     follower: Role = "assistant" if last.role == "user" else "user"
     followed = _marked([*roles, follower], render, last)
     if not last.closes:
@@ -135,7 +135,7 @@ def _marked(
     marks = [f"\ue000{number}\ue001" for number in range(len(roles))]
     try:
         text = render(list(zip(roles, marks, strict=True)), generate=generate)
-    except Exception as error:  # templates raise whatever they like
+    except Exception as error:  # templates raise any type
         raise _mismatch(turn, f"refuses the turns {', '.join(roles)}: {error}") from error
     parts: list[str] = []
     for role, mark in zip(roles, marks, strict=True):

@@ -155,7 +155,7 @@ def prompt_program(
 _Fits: TypeAlias = Callable[[Any], bool]
 
 _LONGEST_NAME = 60
-_GATHER = "@arguments"  # no name of Python, so that it hides none
+_GATHER = "@arguments"  # no valid name in Python, so that it hides none
 _FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
 _LOOP = ("a loop", "write its rounds out: a schema has a fixed number of modules")
 _ASSIGNMENT = ("an assignment", "compute it before the call, or inside the expression")
@@ -295,7 +295,7 @@ class Translator:
         """Evaluate an expression without parameters."""
         try:
             return eval(self.source.code(value), dict(self.names))
-        except Exception as error:  # whatever the expression raises
+        except Exception as error:  # expressions raise any type
             shown, reason = ast.unparse(value), f"{type(error).__name__}: {error}"
             expected = "use a parameter, or a value that is known when the schema is made"
             problem = f"{shown!r} cannot be evaluated ({reason})"
@@ -326,7 +326,7 @@ class Translator:
                 expected = f"its signature is {program.signature}"
                 raise self.error(f"{program.name!r}: {error}", place, expected) from error
 
-        # Python itself gathers the arguments: the program's place is taken by a function for that.
+        # Python binds the arguments: a function that returns them takes the program's place.
         gather = ast.Call(ast.Name(_GATHER, ast.Load()), call.args, call.keywords)
         code = self.source.code(ast.copy_location(gather, call))
 

@@ -252,7 +252,7 @@ class _Scopes:
         return Piece(kind, whole, text, start, length, start, role, cached, reserved)
 
 
-_END = 1 << 60  # a place after all children
+_END = 1 << 60  # place after all children
 _Entry: TypeAlias = tuple[TreeOrder, Piece]
 
 
@@ -404,7 +404,7 @@ class _Resolution:
     def _fill_gaps(self) -> list[Piece]:
         """Place the new texts. All other pieces have the positions of the layout."""
         crowded: list[Piece] = []
-        position = 0  # where the new texts so far end
+        position = 0  # end of the new texts so far
         for place in sorted(self.new):
             number = bisect_left(self.entries, place, key=itemgetter(0))
             if number:

@@ -48,7 +48,7 @@ def tidy(flow: str) -> str:
 def _dedent(text: str) -> str:
     lines = text.split("\n")
     indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip(WHITE)]
-    low, high = min(indents), max(indents)  # what these two share at the start, all share
+    low, high = min(indents), max(indents)  # all indents share the common start of these two
     shared = 0
     while shared < len(low) and low[shared] == high[shared]:
         shared += 1

@@ -33,7 +33,7 @@ from ragcache_schemas.tree import (
     Union,
 )
 
-_DEPTH = 200  # of trees that programs build; `ScanLimits` holds for texts
+_DEPTH = 200  # limit of trees that programs build; texts have `ScanLimits`
 
 
 def schema_problems(schema: Schema) -> Iterator[PMLError]:

@@ -102,7 +102,7 @@ class _Body:
             self.last.tail = (self.last.tail or "") + text
 
     def break_line(self, depth: int, after_text: bool) -> None:
-        # After text a line break may only be put where the text ends in one already: the rule
+        # After text, a line break is only added if the text already ends in one: the rule
         # makes one line break of any white space with a line break in it.
         if not after_text:
             self.append("\n" + _INDENT * depth)

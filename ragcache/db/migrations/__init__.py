@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 from ragcache.errors import LedgerOfOtherVersion
 
 HEAD = "0.1.0"
-_LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
+_LOCK = 0x7261_6763  # number of the advisory lock in PostgreSQL: "ragc"
 
 
 def revision_of(connection: Connection) -> str | None:
