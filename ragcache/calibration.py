@@ -111,12 +111,10 @@ def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
     )
 
 
-def fit_calibration(
-    examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
-) -> Calibration:
+def fit_calibration(examples: Sequence[CalibrationExample]) -> Calibration:
     """Fit a logistic model of whether an answer is right.
 
-    Its `min_confidence` refuses the share `false_refusals` of the right answers. Raises
+    Its `min_confidence` refuses the share `FALSE_REFUSALS` of the right answers. Raises
     `ConfigurationError` if there are too few examples.
     """
     known = [each for each in examples if each.confidence is not None]
@@ -126,10 +124,10 @@ def fit_calibration(
             f"{right} of {len(known)} answers are right; a calibration takes {FEWEST} right and "
             f"{FEWEST} others: give more questions, or a collection that answers them"
         )
-    return _fit(known, false_refusals)
+    return _fit(known)
 
 
-def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibration:
+def _fit(known: Sequence[CalibrationExample]) -> Calibration:
     """Fit a calibration to examples with a confidence, of which some are right and some wrong."""
     right = np.array([each.right for each in known], dtype=np.float64)
     names = [
@@ -147,18 +145,16 @@ def _fit(known: Sequence[CalibrationExample], false_refusals: float) -> Calibrat
     fitted = Calibration(
         bias, scaled, dict(zip(names, means.tolist(), strict=True)), questions=len(known)
     )
-    return choose_threshold(fitted, known, false_refusals)
+    return choose_threshold(fitted, known)
 
 
 def choose_threshold(
-    calibration: Calibration, examples: Iterable[CalibrationExample],
-    false_refusals: float = FALSE_REFUSALS,
-) -> Calibration:  # fmt: skip
-    """Set the `min_confidence` that refuses this share of the right answers."""
+    calibration: Calibration, examples: Iterable[CalibrationExample]
+) -> Calibration:
+    """Set the `min_confidence` that refuses the share `FALSE_REFUSALS` of the right answers."""
     right = [calibration.confidence(each.evidence) for each in examples if each.right]
-    return replace(
-        calibration, min_confidence=float(np.quantile(right, false_refusals, method="lower"))
-    )
+    least = np.quantile(right, FALSE_REFUSALS, method="lower")
+    return replace(calibration, min_confidence=float(least))
 
 
 def _logistic(values: Floats, right: Floats) -> Floats:
@@ -193,15 +189,13 @@ def judge_by(
     ]
 
 
-def cross_validate(
-    examples: Sequence[CalibrationExample], false_refusals: float = FALSE_REFUSALS
-) -> RefusalReport:
+def cross_validate(examples: Sequence[CalibrationExample]) -> RefusalReport:
     """Report the effect of a calibration on questions that it was not fitted on.
 
     Each fifth of the questions is judged by a calibration of the others. A question is in one fold
     with and without its document. Raises `ConfigurationError` if there are too few examples.
     """
-    fit_calibration(examples, false_refusals)
+    fit_calibration(examples)
     rightly = dict.fromkeys(each.question for each in examples if each.right)
     every = dict.fromkeys([*rightly, *(each.question for each in examples)])
     folds = {question: number % FOLDS for number, question in enumerate(every)}
@@ -209,7 +203,7 @@ def cross_validate(
     for number in range(FOLDS):
         others = [each for each in examples if folds[each.question] != number]
         mine = [each for each in examples if folds[each.question] == number]
-        fitted = _fit([each for each in others if each.confidence is not None], false_refusals)
+        fitted = _fit([each for each in others if each.confidence is not None])
         judged += _refusals(judge_by(fitted, mine), fitted.min_confidence)
     return RefusalReport.of(judged)
 

@@ -58,9 +58,7 @@ class _Decoded:
     pool_bytes: int
 
 
-def bench_decode(
-    setting: DecodeSetting | None = None, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+def bench_decode(setting: DecodeSetting, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Decode the same requests over shared documents and over copies of them, in turn.
 
     Returns:
@@ -70,7 +68,6 @@ def bench_decode(
         private tokens. `scheduler_share` is the share of a step outside the model and the choice of
         tokens.
     """
-    setting = setting or DecodeSetting()
     progress("building the model")
     causal = shaped_causal(setting.shape, setting.dtype)
     states = _states(setting, causal)

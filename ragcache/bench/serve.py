@@ -72,9 +72,7 @@ class LoadPoint:
     §6.1)."""
 
 
-def bench_serve(
-    setting: ServeSetting | None = None, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+def bench_serve(setting: ServeSetting, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Run the same requests at growing rates through one engine in both modes.
 
     The knee is the highest rate at which the normalized latency stays below the limit, interpolated
@@ -82,7 +80,6 @@ def bench_serve(
     in mode `exact`. `knee_ratio_to_exact` is the knee with cached documents over the knee in
     `exact`.
     """
-    setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
     causal = shaped_causal(setting.shape, setting.dtype)
     own = setting.preamble_tokens + setting.each * setting.document_tokens

@@ -38,9 +38,7 @@ class TtftSetting(PromptSetting):
     """Dtype of computation. The weights are bfloat16."""
 
 
-def bench_ttft(
-    setting: TtftSetting | None = None, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+def bench_ttft(setting: TtftSetting, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Run the three ways in turn, and return median seconds and their ratios.
 
     The prompt has the modules in another order than they were encoded in, so that all are moved.
@@ -48,7 +46,6 @@ def bench_ttft(
     `processor` has the same in processor seconds of all threads, which exclude waiting for other
     processes: with one thread they approximate an idle machine.
     """
-    setting = setting or TtftSetting()
     progress("building the model")
     causal = shaped_causal(setting.shape, setting.dtype)
     model = causal.model

@@ -27,7 +27,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ragcache.db.tables import (
-    DEFAULT_NAMESPACE,
     Base,
     CollectionTable,
     DocumentTable,
@@ -149,7 +148,7 @@ def in_collection(statement: Select[*Ts], namespace: str, collection: str) -> Se
     return statement.join(NamespaceTable).where(named)
 
 
-def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
+def collection_id(session: Session, name: str, namespace: str) -> int:
     """Return the id of a collection. Raises `UnknownCollection`, which names the existing ones."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
     named = session.execute(rows.where(NamespaceTable.name == namespace))

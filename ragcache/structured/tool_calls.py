@@ -256,10 +256,10 @@ class ToolCallParser:
         self.rest = left
         return left[:1]
 
-    def begin_call(self, scan: CallScanner | None = None) -> _Call:
+    def begin_call(self) -> _Call:
         """Begin a call. White space before it is left out."""
         self._blank, self._text_emitted = "", False
-        return _Call(scan)
+        return _Call()
 
     def read_object(self, call: _Call, *, needs_arguments: bool = False) -> Steps[bool]:
         """Read the object of a call and emit it. Returns whether it ended before the text did.

@@ -25,10 +25,13 @@ from ragcache_schemas.tree import (
 )
 from ragcache_schemas.validate import validate_schema
 
+QUESTION_TOKENS = 512
+"""Maximum tokens of a question."""
+
 
 def collection_schema(
     name: str, preamble: str, slots: int, collection: str,
-    *, question_lead: str = "", question_length: int = 512, epilogue: str = "",
+    *, question_lead: str = "", epilogue: str = "",
 ) -> Schema:  # fmt: skip
     """Make the schema of a collection: preamble, slots, the parameter `question`, epilogue.
 
@@ -40,7 +43,6 @@ def collection_schema(
         slots: Number of slots.
         collection: Collection whose modules fill the slots.
         question_lead: Text between slots and question.
-        question_length: Maximum tokens of a question.
         epilogue: Text after the question.
 
     Raises:
@@ -49,7 +51,7 @@ def collection_schema(
     if slots < 1:
         raise InvalidAttribute(f"{slots} slots", expected="give 1 or more")
     between = (Slot(str(number + 1), collection) for number in range(slots))
-    question = (Text(question_lead), Parameter("question", question_length))
+    question = (Text(question_lead), Parameter("question", QUESTION_TOKENS))
     return validate_schema(Schema(name, (Text(preamble), *between, *question, Text(epilogue))))
 
 

@@ -384,7 +384,7 @@ class Translator:
                     return number
             return len(codes) if len(branches) > len(codes) else None
 
-        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(place))
+        return BranchStep(tuple(branches), pick, self.source.at(place))
 
     def _match(self, statement: ast.Match, names: ScopeNames) -> BranchStep:
         """Translate `match`.
@@ -413,7 +413,7 @@ class Translator:
                     return number
             return None
 
-        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(statement))
+        return BranchStep(tuple(branches), pick, self.source.at(statement))
 
     def _pattern(self, pattern: ast.pattern) -> _Fits:
         """Return a function that tells whether a value matches `pattern`."""

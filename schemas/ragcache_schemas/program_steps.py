@@ -103,7 +103,6 @@ class BranchStep:
     """Branches. `pick` returns the number of the branch that is taken, or None."""
 
     branches: tuple[Branch, ...]
-    union: bool
     pick: Callable[[Namespace], int | None]
     location: Location
 
@@ -146,7 +145,7 @@ def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
                     Module(branch.name, schema_children(branch.body), location=branch.location)
                     for branch in step.branches
                 )
-                nodes += [Union(modules, location=place)] if step.union else modules
+                nodes += [Union(modules, location=place)] if len(modules) > 1 else modules
             case CallStep():
                 nodes.append(Module(step.name, schema_children(step.program.steps), location=place))
             case TurnStep():
