@@ -1,4 +1,4 @@
-"""Settings of the service and the command line; docs/guides/operate.md lists them.
+"""Settings of the service and the command line; docs/guides/operate.md explains the usual ones.
 
 Each is an option, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in the working folder;
 the first of these counts.

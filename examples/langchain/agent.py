@@ -4,8 +4,8 @@
     python examples/langchain/agent.py MODEL
 
 MODEL is a folder or hub name of a model whose chat template takes tools (Qwen, Llama 3, Mistral);
-the embedded reader's takes none. What the tool returns stands in the next prompt word for word, so
-the documents are read from their states.
+the embedded reader's takes none. The next prompt holds the tool's result word for word, so the
+documents are read from their states.
 """
 
 from __future__ import annotations

@@ -30,8 +30,10 @@ def numbered(documents: list[Document]) -> str:
 
 
 def citation_schema(count: int) -> dict[str, Any]:
-    """The schema of an answer that cites one of so many documents. Its text is bounded: a small
-    model does not end every string by itself."""
+    """Build the schema of an answer that cites one of `count` documents.
+
+    Its text is bounded, because a small model does not end every string by itself.
+    """
     return {
         "title": "Cited",
         "description": "An answer, and the document that says so.",

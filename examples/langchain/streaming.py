@@ -18,7 +18,7 @@ NOTE = Path(__file__).parent.parent / "handbook" / "cold-store.md"
 
 
 async def both(model: ChatRagCache, prompts: list[str]) -> None:
-    """Two streams at once: one ragged batch in the engine."""
+    """Read two streams at once: one ragged batch in the engine."""
 
     async def read(number: int, prompt: str) -> None:
         async for chunk in model.astream(prompt):

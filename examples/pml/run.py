@@ -24,7 +24,7 @@ USE_CASES = ("code-generation", "personalization", "trip-plan")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt, measured. Seconds; `same` is whether both answers are the same text."""
+    """Measurements of one prompt. Times are seconds."""
 
     prompt: str
     tokens: int
@@ -32,6 +32,7 @@ class Row:
     ordinary: float
     cached: float
     same: bool
+    """Whether both answers have the same text."""
 
     @property
     def ratio(self) -> float:
@@ -39,7 +40,7 @@ class Row:
 
 
 def measure(rag: Any, file: Path, runs: int) -> Row:
-    """Runs one prompt both ways in turn; the first pair warms up and does not count."""
+    """Run one prompt both ways in turn; the first pair warms up and does not count."""
     text = file.read_text(encoding="utf-8")
     times: dict[str, list[float]] = {"isolated": [], "exact": []}
     answers: dict[str, Any] = {}
@@ -60,14 +61,14 @@ def measure(rag: Any, file: Path, runs: int) -> Row:
 
 
 def run_folder(rag: Any, folder: Path, runs: int) -> list[Row]:
-    """Adds the schema of a folder and measures its prompts."""
+    """Add the schema of a folder and measure its prompts."""
     schema = folder / "schema.xml"
     rag.schemas.add(schema.read_text(encoding="utf-8"), source=str(schema))
     return [measure(rag, file, runs) for file in sorted(folder.glob("prompt-*.xml"))]
 
 
 def print_rows(folder: Path, rows: Sequence[Row]) -> None:
-    """A table of one use case."""
+    """Print a table of one use case."""
     print(f"\n{folder.name}")
     print(f"  {'prompt':<22}{'tokens':>8}{'cached':>8}{'ordinary':>12}{'cached':>12}{'ratio':>9}")
     for row in rows:
@@ -78,7 +79,7 @@ def print_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the use cases and prints a table for each."""
+    """Measure the use cases and print a table for each."""
     parser = argparse.ArgumentParser(description="TTFT of the paper's use cases.")
     parser.add_argument("folders", nargs="*", type=Path, help="folders with schema.xml and prompts")
     parser.add_argument("--model", help="a model folder or hub name; else the embedded reader")
