@@ -1,4 +1,4 @@
-"""BM25 over the words of modules, in a tantivy index in memory, and how texts become words."""
+"""BM25 search over words, in a tantivy index in memory, and splitting of texts into words."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Ranking = list[tuple[int, float]]
 """Ids of modules with their scores, best first."""
 
 MOST_WORDS, LONGEST_WORD = 64, 64
-"""Words of a query that have a weight, and the characters of one."""
+"""Most words of a query that get a weight, and most characters of such a word."""
 
 BUILT_ANEW = 64
-"""Texts of an index that is built anew at each change, which takes some milliseconds. Its scores
-then are those of an index that never held anything else."""
+"""Most texts of an index that is rebuilt at each change, in some milliseconds. The scores of a
+rebuilt index are exact: deleted texts do not count in its statistics."""
 
-_SATURATION = 2.2  # tantivy's k1 + 1: what a word adds to a score is below its IDF times this
-_HEAP_BYTES = 15_000_000  # the least that tantivy takes for a writer, allocated as it is used
+_SATURATION = 2.2  # tantivy's k1 + 1: a word adds less than its IDF times this to a score
+_HEAP_BYTES = 15_000_000  # the least that tantivy accepts for a writer, allocated on use
 
 
 class BM25Index:
-    """BM25 over texts by their ids: a snapshot, which later updates leave as it is. Thread-safe.
+    """BM25 index over texts by id. A snapshot, which `update` does not change. Thread-safe.
 
-    Words and single Chinese, Japanese and Korean characters are two fields with statistics of
-    their own, so that the length of a text counts its words.
+    Words, and single Chinese, Japanese and Korean characters, are two fields with separate
+    statistics, so that the length of a text is its number of words.
 
     Example:
         >>> index = BM25Index({7: "The boat is moored.", 9: "A red key."})
@@ -55,16 +55,16 @@ class BM25Index:
         split_at_spaces = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.whitespace())
         self._index.register_tokenizer("characters", split_at_spaces.build())
         self._ids: frozenset[int] = frozenset()
-        self._written = 0  # texts since it was built, deleted ones too
+        self._written = 0  # texts since the index was built, including deleted ones
         self._merging: threading.Thread | None = None
         self._write(texts, texts.keys())
 
     def update(self, texts: Mapping[int, str]) -> BM25Index:
-        """A snapshot over other texts, most of them the same; the text of an id never changes.
+        """Return a snapshot over other texts, most of them the same.
 
-        Only the newest snapshot can be updated, by one thread at a time. tantivy counts deleted
-        texts in its statistics until it merges them away, so an index that held more of these
-        than it holds texts is built anew.
+        The text of an id must never change. Only the newest snapshot can be updated, by one thread
+        at a time. tantivy counts deleted texts in its statistics until it merges them away, so the
+        index is rebuilt when more texts were deleted than it has.
         """
         came = texts.keys() - self._ids
         if not came and len(texts) == len(self._ids):
@@ -76,15 +76,18 @@ class BM25Index:
         return other
 
     def _write(self, texts: Mapping[int, str], came: Collection[int]) -> None:
-        """Writes the texts that came and deletes those that are gone. A writer lives for one change
-        only, since it has threads; merging goes on when the change can be searched."""
+        """Add the texts that came, and delete the texts that `texts` lacks.
+
+        A writer has threads, so it lives for one change only. Merging goes on in the background
+        while the change can already be searched.
+        """
         import tantivy
 
         if self._merging is not None:
             self._merging.join()
         writer = self._index.writer(_HEAP_BYTES, num_threads=1)
         gone = self._ids - texts.keys()
-        for number in (gone | set(came)) if self._written else ():  # also what an error left there
+        for number in (gone | set(came)) if self._written else ():  # also texts that an error left
             writer.delete_documents_by_term("id", number)
         for number in sorted(came):
             document = tantivy.Document()
@@ -100,13 +103,15 @@ class BM25Index:
         self._merging.start()
 
     def search(self, query: str, limit: int, allowed: Collection[int] | None = None) -> Ranking:
-        """Texts that share a word with a query, by their BM25 scores, best first. Chinese, Japanese
-        and Korean are compared by pairs of characters, a single one by itself.
+        """Find texts that share a word with a query, best BM25 score first.
+
+        Chinese, Japanese and Korean are compared by pairs of characters, or by a single character
+        that is alone.
 
         Args:
             query: Any text.
             limit: The most texts to return.
-            allowed: Ids of the texts that may be found. By default all may.
+            allowed: Ids of the texts that may be found. Defaults to all.
         """
         import tantivy
 
@@ -126,12 +131,12 @@ class BM25Index:
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:limit]
 
     def word_weights(self, query: str) -> dict[str, float]:
-        """The most that each word of a query can add to the score of a text: its inverse document
-        frequency, times that of endless repetition.
+        """Return the most that each word of a query can add to the score of a text.
 
-        A word that no text has counts as one of a single text: among few texts, whose words are all
-        frequent, unknown words would outweigh these. Of a long query the `MOST_WORDS` words that
-        count most are returned, without very long ones, since they travel to replicas.
+        The bound is the score of a text that repeats the word without end. A word that no text
+        contains gets the weight of a word in one text: among few texts, unknown words would
+        otherwise outweigh all known ones. Since weights travel to replicas, only the `MOST_WORDS`
+        heaviest words are returned, without words over `LONGEST_WORD` characters.
         """
         weights: defaultdict[str, float] = defaultdict(float)
         for field, word in _fields(query):
@@ -146,7 +151,7 @@ class BM25Index:
 
 
 def _fields(query: str) -> list[tuple[str, str]]:
-    """The words of a query, each with the field of the index that it is looked up in."""
+    """Return the words of a query, each after the field of the index that contains it."""
     lone = (w for w in _WORD.findall(query) if len(w) == 1 and _IDEOGRAPHS.match(w))
     return [*(("words", w) for w in terms(query)), *(("characters", c) for c in lone)]
 
@@ -163,7 +168,7 @@ STOP_WORDS = frozenset(
 
 @cache
 def _analyzer() -> tantivy.TextAnalyzer:
-    """Splits at what is neither letter nor digit, drops stop words and stems (Snowball)."""
+    """Return tantivy's analyzer for words: letters and digits, no stop words, Snowball stems."""
     from tantivy import Filter, TextAnalyzerBuilder, Tokenizer
 
     steps = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.lowercase())
@@ -172,13 +177,15 @@ def _analyzer() -> tantivy.TextAnalyzer:
 
 
 def terms(text: str) -> list[str]:
-    """Stemmed words without stop words; Chinese, Japanese and Korean as pairs of characters."""
+    """Split a text into stems without stop words, and Chinese, Japanese and Korean into pairs."""
     return _analyzer().analyze(_spaced(text))
 
 
 def _spaced(text: str) -> str:
-    """A text with its Chinese, Japanese and Korean words as pairs of characters, with spaces.
-    Lone surrogates, which tantivy refuses, become question marks and so part of no word."""
+    """Write Chinese, Japanese and Korean words as pairs of characters between spaces.
+
+    tantivy refuses lone surrogates: they become question marks, which are part of no word.
+    """
     text = text.encode(errors="replace").decode()
     if not _IDEOGRAPHS.search(text):
         return text
@@ -193,5 +200,5 @@ def _pairs(found: re.Match[str]) -> str:
 
 
 def characters(text: str) -> list[str]:
-    """The Chinese, Japanese and Korean characters of a text, one by one."""
+    """List the Chinese, Japanese and Korean characters of a text."""
     return [character for run in _IDEOGRAPHS.findall(text) for character in run]

@@ -1,4 +1,4 @@
-"""The built-in embedder, all-MiniLM-L6-v2 without a download, and sentence-transformers'."""
+"""Embedders: the built-in all-MiniLM-L6-v2, and models of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import MINILM_PACKAGE, check_embedding
 from ragcache.errors import ModelNotFound
 
-_MINILM_TOKENS = 256  # the longest text of the model's training (its `max_seq_length`)
+_MINILM_TOKENS = 256  # the model's `max_seq_length`: longest text of its training
 
 
 class MiniLM(Embeddings):
-    """all-MiniLM-L6-v2, 384 dimensions, from a Python package that contains its weights; loaded at
-    its first text. Thread-safe. Raises `MissingExtra`."""
+    """all-MiniLM-L6-v2, with 384 dimensions, from a Python package that contains its weights.
+
+    The model is loaded at the first text. Thread-safe.
+
+    Raises:
+        MissingExtra: The package is not installed.
+    """
 
     def __init__(self) -> None:
         check_embedding("minilm")
@@ -35,8 +40,11 @@ class MiniLM(Embeddings):
         return self.embed_documents([text])[0]
 
     def _mean_states(self, texts: list[str]) -> list[list[float]]:
-        """The mean of the last layer's states, as unit vectors [N, D] (the model's modules.json).
-        transformers alone takes a tenth of the time that sentence-transformers takes to import."""
+        """Return the mean of the last layer's states for each text, as unit vectors [N, D].
+
+        The model's modules.json defines it so. Importing transformers alone takes a tenth of the
+        time of importing sentence-transformers.
+        """
         import torch
 
         if self._loaded is None:
@@ -69,7 +77,7 @@ def _load_minilm() -> tuple[Any, Any]:
 
 
 class SentenceEmbedder(Embeddings):
-    """A model of sentence-transformers (extra `sentence-transformers`). Thread-safe.
+    """An embedding model of sentence-transformers (extra of that name). Thread-safe.
 
     Args:
         model: A folder or a hub name, such as `BAAI/bge-small-en-v1.5`.

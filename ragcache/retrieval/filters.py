@@ -1,11 +1,11 @@
-"""Metadata filters: conditions on the documents that a search may find.
+"""Metadata filters: conditions on documents in a search.
 
     {"year": 2024}                                equality
     {"year": {"$gte": 2020, "$lt": 2025}}         all operators must hold
     {"$or": [{"team": "ops"}, {"team": {"$exists": False}}]}
 
-The operators are those of MongoDB's query language: `$eq $ne $in $nin $gt $gte $lt $lte $exists`
-of a key, `$and $or $not` of filters, and `$not` of a key's operators.
+The operators come from MongoDB's query language: `$eq $ne $in $nin $gt $gte $lt $lte $exists $not`
+on the value of a key, and `$and $or $not` on whole filters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ragcache.errors import InvalidRequest
 Filters = Mapping[str, Any]
 Attributes = Mapping[str, Any]
 Test = Callable[[Attributes], bool]
-"""Decides whether a document with these attributes passes."""
+"""Tells whether a document with these attributes passes."""
 
-_DEPTH = 32  # of nesting
+_DEPTH = 32  # most levels of nesting
 _ABSENT = object()
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le,
@@ -31,12 +31,14 @@ _JUNCTIONS = ("$and", "$or", "$not")
 
 
 def compile_filters(filters: Filters | None) -> Test | None:
-    """Compiles filters to a test of attributes; None where every document passes.
+    """Compile filters to a test of attributes. Without a condition there is no test.
 
-    A list in the attributes equals each value that it contains. An absent key equals nothing, so
-    `$ne` and `$nin` hold for it. Values of different kinds (text, number, boolean) are neither
-    equal nor ordered; dates compare as ISO 8601 text. Raises `InvalidRequest` where an operator is
-    unknown, or its operand cannot be used.
+    A list in the attributes equals each value that it contains. A missing key equals nothing, so
+    `$ne` and `$nin` accept it. Values of different kinds (text, number, boolean) are neither equal
+    nor ordered. Dates compare as ISO 8601 text.
+
+    Raises:
+        InvalidRequest: An operator is unknown, or its operand cannot be used.
 
     Example:
         >>> recent = compile_filters({"year": {"$gte": 2020}})
@@ -77,7 +79,7 @@ def _one(key: Any, wanted: Any, depth: int) -> Test:
 
 
 def _values(key: str, wanted: Any, depth: int) -> Callable[[Any], bool]:
-    """A test of a key's value, which may be `_ABSENT`."""
+    """Compile the condition of one key to a test of its value, which may be `_ABSENT`."""
     if not isinstance(wanted, Mapping):
         return _operator(key, "$eq", wanted, depth)
     if not wanted:
@@ -141,5 +143,5 @@ def _same(value: Any, wanted: Any) -> bool:
 
 
 def _kind(value: Any) -> type:
-    """The kind within which values compare: all numbers of JSON are one, and true is not 1."""
+    """Return the kind within which values compare. All numbers are one kind, without booleans."""
     return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)

@@ -1,8 +1,7 @@
-"""The indexes of collections, in memory, which follow the catalog.
+"""Search indexes of collections, in memory, which follow the catalog.
 
-The catalog is the truth. A question brings the index of its collection up to date before it
-searches, whoever has changed the collection; texts without a vector are embedded by a thread in
-the background.
+Before a search, the index of its collection applies all changes in the catalog, from any process.
+Texts without a vector are embedded by a background thread.
 """
 
 from __future__ import annotations
@@ -35,60 +34,71 @@ if TYPE_CHECKING:  # slow to import, and sparse search does without
 _log = logging.getLogger(__name__)
 
 EMBEDDED_AT_ONCE = 8
-"""Modules without a vector that are embedded within a question. More of them are found by their
-words until they are embedded in the background."""
+"""Most modules without a vector that a question embeds. If there are more, they are embedded in the
+background, and found by their words until then."""
 
 _EMBED_BATCH = 64
-_EMBEDDED_IN_TURN = 32  # texts, until other collections have their turn
+_EMBEDDED_IN_TURN = 32  # texts of a collection, before other collections have their turn
 _EXIT_SECONDS = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure; each twice the last
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure, doubled each time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectionIndex:
-    """A collection at one version: its modules by id, their words, and the vectors of modules that
-    have one. vectors is None until the collection is searched by vectors."""
+    """The index of a collection at one version."""
 
     version: CollectionVersion
     modules: Mapping[int, ModuleRow]
+    """Modules by id."""
     words: BM25Index
     vectors: VectorIndex | None = None
+    """Vectors of the modules that have one. Built by the first search by vectors."""
 
     @property
     def missing(self) -> int:
-        """The number of modules without a vector, which a search by vectors cannot find."""
+        """Number of modules without a vector, which a search by vectors cannot find."""
         return len(self.modules) - (0 if self.vectors is None else len(self.vectors.ids))
 
     def without_vectors(self) -> list[ModuleRow]:
-        """The modules without a vector."""
+        """List the modules without a vector."""
         known = frozenset[int]() if self.vectors is None else self.vectors.ids
         return [row for number, row in self.modules.items() if number not in known]
 
 
 class CollectionIndexes:
-    """The indexes of one embedder's collections. Thread-safe.
+    """The indexes of all collections for one embedder. Thread-safe.
 
-    A change by any process is applied by the next question (`observe`), in milliseconds. Threads
-    that need the same first index wait for one of them to build it. More than `EMBEDDED_AT_ONCE`
-    modules without a vector are embedded in the background. Where that fails, a question tries it
-    again after a pause, of a second at first and of a minute at most.
-
-    embedder: Embeds modules; None indexes words only. vectors: Where their vectors are kept.
+    The next question (`observe`) applies changes of any process, in milliseconds. If several
+    threads need the first index of a collection, one builds it and the others wait. More than
+    `EMBEDDED_AT_ONCE` modules without a vector are embedded in the background. After a failure, a
+    question starts that again after a pause of a second at first and a minute at most.
     """
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None, vectors: Vectors | None
     ) -> None:
+        """Index the collections of a catalog.
+
+        Args:
+            catalog: The catalog.
+            embedder: Embeds modules. Without one, only words are indexed.
+            vectors: Stores the vectors of the embedder.
+        """
         self.embedder = embedder
         self._catalog, self._stored = catalog, vectors
         self._indexes: dict[str, CollectionIndex] = {}
         self._changing: dict[str, threading.Lock] = {}  # held to change an entry of `_indexes`
-        self._embedding: dict[str, threading.Lock] = {}  # held to embed aside; taken first
+        self._embedding: dict[str, threading.Lock] = {}  # held to embed; taken first
         self._background = _Background(self._build)
 
     def observe(self, collection: str) -> CollectionVersion:
-        """Return the version of a collection, and apply the changes since its index was made, read
-        in the same snapshot. Raises `UnknownCollection`."""
+        """Return the version of a collection, and apply the changes since its index was made.
+
+        Version and changes come from the same snapshot.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+        """
         before = self._indexes.get(collection)
         if before is None:
             return self._catalog.version(collection)
@@ -108,9 +118,9 @@ class CollectionIndexes:
 
         Args:
             collection: Its name.
-            version: What `observe` returned.
-            dimension: D of the query's vector. The index then has the vectors of that length that
-                there are, embedding a few missing ones. By default vectors are left as they are.
+            version: The result of `observe`.
+            dimension: D of the query's vector. The index then has all stored vectors of that
+                length, and embeds a few missing ones. By default vectors stay as they are.
         """
         index = self._indexes.get(collection)
         if index is None or not index.version.covers(version):
@@ -125,21 +135,24 @@ class CollectionIndexes:
         return index
 
     def update(self, collection: str) -> None:
-        """Apply a change to the index of a collection, if it has one, so that no question has to.
-        Where the ledger does not answer, the next question does it."""
+        """Apply a change to the index of a collection if it is built, so that no question has to.
+
+        If the ledger does not answer, the next question applies the change.
+        """
         if collection in self._indexes:
             with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
                 self.observe(collection)
 
     def prepare(self, collection: str) -> None:
-        """Have the first index of a collection built in the background, with its vectors. Returns
-        at once."""
+        """Start to build the first index of a collection in the background, with its vectors."""
         if collection not in self._indexes:
             self._background.request(collection)
 
     def embed_some(self, collection: str) -> None:
-        """Embed some modules of a collection that have no vector, and index their vectors. One
-        thread at a time does, and others find it done."""
+        """Embed some modules of a collection that have no vector, and index their vectors.
+
+        One thread at a time embeds; the others wait and find it done.
+        """
         with self._embedding.setdefault(collection, threading.Lock()):
             index = self.index_at(collection, self.observe(collection))
             if self.embedder is None or not index.modules:
@@ -158,7 +171,7 @@ class CollectionIndexes:
                 self._background.request(collection)
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Embed stripped texts: [N, D] float32; None without an embedder."""
+        """Embed stripped texts as vectors [N, D] float32, if there is an embedder."""
         if self.embedder is None:
             return None
         rows: list[list[float]] = []
@@ -171,7 +184,7 @@ class CollectionIndexes:
         return self._changing.setdefault(collection, threading.Lock())
 
     def _read(self, collection: str, version: CollectionVersion) -> CollectionIndex:
-        """Read what the index of a collection lacks at the version; all of a new collection."""
+        """Read the modules that the index of a collection lacks at a version, and add them."""
         with self._lock(collection):
             before = self._indexes.get(collection)
             if before is not None and before.version.covers(version):
@@ -187,7 +200,7 @@ class CollectionIndexes:
     def _updated(
         self, collection: str, before: CollectionIndex | None, contents: Contents
     ) -> CollectionIndex:
-        """The index with what has changed since; a new one without one before."""
+        """Return an index of new contents, made from the previous one if there is one."""
         modules = {row.id: row for row in contents.modules}
         texts = {number: row.text for number, row in modules.items()}
         if before is None:
@@ -202,9 +215,12 @@ class CollectionIndexes:
     def _with_vectors(
         self, collection: str, dimension: int, made: Mapping[int, np.ndarray] | None = None
     ) -> CollectionIndex:
-        """Index the vectors of one length: those of the index before or else stored ones, and those
-        that were made for it. By default missing ones are made where they are few. An embedder that
-        changed under its name leaves vectors of another length."""
+        """Add vectors of one length to the index of a collection.
+
+        They are the vectors of the index, or else stored ones, and `made`. By default a few missing
+        vectors are made now. An embedder that changed under its name leaves vectors of another
+        length, which are not used.
+        """
         with self._lock(collection):
             index = self._indexes[collection]
             vectors = index.vectors
@@ -225,7 +241,7 @@ class CollectionIndexes:
             return index
 
     def _dimension(self, collection: str, index: CollectionIndex) -> int | None:
-        """D of an index's vectors or of stored ones; None where no module has a vector."""
+        """Return D of the vectors in the index or the ledger, if any module has a vector."""
         if index.vectors is not None:
             return index.vectors.dimension
         stored = {} if self._stored is None else self._stored.read_vectors(collection)
@@ -234,7 +250,7 @@ class CollectionIndexes:
     def _stored_vectors(
         self, collection: str, dimension: int | None, modules: Sequence[int] | None = None
     ) -> dict[int, np.ndarray]:
-        """Read stored vectors [dimension] of modules by id, by default of all in a collection."""
+        """Read the stored vectors [dimension] of modules by id. Defaults to all of a collection."""
         if self._stored is None or dimension is None or modules == []:
             return {}
         stored = self._stored.read_vectors(collection, modules)
@@ -243,8 +259,11 @@ class CollectionIndexes:
     def _embed_modules(
         self, modules: Sequence[ModuleRow], dimension: int | None
     ) -> dict[int, np.ndarray]:
-        """Embed modules, and store their vectors [D]. Raises `ConfigurationError` where D is not
-        the dimension that is given."""
+        """Embed modules, and store their vectors [D].
+
+        Raises:
+            ConfigurationError: D is not the expected dimension.
+        """
         found: dict[int, np.ndarray] = {}
         for start in range(0, len(modules), EMBEDDED_AT_ONCE):
             if self._background.ended:
@@ -264,8 +283,10 @@ class CollectionIndexes:
         return found
 
     def _build(self, collection: str) -> bool:
-        """Run `embed_some` in the background, and log errors: words still find the modules. Returns
-        whether it succeeded."""
+        """Run `embed_some` and return whether it succeeded.
+
+        Errors are logged, since searches by words still find the modules.
+        """
         try:
             self.embed_some(collection)
         except (EngineClosed, UnknownCollection):
@@ -280,14 +301,12 @@ class CollectionIndexes:
 
 
 class _Background:
-    """Calls `build` for collections, one after another, in a thread that lives while there are
-    some. Thread-safe.
+    """A thread that calls `build` for one requested collection after another. Thread-safe.
 
-    A collection that is requested meanwhile gets its turn again. One that could not be built, for
-    which `build` returns False, is refused until a pause is over, which each failure doubles. At
-    exit the thread is awaited: PyTorch aborts a process whose threads are killed within it.
-
-    ended: Whether the process ends.
+    The thread lives while there are requests. A collection that is requested again during its build
+    is built again. If `build` returns False, requests for the collection are ignored during a
+    pause, which doubles with each failure. At exit the thread is awaited: PyTorch aborts a process
+    whose threads are killed in its code.
     """
 
     def __init__(self, build: Callable[[str], bool]) -> None:
@@ -296,10 +315,11 @@ class _Background:
         self._requested: dict[str, None] = {}  # in the order of requests
         self._thread: threading.Thread | None = None
         self.ended = False
+        """Whether the process ends."""
         self._guard = threading.Lock()
 
     def request(self, collection: str) -> None:
-        """Have a collection built soon, at most once for all requests until that begins."""
+        """Request a build. Requests before the build begins count as one."""
         with self._guard:
             until, _ = self._pauses.get(collection, (0.0, 0.0))
             if self.ended or time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The embedder and the reranker that options name; nothing heavy is imported before their use."""
+"""Embedders and rerankers from options. Heavy libraries are imported at their first use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ WORDS_ONLY = (
 
 
 def resolve_embedder(embedding: Embeddings | str | None) -> Embeddings | None:
-    """The embedder of an option `embedding`; None for `none` and None.
+    """Return the embedder of an option `embedding`.
 
-    `auto` is `minilm`; where that is not installed, one warning of the process says so, and
-    documents are found by their words. Raises `ConfigurationError`, `MissingExtra` or
-    `ModelNotFound`.
+    Args:
+        embedding: An embedder, `minilm`, or a folder or hub name. `none` gives no embedder. `auto`
+            is `minilm`; if that is not installed, a warning is logged once and there is no
+            embedder, so documents are found by their words.
+
+    Raises:
+        ConfigurationError: The option is neither a name nor a folder.
+        MissingExtra: A package is not installed.
+        ModelNotFound: The model cannot be loaded.
     """
     if embedding is None or embedding == "none":
         return None
@@ -44,7 +50,7 @@ def resolve_embedder(embedding: Embeddings | str | None) -> Embeddings | None:
 
 
 def has_minilm() -> bool:
-    """Whether the embedder `minilm` is installed. Nothing is imported."""
+    """Tell whether the embedder `minilm` is installed, without importing it."""
     return find_spec(MINILM_PACKAGE) is not None
 
 
@@ -55,11 +61,10 @@ def _warn_once() -> None:
 
 @runtime_checkable
 class Reranker(Protocol):
-    """Scores how well texts answer a query (Nogueira and Cho, 2019). Calls come from any number of
-    threads."""
+    """Scores how well texts answer a query (Nogueira and Cho, 2019). Must be thread-safe."""
 
     def score_texts(self, query: str, texts: Sequence[str]) -> Sequence[float]:
-        """A score from 0 to 1 for each text; higher is better."""
+        """Return a score for each text, 0 to 1; higher is better."""
         ...
 
 
@@ -69,10 +74,10 @@ class CrossEncoderReranker:
 
     Args:
         model: A folder or a hub name, such as `cross-encoder/ms-marco-MiniLM-L6-v2`.
-        device: Where it runs.
+        device: PyTorch device of the model.
 
     Raises:
-        ConfigurationError: It is neither a folder nor a hub name, or has several logits.
+        ConfigurationError: `model` is neither a folder nor a hub name, or has several logits.
         MissingExtra: sentence-transformers is not installed.
         ModelNotFound: The model is not on this machine and cannot be fetched.
     """
@@ -107,6 +112,8 @@ class CrossEncoderReranker:
 
 
 def resolve_reranker(reranker: Reranker | str | None) -> Reranker | None:
-    """The reranker of an option: itself, or the cross-encoder of a folder or hub name. Raises as
-    `CrossEncoderReranker`."""
+    """Return the reranker of an option: the object itself, or a named `CrossEncoderReranker`.
+
+    Raises the errors of `CrossEncoderReranker`.
+    """
     return CrossEncoderReranker(reranker) if isinstance(reranker, str) else reranker

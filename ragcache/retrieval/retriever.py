@@ -1,7 +1,7 @@
-"""The retriever: a question in, the modules that answer it best out.
+"""The retriever, which finds the modules that answer a question best.
 
-Sparse search is BM25 over words, dense search the cosine of embeddings, hybrid search both, fused
-by reciprocal rank.
+Sparse search is BM25 over words. Dense search is the cosine similarity of embeddings. Hybrid search
+fuses the two by reciprocal rank.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:  # slow to import, and sparse search does without
 
 
 class HeldOutSearch(SearchParams):
-    """A search that leaves documents out, such as those that a calibration is tested without."""
+    """A search that leaves documents out, so that a question can have no answer."""
 
     left_out: frozenset[str] = frozenset()
-    """Ids of the documents that are not found."""
+    """Ids of the documents to leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was found."""
+    """A module that a search found."""
 
     module: ModuleRow
     score: float
@@ -63,7 +63,7 @@ class Selection:
     rerank_seconds: float = field(default=0.0, compare=False)
     """Seconds that the reranker took."""
     words: Mapping[str, float] | None = field(default=None, compare=False)
-    """Upper bound of each query word's part of a BM25 score. None for a search by vectors only."""
+    """Most that each query word can add to a BM25 score. Not set by a dense search."""
     best_bm25: tuple[float, ...] = field(default=(), compare=False)
     """The two best BM25 scores, including modules below the threshold."""
 
@@ -71,14 +71,14 @@ class Selection:
 class Retriever:
     """Searches the collections of one catalog. Thread-safe: searches run in parallel.
 
-    The next question finds what any process has stored, and never what any has deleted
-    (`CollectionIndexes`). Hybrid searches find modules that have no vector yet by their words;
-    dense searches wait until these are embedded.
+    A question finds everything that any process has stored before it, and nothing that any process
+    has deleted (`CollectionIndexes`). A hybrid search finds modules without a vector by their
+    words. A dense search waits until they are embedded.
 
     Attributes:
-        embedder: Embeds queries. Without one, searches go by words.
-        reranker: Orders what was found.
-        indexes: The indexes of the collections, which also embed modules.
+        embedder: Embeds queries. Without one, all searches are sparse.
+        reranker: Orders the best candidates again.
+        indexes: Indexes of the collections, which also embed modules.
     """
 
     def __init__(
@@ -89,22 +89,27 @@ class Retriever:
         self.indexes = CollectionIndexes(catalog, embedder, vectors)
 
     def using(self, embedder: Embeddings) -> Retriever:
-        """A retriever with another embedder of the same name, sharing vectors and indexes."""
+        """Return a retriever with another embedder of the same name, for the same indexes."""
         other = copy(self)
         other.embedder = self.indexes.embedder = embedder
         return other
 
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
-        """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
-        without an embedder, or `ConfigurationError` where its vectors differ in length."""
+        """Search a collection.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+            InvalidRequest: A dense search has no embedder, or a filter is invalid.
+            ConfigurationError: The vectors of query and modules differ in length.
+        """
         wanted = compile_filters(params.filters)
-        version = self.indexes.observe(collection)  # one that is unknown costs no embedding
+        version = self.indexes.observe(collection)  # before an embedding is paid for
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params, wanted, version)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
-        """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
+        """Search a collection as `retrieve`, awaiting the embedder and a thread for the search."""
         wanted = compile_filters(params.filters)
         version = await asyncio.to_thread(self.indexes.observe, collection)
         embedder = self._embedder_for(params)
@@ -116,8 +121,10 @@ class Retriever:
     def retrieve_by_vector(
         self, vector: Sequence[float], collection: str, params: SearchParams
     ) -> Selection:
-        """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
-        vector of another length."""
+        """Search a collection by the vector [D] of a query.
+
+        Raises the errors of `retrieve`.
+        """
         self._check_embedder()
         version = self.indexes.observe(collection)
         wanted = compile_filters(params.filters)
@@ -172,7 +179,7 @@ class Retriever:
     def _rescored(
         self, query: str, ranking: Ranking, index: CollectionIndex, params: SearchParams
     ) -> dict[int, float]:
-        """The reranker's scores of the first candidates; empty without a reranker or a text."""
+        """Score the first candidates with the reranker, if there is one and the query has text."""
         if self.reranker is None or not params.rerank or not ranking or not query:
             return {}
         numbers = [number for number, _ in ranking[: max(params.rerank, params.k)]]
@@ -191,8 +198,10 @@ def _rank(
     params: SearchParams,
     wanted: Test | None,
 ) -> tuple[Ranking, dict[int, float], dict[int, float]]:
-    """The candidates, and what they score by words and by vectors. Filters apply before the cut to
-    `depth`, so they cost no hits."""
+    """Return the candidates, and their scores by words and by vectors.
+
+    Filters apply before the cut to `depth`, so they cost no hits.
+    """
     left_out = params.left_out if isinstance(params, HeldOutSearch) else frozenset[str]()
     allowed = _allowed(index.modules, wanted, left_out)
     sparse: Ranking = []
@@ -208,8 +217,10 @@ def _rank(
 
 
 def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Ranking:
-    """The hits of which one score is at least a share of the best one of its kind, and the first
-    hit. Fused scores count ranks and say nothing of that."""
+    """Keep the first hit, and hits that score at least a share of the best score of a kind.
+
+    Fused scores are no such kind: they count ranks.
+    """
     if not share or not ranking:
         return ranking
     kept = {ranking[0][0]}
@@ -222,7 +233,7 @@ def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Rankin
 def _allowed(
     modules: Mapping[int, ModuleRow], wanted: Test | None, left_out: frozenset[str]
 ) -> set[int] | None:
-    """The ids of the modules that may be found; None where all may."""
+    """Return the ids of the modules that may be found, if not all may."""
     if wanted is None and not left_out:
         return None
     return {
@@ -232,9 +243,11 @@ def _allowed(
 
 
 def _diverse(ranking: Ranking, index: CollectionIndex, params: SearchParams) -> list[int]:
-    """The places that MMR selects, in order. Relevance is the cosine, or else the score as a
-    share of the best one; similarity is the cosine of vectors or, where some have none, the overlap
-    of words."""
+    """Return the places in the ranking that MMR selects, in order.
+
+    Relevance is the cosine, or else the score as a share of the best score. Similarity is the
+    cosine of vectors or, if some modules have none, the overlap of words.
+    """
     if not ranking or params.mmr is None:
         return []
     relevance = np.array([score for _, score in ranking])
@@ -250,8 +263,10 @@ def _diverse(ranking: Ranking, index: CollectionIndex, params: SearchParams) -> 
 
 
 class Retrievers:
-    """The retrievers of a namespace, one for each embedder. Thread-safe; embedders of one name
-    share vectors and index."""
+    """The retrievers of a namespace, one for each embedder. Thread-safe.
+
+    Embedders of the same name share vectors and indexes.
+    """
 
     def __init__(
         self, catalog: Catalog, database: Database, embedder: Embeddings | None,
@@ -266,8 +281,10 @@ class Retrievers:
         )  # fmt: skip
 
     def retriever_for(self, embedder: Embeddings | None = None) -> Retriever:
-        """The retriever of an embedder; without one, that of the namespace's own embedder, or a
-        sparse one."""
+        """Return the retriever of an embedder.
+
+        Without one, it has the namespace's own embedder, or searches by words.
+        """
         if embedder is None:
             return self._first
         name = embedder_name(embedder)
@@ -282,7 +299,7 @@ class Retrievers:
 
 
 def embedder_name(embedder: Embeddings) -> str:
-    """The name of an embedder's vectors in the database: its class and, if known, its model."""
+    """Name an embedder's vectors in the ledger by its class and, if known, its model."""
     model = getattr(embedder, "model_name", None) or getattr(embedder, "model", None)
     kind = f"{type(embedder).__module__}.{type(embedder).__qualname__}"
     return f"{kind}:{model}" if isinstance(model, str) else kind

@@ -1,4 +1,4 @@
-"""Search by vectors, the fusion of rankings, and maximal marginal relevance."""
+"""Search by vectors, fusion of rankings, and maximal marginal relevance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ragcache.retrieval.bm25 import Ranking
 
 
 class VectorIndex:
-    """Modules by the cosine similarity of their vectors, in FAISS. Never changes; thread-safe.
+    """FAISS index for cosine similarity of modules. Immutable and thread-safe.
 
     Args:
-        ids: The modules, [N] int64.
-        vectors: Their vectors of any length, [N, D] float32.
+        ids: Ids of the modules, [N] int64.
+        vectors: Their vectors, [N, D] float32, which need not be unit vectors.
     """
 
     def __init__(self, ids: np.ndarray, vectors: np.ndarray) -> None:
@@ -27,11 +27,11 @@ class VectorIndex:
 
     @classmethod
     def of(cls, vectors: Mapping[int, np.ndarray], dimension: int) -> VectorIndex:
-        """Index vectors, [dimension] each, by the ids of their modules."""
+        """Index vectors [dimension] by the ids of their modules."""
         return cls(*_matrix(vectors, dimension))
 
     def update(self, modules: Collection[int], came: Mapping[int, np.ndarray]) -> VectorIndex:
-        """Index those of these vectors whose modules there still are, and others that came."""
+        """Return an index without vectors of deleted modules, and with vectors that came."""
         there = self.ids & set(modules)
         if not came and len(there) == len(self.ids):
             return self
@@ -44,12 +44,12 @@ class VectorIndex:
     def search(
         self, vector: np.ndarray, limit: int, allowed: Collection[int] | None = None
     ) -> Ranking:
-        """Modules by their cosine similarity to a query, best first.
+        """Find modules by the cosine similarity to a query, best first.
 
         Args:
-            vector: The query, [D] of any length.
+            vector: The query [D], which need not be a unit vector.
             limit: The most modules to return.
-            allowed: Ids of the modules that may be found. By default all may.
+            allowed: Ids of the modules that may be found. Defaults to all.
         """
         import faiss
 
@@ -67,13 +67,13 @@ class VectorIndex:
         return [(number, score) for number, score in pairs if number >= 0]
 
     def vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Unit vectors [N, D] of modules that have one."""
+        """Return the unit vectors [N, D] of modules that have one."""
         rows: np.ndarray = self._index.reconstruct_batch(np.asarray(ids, dtype=np.int64))
         return rows
 
 
 def _matrix(vectors: Mapping[int, np.ndarray], dimension: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [N] and vectors [N, D]."""
+    """Return the ids [N] and vectors [N, D] as arrays."""
     ids = np.fromiter(vectors, dtype=np.int64, count=len(vectors))
     rows = np.array(list(vectors.values()), dtype=np.float32)
     return ids, rows.reshape(len(vectors), dimension)
@@ -86,11 +86,11 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 RANK_CONSTANT = 60
-"""k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
+"""Constant k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
 
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """Fuses rankings: (id, sum of 1 / (RANK_CONSTANT + rank)), best first; ties by id."""
+    """Fuse rankings of ids by the sum of `1 / (RANK_CONSTANT + rank)`, best first; ties by id."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, number in enumerate(ranking, start=1):
@@ -99,12 +99,22 @@ def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
 
 
 def select_by_mmr(relevance: np.ndarray, similarity: np.ndarray, k: int, mmr: float) -> list[int]:
-    """Selects `k` of N candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR
-    1998): the most relevant one, then repeatedly the one with the largest
+    """Select `k` of N candidates by maximal marginal relevance.
+
+    The first is the most relevant one. Each next one has the largest
 
         (1 - mmr) * relevance - mmr * (largest similarity to a selected one)
 
-    relevance: [N]; similarity: [N, N], both on the scale of a cosine. Ties go to the first.
+    (Carbonell and Goldstein, SIGIR 1998). Ties go to the first.
+
+    Args:
+        relevance: Relevance of each candidate [N], on the scale of a cosine.
+        similarity: Similarity of each pair of candidates [N, N], on the same scale.
+        k: Number of candidates to select.
+        mmr: Weight of diversity, 0 to 1.
+
+    Returns:
+        Places of the selected candidates, in order of selection.
     """
     if not len(relevance) or k < 1:
         return []
@@ -119,7 +129,7 @@ def select_by_mmr(relevance: np.ndarray, similarity: np.ndarray, k: int, mmr: fl
 
 
 def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:
-    """Similarity [N, N] of texts: the Jaccard index of their sets of words."""
+    """Return the similarity [N, N] of texts: the Jaccard index of their sets of words."""
     words = [set(text) for text in texts]
     rows = [[len(a & b) / max(1, len(a | b)) for b in words] for a in words]
     return np.array(rows).reshape(len(words), len(words))

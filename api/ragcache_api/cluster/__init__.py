@@ -1,1 +1,1 @@
-"""Several replicas of the service behind a gateway, which routes requests by cached states."""
+"""Replicas of the service behind a gateway, which routes requests by cached states."""

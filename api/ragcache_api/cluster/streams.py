@@ -22,7 +22,7 @@ _GREEDY_BELOW = 1e-5
 
 
 def is_resumable(body: AnsweredRequest | None) -> bool:
-    """Tell whether another replica can continue a stream: it is greedy, with one choice of text."""
+    """Tell whether another replica can continue a stream: greedy, one choice, text only."""
     if body is None or not body.stream or body.temperature >= _GREEDY_BELOW or body.n > 1:
         return False
     return not body.logprobs and not (isinstance(body, ChatRequest) and body.tools)

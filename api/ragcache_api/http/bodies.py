@@ -351,7 +351,7 @@ def unsupported(field: str, detail: str = "") -> HTTPProblem:
 
 
 def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
-    """Return a call for chat templates, which take arguments as an object instead of JSON text."""
+    """Return a call for chat templates, which take arguments as an object, not as text."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:

@@ -71,7 +71,7 @@ class LocalFiles(StaticFiles):
 
 
 def _swagger_page(app: FastAPI) -> Response:
-    """Make FastAPI's page of Swagger UI, with a policy that allows its inline script by digest.
+    """Make FastAPI's page of Swagger UI, and allow its inline script by digest.
 
     Swagger UI draws icons from `data:` addresses.
     """

@@ -155,9 +155,10 @@ def error_response(info: ErrorInfo, path: str) -> Response:
 
 
 def logged_error(error: BaseException, call: str) -> ErrorInfo:
-    """Return the content of an error for its client, and log errors of the service with the call.
+    """Return the content of an error for its client.
 
-    An unknown error is logged with its traceback and returned as `INTERNAL_ERROR`.
+    Errors of the service are logged with the call. An unknown error is logged with its traceback,
+    and returned as `INTERNAL_ERROR`.
     """
     info = error_info(error)
     if info is None:

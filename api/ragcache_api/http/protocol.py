@@ -1,4 +1,4 @@
-"""Bodies of the service's own routes as pydantic models, and helpers for the OpenAPI document.
+"""Bodies of the service's own routes, and helpers for the OpenAPI document.
 
 Texts under fields become descriptions in that document. Bodies that ask for an answer are in
 `bodies`.
@@ -159,7 +159,7 @@ def openai_problems() -> dict[int | str, dict[str, Any]]:
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
-    """Declare that a route can send events instead of JSON. OpenAPI cannot describe the events."""
+    """Declare that a route can send events, which OpenAPI cannot describe, instead of JSON."""
     return {200: {"description": description, "content": {"text/event-stream": {}}}}
 
 

@@ -1,4 +1,4 @@
-"""Ids of requests, chosen by the client or the service, and written to responses and the log."""
+"""Ids of requests, which responses and the log contain."""
 
 from __future__ import annotations
 

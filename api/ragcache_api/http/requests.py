@@ -1,4 +1,4 @@
-"""Running requests, and a registry that lists and cancels them and records how each has ended."""
+"""Running requests, and the registry that lists, cancels and ends them."""
 
 from __future__ import annotations
 

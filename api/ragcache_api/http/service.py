@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Service:
-    """State that all requests share: the state folder, the open requests, and their statistics."""
+    """The state folder, the running requests, and their statistics, for all routes."""
 
     rag: RagCache
     """The state folder, seen from the namespace `default`."""

@@ -1,4 +1,4 @@
-"""Statistics of ended requests by namespace: totals, a time series, and the latest requests."""
+"""Statistics of ended requests by namespace: totals, a time series, the latest requests."""
 
 from __future__ import annotations
 

@@ -111,10 +111,11 @@ def format_event(value: Any, name: str | None = None) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """A response of server-sent events, with a comment in each pause against timeouts of proxies.
+    """A response of server-sent events.
 
-    The response ends when the client disconnects, even while nothing is sent; when the client takes
-    nothing for `STALL_SECONDS`; and at its own time limit.
+    A comment in each pause keeps proxies from closing the connection. The response ends when the
+    client disconnects, even while nothing is sent; when the client takes nothing for
+    `STALL_SECONDS`; and at its own time limit.
     """
 
     def __init__(

@@ -270,8 +270,7 @@ def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
 
 @router.get("/memory")
 def get_memory(context: ContextDep) -> MemoryResponse:
-    """Return the memory of the process, its machine or control group, the model's GPU, and the
-    tiers."""
+    """Return the memory of the process, the machine, the model's GPU, and the tiers."""
     context.caller.require_operator()
     device = context.service.shared.model.causal.device
     return MemoryResponse.model_validate({
@@ -351,8 +350,10 @@ def get_schema(
 
 @router.post("/flush", responses=problems(507))
 def flush_ledger(context: ContextDep) -> FlushResponse:
-    """Write uses, evictions and the contents of memory to the ledger. States are on disk
-    already."""
+    """Write uses, evictions and the contents of memory to the ledger now.
+
+    The states themselves are on disk already.
+    """
     context.caller.require_operator()
     context.service.shared.store.ledger.flush()
     return FlushResponse(flushed=True)

@@ -1,4 +1,4 @@
-"""Routes that answer one question or one PML prompt, whole or streamed, and routes of schemas."""
+"""Routes that answer a question or a PML prompt, and routes of schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of collections and documents, and of the jobs that ingest documents in the background.
+"""Routes of collections, documents, and ingestion jobs.
 
 Documents are uploaded as JSON or as the files of a form.
 """
