@@ -181,7 +181,7 @@ def test_usage_that_could_not_be_written_is_written_later(
     assert uses(database, "disk") == {"01": (2, 2)}
 
 
-def test_rows_that_left_memory_are_deleted_and_recorded_with_a_reason(ledger: Ledger) -> None:
+def test_rows_that_left_memory_are_recorded_with_a_reason(ledger: Ledger) -> None:
     for number in (1, 2, 3):
         ledger.usage.add_entry(row(number, "host"))
     ledger.flush()
@@ -205,7 +205,7 @@ def test_the_record_of_evictions_is_bounded(
     assert EVICTIONS_KEPT > 3
 
 
-def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
+def test_evicted_rows_are_claimed_until_their_blobs_are_gone(
     ledger: Ledger, another: Callable[[], Ledger]
 ) -> None:
     record(ledger, 1, 2)
@@ -222,7 +222,7 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
 
 
 @pytest.mark.parametrize("reason", ["pressure", "ttl", "manual"])
-def test_states_pinned_by_another_process_are_evicted_only_manually(
+def test_states_pinned_elsewhere_are_evicted_only_manually(
     ledger: Ledger, another: Callable[[], Ledger], reason: str
 ) -> None:
     record(ledger, 1)
@@ -233,7 +233,7 @@ def test_states_pinned_by_another_process_are_evicted_only_manually(
     assert len(ledger.keys("disk")) == 1 - len(gone)
 
 
-def test_keys_claimed_elsewhere_are_not_expelled(
+def test_keys_claimed_elsewhere_are_not_evicted(
     ledger: Ledger, another: Callable[[], Ledger]
 ) -> None:
     record(ledger, 1)

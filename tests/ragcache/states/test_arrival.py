@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def test_a_layer_waits_for_the_event_after_it(ends: list[int], expected: list[in
     assert [n for n, event in enumerate(events) if "all" in event.waiting] == [len(events) - 1]
 
 
-def test_it_is_ready_with_its_last_event_and_waits_for_nothing_then() -> None:
+def test_an_arrival_is_ready_with_its_last_event() -> None:
     events = [Event(ended=True), Event()]
     arrival = Arrival(events, [1, 2])
     assert not arrival.ready()
@@ -99,10 +99,7 @@ def test_what_is_derived_from_states_arrives_with_them() -> None:
     kept = quantize(states, "int8")
     assert isinstance(kept, QuantizedStates)
     assert arrival.ready(), "its bytes were read here"
-    late = QuantizedStates(
-        kept.keys, kept.values, kept.key_scales, kept.value_scales, 1, kept.dtype, arrival=arrival
-    )
-    assert late.part(1, 3, 2).arrival is arrival
+    assert replace(kept, arrival=arrival).part(1, 3, 2).arrival is arrival
 
 
 def test_a_part_of_quantized_states_is_restored_as_a_part_of_all() -> None:

@@ -97,7 +97,7 @@ def test_states_that_a_call_names_stay_beside_states_used_once(reopen: Open) -> 
     assert make_key(4) in in_host(store)
 
 
-def test_states_that_are_read_ahead_are_used_once_by_their_first_reader(reopen: Open) -> None:
+def test_states_that_are_read_ahead_are_used_by_their_reader(reopen: Open) -> None:
     fill(reopen(), 1)
     store = reopen(3)
     store.read_ahead(keys(1))

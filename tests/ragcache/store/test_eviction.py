@@ -37,21 +37,16 @@ def evict(index: EvictionIndex, need: int) -> list[KVKey]:
 def test_states_used_once_go_before_states_used_again() -> None:
     index = index_of([1, 2], [3, 4])
     assert index.choose_victims(30) == keys(1, 2, 3)
+    assert index.choose_victims(20, keys(1).__contains__) == keys(2, 3)
+    assert index.choose_victims(0) == []
 
 
-def test_states_used_once_stay_while_they_take_their_share_at_most() -> None:
+def test_states_used_once_stay_within_their_share() -> None:
     """A twentieth of the tier: two of forty."""
     index = index_of([1, 2], list(range(10, 48)))
     assert index.choose_victims(20) == keys(10, 11)
     index.add(key(3), 10, 99)
     assert index.choose_victims(20) == keys(1, 10)
-
-
-def test_states_used_again_go_in_the_order_of_their_last_use() -> None:
-    index = index_of([], [1, 2, 3])
-    assert not index.touch(key(1), 10), "it was used again before"
-    assert index.choose_victims(20) == keys(2, 3)
-    assert index.get(key(1)) == KVEntry(10, 10)
 
 
 def test_a_scan_pushes_out_no_states_that_were_used_again() -> None:
@@ -60,13 +55,6 @@ def test_a_scan_pushes_out_no_states_that_were_used_again() -> None:
         evict(index, index.used_bytes + 10 - 50)
         index.add(key(number), 10, number)
     assert all(number in index for number in keys(1, 2, 3))
-
-
-def test_what_stays_is_passed_over_and_too_little_is_told() -> None:
-    index = index_of([1, 2], [3])
-    assert index.choose_victims(20, keys(1).__contains__) == keys(2, 3)
-    assert index.choose_victims(30, keys(1).__contains__) is None
-    assert index.choose_victims(0) == []
 
 
 @given(

@@ -34,7 +34,7 @@ def library(tmp_path: Path) -> Iterator[Library]:
 @pytest.mark.parametrize(
     ("number", "named"), [(errno.ENOSPC, StoreFull), (errno.EROFS, StoreUnwritable)]
 )
-def test_a_disk_that_takes_no_more_stops_ingestion_and_no_question(
+def test_a_disk_that_takes_no_more_stops_ingestion_only(
     library: Library, monkeypatch: pytest.MonkeyPatch, number: int, named: type[Exception]
 ) -> None:
     def refuse(path: Path, parts: list[memoryview]) -> None:

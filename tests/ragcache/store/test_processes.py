@@ -75,7 +75,7 @@ def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Pa
 
 
 @pytest.mark.slow
-def test_readers_see_a_whole_document_while_another_process_replaces_it(
+def test_readers_see_whole_documents_during_a_replacement(
     tmp_path: Path, where: Path | str
 ) -> None:
     Library(tmp_path, where).close()

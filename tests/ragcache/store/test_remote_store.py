@@ -26,9 +26,7 @@ def remote(tmp_path: Path) -> RemoteTier:
     return RemoteTier.open(f"file://{tmp_path / 'bucket'}")
 
 
-def test_what_is_ingested_is_there_for_a_machine_with_an_empty_disk(
-    reopen: Open, remote: RemoteTier
-) -> None:
+def test_ingested_states_are_there_for_another_machine(reopen: Open, remote: RemoteTier) -> None:
     store = reopen(10, tiers=[remote])
     fill(store, 1)
     assert set(remote.keys()) == set(keys(1))
@@ -49,7 +47,7 @@ def test_what_is_used_again_comes_back_to_the_disk(reopen: Open, remote: RemoteT
 
 
 @pytest.mark.parametrize("failing", ["read_place", "write_place"])
-def test_a_remote_that_fails_while_it_is_first_opened_is_used_when_it_answers(
+def test_a_remote_that_fails_at_opening_is_used_when_it_answers(
     reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     with monkeypatch.context() as patched:
@@ -64,7 +62,7 @@ def test_a_remote_that_fails_while_it_is_first_opened_is_used_when_it_answers(
     assert reopen(10, tiers=[remote]).ledger.get_fact("remote") == remote.place
 
 
-def test_a_remote_that_turns_out_to_be_another_one_takes_no_states(
+def test_a_remote_that_turns_out_to_be_wrong_takes_no_states(
     reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reopen(10, tiers=[remote])

@@ -47,21 +47,14 @@ def test_a_lease_names_the_tier_of_each_state(store: KVStore, reopen: Open) -> N
     fill(store, 1)
     other = reopen()
     fill(other, 2)
-    with full_lease(other, keys(3, 2, 1, 1), Producer()) as lease:
+    produce = Producer()
+    with full_lease(other, keys(3, 2, 1, 1), produce) as lease:
+        assert produce.asked == keys(3)
         assert [lease.source[key] for key in lease.keys] == ["encoded", "host", "disk", "disk"]
         expected = [make_states(n) for n in (3, 2, 1, 1)]
         assert all(map(same, lease.states, expected))
         assert lease.moved == {"disk": make_states(1).nbytes}
     assert sources(other, 1, 2, 3) == ["host"] * 3
-
-
-def test_only_what_is_missing_is_produced_and_once(store: KVStore) -> None:
-    fill(store, 1)
-    produce = Producer()
-    with full_lease(store, keys(2, 1, 3, 2), produce):
-        assert produce.asked == keys(2, 3)
-    with full_lease(store, keys(1, 2, 3), nothing) as lease:
-        assert len(lease.states) == 3
 
 
 @pytest.mark.parametrize("origin", ["ingest", "warm"])
@@ -175,9 +168,7 @@ def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:
     assert sources(store, 1) == ["encoded"]
 
 
-def test_prefetching_brings_states_to_memory_and_waits_for_nobody(
-    reopen: Open, store: KVStore
-) -> None:
+def test_prefetching_brings_states_to_memory(reopen: Open, store: KVStore) -> None:
     fill(store, 1, 2, 3)
     other = reopen(2)
     other.read_ahead(keys(1, 9))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from sqlalchemy import update
 from ragcache.db import Catalog, Database, NewDocument, NewModule, RunningJob
 from ragcache.db.tables import StateTable, VectorTable
 from ragcache.store import KVStore, LeaseRequest
-from ragcache.store.verify import VerifyReport, verify
+from ragcache.store.verify import verify
 from tests.ragcache.conftest import full_lease, make_key, make_states
 
 
@@ -43,62 +43,53 @@ def catalog(store: KVStore) -> Catalog:
     return catalog
 
 
-def kinds(report: VerifyReport) -> list[tuple[str, str]]:
-    return [(each.kind, each.subject) for each in report.found]
+def change(store: KVStore, number: int, changed: Callable[[bytes], bytes]) -> None:
+    path = store.disk.path(make_key(number))
+    path.write_bytes(changed(path.read_bytes()))
 
 
-def subject(number: int) -> str:
-    return f"disk {make_key(number)}"
+def set_size(store: KVStore, number: int) -> None:
+    with store.ledger.database.transaction() as session:
+        row = update(StateTable).where(StateTable.key == make_key(number))
+        session.execute(row.values(nbytes=10**9))
+
+
+FAULTS: dict[str, tuple[Callable[[KVStore], object], str, int, int]] = {
+    "flipped bit": (
+        lambda s: change(s, 2, lambda b: b[:-5] + bytes([b[-5] ^ 4]) + b[-4:]),
+        "corrupt",
+        2,
+        3,
+    ),
+    "truncated": (lambda s: change(s, 2, lambda b: b[:-8]), "corrupt", 2, 3),
+    "of other states": (
+        lambda s: change(s, 1, lambda _: s.disk.path(make_key(2)).read_bytes()),
+        "corrupt",
+        1,
+        3,
+    ),
+    "vanished": (lambda s: s.disk.path(make_key(3)).unlink(), "missing", 3, 3),
+    "without a row": (lambda s: s.disk.put(make_key(9), make_states(9)), "orphan", 9, 4),
+    "needed by nothing": (lambda s: s.put_states(make_key(9), make_states(9)), "unowned", 9, 4),
+    "of another size": (lambda s: set_size(s, 4), "size", 4, 3),
+}
+"""What is broken, the kind and the key of the disagreement, and the states that are left."""
 
 
 @pytest.mark.usefixtures("catalog")
-class TestOneFault:
-    """Each is found, repaired, and not found again; the rest of the store is left alone."""
-
-    def check(self, store: KVStore, kind: str, about: str, left: int) -> None:
-        for _ in range(2):
-            report = verify(store)
-            assert kinds(report) == [(kind, about)]
-            assert not report.clean
-        repaired = verify(store, repair=True)
-        assert (kinds(repaired), repaired.clean) == ([(kind, about)], True)
-        again = verify(store)
-        assert (again.found, again.states) == ((), left)
-        assert set(store.disk.keys()) == store.ledger.keys("disk")
-
-    def test_a_flipped_bit(self, store: KVStore) -> None:
-        path = store.disk.path(make_key(2))
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 4
-        path.write_bytes(content)
-        self.check(store, "corrupt", subject(2), 3)
-
-    def test_a_truncated_blob(self, store: KVStore) -> None:
-        path = store.disk.path(make_key(2))
-        path.write_bytes(path.read_bytes()[:-8])
-        self.check(store, "corrupt", subject(2), 3)
-
-    def test_a_vanished_blob(self, store: KVStore) -> None:
-        store.disk.path(make_key(3)).unlink()
-        self.check(store, "missing", subject(3), 3)
-
-    def test_a_blob_without_a_row(self, store: KVStore) -> None:
-        store.disk.put(make_key(9), make_states(9))
-        self.check(store, "orphan", subject(9), 4)
-
-    def test_a_blob_of_other_states(self, store: KVStore) -> None:
-        store.disk.path(make_key(1)).write_bytes(store.disk.path(make_key(2)).read_bytes())
-        self.check(store, "corrupt", subject(1), 3)
-
-    def test_states_that_nothing_needs(self, store: KVStore) -> None:
-        store.put_states(make_key(9), make_states(9))
-        self.check(store, "unowned", subject(9), 4)
-
-    def test_a_row_with_another_size(self, store: KVStore) -> None:
-        with store.ledger.database.transaction() as session:
-            row = update(StateTable).where(StateTable.key == make_key(4))
-            session.execute(row.values(nbytes=10**9))
-        self.check(store, "size", subject(4), 3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_repaired_and_not_found_again(store: KVStore, fault: str) -> None:
+    """The rest of the store is left alone."""
+    damage, kind, number, left = FAULTS[fault]
+    damage(store)
+    expected = [(kind, f"disk {make_key(number)}")]
+    for repair in (False, False, True):
+        report = verify(store, repair=repair)
+        found = [(each.kind, each.subject) for each in report.found]
+        assert (found, report.clean) == (expected, repair)
+    again = verify(store)
+    assert (again.found, again.states) == ((), left)
+    assert set(store.disk.keys()) == store.ledger.keys("disk")
 
 
 def test_a_store_that_is_right_is_clean(store: KVStore, catalog: Catalog) -> None:
@@ -121,7 +112,7 @@ def test_what_another_process_is_writing_is_passed_over(
     elsewhere.close()
 
 
-def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaired(
+def test_an_interrupted_ingestion_keeps_its_states_for_repair(
     store: KVStore, catalog: Catalog
 ) -> None:
     def interrupt() -> None:

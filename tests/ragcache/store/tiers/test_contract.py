@@ -57,7 +57,7 @@ def test_latents_are_kept_once(make: Make, kv_dtype: str) -> None:
     torch.testing.assert_close(back.keys, keys, rtol=0, atol=0.05 if kv_dtype == "int8" else 0)
 
 
-def test_the_budget_holds_and_a_put_that_does_not_fit_changes_nothing(make: Make) -> None:
+def test_a_put_beyond_the_budget_changes_nothing(make: Make) -> None:
     states = make_states(1, 300)
     size = make().size_of(states)
     tier = make(budget=int(1.5 * size))
@@ -71,9 +71,10 @@ def test_the_budget_holds_and_a_put_that_does_not_fit_changes_nothing(make: Make
     assert same(found(tier, 1), states)
 
 
-def test_read_states_stay_when_their_key_is_deleted(make: Make) -> None:
-    tier = make()
-    tier.put(make_key(1), make_states(1, 100))
+def test_stored_states_change_with_nothing_else(make: Make) -> None:
+    tier, source = make(), make_states(1, 100)
+    tier.put(make_key(1), source)
+    source.keys.zero_()
     held = tier.get(make_key(1))
     tier.put(make_key(1), make_states(1, 100))
     tier.delete(make_key(1))
@@ -98,7 +99,7 @@ def test_quantized_states_are_kept_as_they_are(make: Make) -> None:
     assert same(found(tier, 2), kept.restore())
 
 
-def test_quantized_states_from_below_are_kept_as_the_tier_wants_them(make: Make) -> None:
+def test_quantized_states_from_below_are_restored_for_the_tier(make: Make) -> None:
     tier = make(kv_dtype="model")
     below = quantize(make_states(1, 40), "int8")
     assert tier.put(make_key(1), below) <= tier.size_of(below)

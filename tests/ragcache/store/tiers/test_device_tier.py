@@ -113,7 +113,7 @@ def test_freed_memory_is_written_behind_what_still_reads_it() -> None:
     assert streams.log[begin:] == [f"upload waits for {freed[-1].name}", "copy on upload"]
 
 
-def test_memory_that_nothing_reads_any_more_is_taken_without_waiting() -> None:
+def test_memory_that_nothing_reads_is_taken_without_waiting() -> None:
     streams = Streams()
     tier = DeviceTier(10**6, "cpu", streams=streams)
     tier.put(make_key(1), make_states(1, 40))
@@ -123,7 +123,7 @@ def test_memory_that_nothing_reads_any_more_is_taken_without_waiting() -> None:
     assert not any("waits" in line for line in streams.log)
 
 
-def test_memory_whose_copy_has_not_ended_is_not_written_by_the_engine_before() -> None:
+def test_the_engine_writes_memory_only_after_its_copy_has_ended() -> None:
     streams = Streams()
     states = make_states(1, 40)
     tier = DeviceTier(DeviceTier(0, "cpu").size_of(states), "cpu", streams=streams)
@@ -135,7 +135,7 @@ def test_memory_whose_copy_has_not_ended_is_not_written_by_the_engine_before() -
     assert wait < streams.log.index("copy on compute")
 
 
-def test_memory_of_a_put_that_fails_is_not_written_before_its_copies_have_ended(
+def test_memory_of_a_failed_put_is_written_after_its_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = Streams()
@@ -185,7 +185,7 @@ def test_int8_states_are_kept_as_they_came() -> None:
     assert kept.nbytes < below.restore().nbytes / 2
 
 
-def test_an_int8_tier_quantizes_what_is_encoded_and_keeps_what_cannot_be() -> None:
+def test_an_int8_tier_quantizes_encoded_states_if_possible() -> None:
     tier = DeviceTier(10**6, "cpu", kv_dtype="int8")
     states = KVStates(*torch.randn(2, 3, 2, 30, 8), 5)
     tier.put(make_key(1), states)

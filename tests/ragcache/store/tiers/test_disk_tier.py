@@ -7,19 +7,15 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ragcache.errors import (
-    StateCorrupt,
     StateMissing,
-    StoreError,
     StoreFull,
-    StoreUnreadable,
     StoreUnwritable,
 )
 from ragcache.store.tiers import DiskTier, base
@@ -33,16 +29,6 @@ def tier(tmp_path: Path) -> DiskTier:
 
 def names(tier: DiskTier) -> list[str]:
     return sorted(path.name for path in tier.folder.rglob("*") if path.is_file())
-
-
-def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, half: bool = False) -> None:
-    """Makes every write fail, `half` of the blob written."""
-
-    def write(path: Path, parts: Sequence[memoryview]) -> None:
-        path.write_bytes(parts[0] if half else b"")
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(base, "write_through", write)
 
 
 def make_old(path: Path, seconds: float) -> None:
@@ -80,19 +66,6 @@ def test_another_process_writes_and_deletes_in_the_same_folder(tier: DiskTier) -
     assert tier.used_bytes == 0
 
 
-def test_loading_fills_memory_of_the_callers(tier: DiskTier) -> None:
-    tier.put(make_key(1), make_states(1, 9))
-    rooms: list[torch.Tensor] = []
-
-    def room(nbytes: int) -> torch.Tensor:
-        rooms.append(torch.empty(nbytes, dtype=torch.uint8))
-        return rooms[0]
-
-    states = tier.load(make_key(1), room)
-    assert same(states, make_states(1, 9))  # type: ignore[arg-type]
-    assert states.keys.untyped_storage().data_ptr() == rooms[0].data_ptr()
-
-
 def test_nothing_partial_is_visible_while_a_blob_is_written(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,14 +82,29 @@ def test_nothing_partial_is_visible_while_a_blob_is_written(
     assert names(tier) == [tier.path(make_key(1)).name]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_named_and_what_was_stored_stays(
-    number: int, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+FULL = (StoreFull, r"no space left .* stays usable")
+UNWRITABLE = (StoreUnwritable, "cannot write under .*: [A-Z]")
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        *((number, FULL) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *((number, UNWRITABLE) for number in (errno.EIO, errno.EROFS, errno.EACCES)),
+    ],
+)
+def test_a_refusing_disk_is_named_and_what_was_stored_stays(
+    number: int, named: tuple[type[Exception], str], tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = tier.put(make_key(1), make_states(1))
-    fail_with(number, monkeypatch, half=True)
+
+    def write_half(path: Path, parts: Sequence[memoryview]) -> None:
+        path.write_bytes(parts[0])
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(base, "write_through", write_half)
     for key in (make_key(1), make_key(2)):
-        with pytest.raises(StoreFull, match=r"no space left .* stays usable"):
+        with pytest.raises(named[0], match=named[1]):
             tier.put(key, make_states(2))
     assert names(tier) == [tier.path(make_key(1)).name], "the half that was written is gone"
     assert same(tier.get(make_key(1)), make_states(1))  # type: ignore[arg-type]
@@ -138,23 +126,13 @@ def test_a_file_cut_short_by_the_system_is_named(tier: DiskTier) -> None:
     assert tier.used_bytes == 0
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
-def test_a_failing_or_read_only_disk_is_called_unwritable(
-    number: int, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_with(number, monkeypatch)
-    with pytest.raises(StoreUnwritable, match=os.strerror(number)):
-        tier.put(make_key(1), make_states(1))
-    assert names(tier) == []
-
-
 def test_a_file_where_the_folder_should_be_is_unwritable(tier: DiskTier) -> None:
     tier.folder.write_text("not a folder")
     with pytest.raises(StoreUnwritable, match=r"cannot write under .*states"):
         tier.put(make_key(1), make_states(1))
 
 
-def test_a_blob_that_cannot_be_deleted_is_named_and_still_counted(
+def test_a_blob_that_cannot_be_deleted_is_still_counted(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = tier.put(make_key(1), make_states(1))
@@ -166,50 +144,6 @@ def test_a_blob_that_cannot_be_deleted_is_named_and_still_counted(
     with pytest.raises(StoreUnwritable, match="Read-only"):
         tier.delete(make_key(1))
     assert tier.used_bytes == used
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 5)
-
-
-def replace_by_another(path: Path) -> None:
-    other = DiskTier(path.parent.parent)
-    other.put(make_key(2), make_states(2))
-    other.path(make_key(2)).rename(path)
-
-
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (flip, StateCorrupt),
-        (truncate, StateCorrupt),
-        (lambda path: os.truncate(path, 0), StateCorrupt),
-        (replace_by_another, StateCorrupt),
-        (Path.unlink, StateMissing),
-        (replace_by_folder, StoreUnreadable),
-    ],
-    ids=["flipped", "truncated", "emptied", "another", "vanished", "folder"],
-)
-def test_a_damaged_blob_is_never_served(
-    tier: DiskTier, damage: Callable[[Path], None], error: type[StoreError]
-) -> None:
-    tier.put(make_key(1), make_states(1, 50))
-    damage(tier.path(make_key(1)))
-    with pytest.raises(error, match=make_key(1)):
-        tier.get(make_key(1))
-    with pytest.raises(error):
-        tier.load(make_key(1), lambda n: torch.empty(n, dtype=torch.uint8))
 
 
 def test_only_old_leftovers_of_writers_are_removed(tier: DiskTier) -> None:

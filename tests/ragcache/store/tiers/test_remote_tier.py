@@ -76,7 +76,7 @@ def test_machines_see_what_others_write_and_delete(root: str) -> None:
         there.get(make_key(1))
 
 
-def test_on_a_file_system_nothing_partial_is_seen_under_a_blobs_name(
+def test_on_a_file_system_no_partial_blob_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = RemoteTier.open(f"file://{tmp_path}/remote", retry=PATIENT)
@@ -95,15 +95,12 @@ def test_on_a_file_system_nothing_partial_is_seen_under_a_blobs_name(
     assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
 
 
-@pytest.mark.parametrize("change", ["flip", "truncate"])
-def test_a_damaged_object_is_never_served(root: str, change: str) -> None:
+def test_a_damaged_object_is_never_served(root: str) -> None:
     tier = RemoteTier.open(f"memory://{root}", retry=PATIENT)
     tier.put(make_key(1), make_states(1))
     content = bytearray(tier.files.cat_file(tier.path(make_key(1))))
     content[-1] ^= 1
-    tier.files.pipe_file(
-        tier.path(make_key(1)), bytes(content if change == "flip" else content[:-7])
-    )
+    tier.files.pipe_file(tier.path(make_key(1)), bytes(content))
     with pytest.raises(StateCorrupt, match=make_key(1)):
         tier.get(make_key(1))
 
@@ -147,7 +144,7 @@ def test_what_may_not_be_read_is_not_called_unwritable(root: str) -> None:
     assert tier.files.calls == 1
 
 
-def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) -> None:
+def test_a_remote_that_hangs_is_left_in_time_and_rests(root: str) -> None:
     stopped = threading.Event()
 
     class Hanging(MemoryFileSystem):
