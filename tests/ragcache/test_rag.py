@@ -396,7 +396,7 @@ def nothing_stays_leased(bells_rag: RagCache) -> None:
 
 
 @pytest.mark.slow
-def test_threads_ask_in_every_mode_while_others_ingest_and_delete(bells_rag: RagCache) -> None:
+def test_threads_ask_in_all_modes_while_others_ingest_and_delete(bells_rag: RagCache) -> None:
     expected = {
         m: bells_rag.ask(BELL_QUESTION, collection="bells", mode=m).text
         for m in ("rooted", "exact")
@@ -448,7 +448,7 @@ def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:
     assert bells_rag.ask(BELL_QUESTION, collection="bells").sources
 
 
-def test_what_one_question_computed_serves_the_next_over_the_same_documents(
+def test_questions_over_the_same_documents_share_computed_states(
     bells_rag: RagCache,
 ) -> None:
     question = BELL_QUESTION + " Tell me all of it." * 20

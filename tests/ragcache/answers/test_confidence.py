@@ -88,7 +88,7 @@ def test_a_calibration_that_is_none_is_refused(values: dict[str, object]) -> Non
         Calibration.from_dict(values)
 
 
-def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Path) -> None:
+def test_only_the_embedded_reader_has_a_calibration(tmp_path: Path) -> None:
     shipped = reader_calibration()
     assert shipped is not None
     assert 0 < shipped.min_confidence < 0.5
@@ -96,7 +96,7 @@ def test_the_embedded_reader_has_a_calibration_and_another_need_not(tmp_path: Pa
     assert reader_calibration(tmp_path / "calibration.json") is None
 
 
-def test_one_choice_is_refused_and_the_other_is_shown_as_it_was_asked_for() -> None:
+def test_one_choice_is_refused_and_the_other_is_shown() -> None:
     policy = ConfidencePolicy(SPAN, ConfidenceFeatures(), 0.5, refusal="No.", logprobs=1)
     sure = Choice((0,), "sure", "stop", 7, sampled(-0.1))
     doubtful = Choice((1,), "doubtful", "stop", 7, sampled(-9.0), first_logprobs=FIRST)
@@ -143,7 +143,7 @@ def test_a_search_of_vectors_alone_says_nothing_of_words(
     assert set(found["dense"]) == {"cosine"}, "none of it is 0"
 
 
-def test_how_far_the_second_module_is_below_counts_where_it_is_left_out(rag: RagCache) -> None:
+def test_the_margin_counts_a_second_module_that_was_left_out(rag: RagCache) -> None:
     found = [
         rag.retrieve("What does everybody have in the cupboard?", relative_threshold=share, **ASK)
         for share in (0, 1)
@@ -174,7 +174,7 @@ def test_what_stands_around_the_answer_speaks_for_it(rag: RagCache) -> None:
     )
 
 
-def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() -> None:
+def test_confidence_is_zero_if_the_model_says_there_is_no_answer() -> None:
     policy = ConfidencePolicy(SPAN, ConfidenceFeatures(), 0.5, no_answer=0)
     choice = Choice((0,), "words", "stop", 7, sampled(-0.1))
     assert policy.confidence_of(choice, policy.features_of(choice)) == 0.0
@@ -182,7 +182,7 @@ def test_no_confidence_is_left_where_the_model_says_that_there_is_no_answer() ->
     assert policy.change_request(request).sampling.logprobs == 20
 
 
-def test_a_refused_answer_says_so_with_its_sources_and_without_spans(rag: RagCache) -> None:
+def test_a_refused_answer_has_sources_and_no_spans(rag: RagCache) -> None:
     rag.collections.set_calibration("notes", NOBODY, extractive=True)
     assert rag.collections.calibration("notes", extractive=True) == NOBODY
     generation = GenerationParams(extractive=True)
@@ -225,7 +225,7 @@ def test_streams_hold_text_back_until_it_is_not_refused(rag: RagCache) -> None:
     rag.collections.set_calibration("notes", None, extractive=True)
 
 
-def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag: RagCache) -> None:
+def test_confidence_without_a_calibration_is_the_documents_share(rag: RagCache) -> None:
     asked = GenerationParams(extractive=True, confidence=True, logprobs=0)
     answer = rag.ask(QUESTION, generation=asked, **ASK)
     [prompt] = rag.internals.ask.prepare_prompts([QUESTION], "notes", _params(), ROOTED)
@@ -245,7 +245,7 @@ def test_without_a_calibration_the_documents_share_of_the_likelihood_counts(rag:
     assert stream.answer.confidence == pytest.approx(answer.confidence, abs=1e-3)
 
 
-def test_an_answer_is_not_lost_where_the_queue_is_full_when_it_is_scored(
+def test_a_full_queue_at_scoring_loses_no_answer(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = rag.internals.shared.engine

@@ -102,7 +102,7 @@ def test_deleting_cascades_to_everything_of_a_document(
     assert catalog.delete_documents("notes", ["a"]) == []
 
 
-def test_a_deletion_is_previewed_with_the_states_that_nothing_else_needs(
+def test_a_preview_of_a_deletion_counts_states_to_be_freed(
     catalog: Catalog, database: Database
 ) -> None:
     catalog.replace_documents("notes", [document("a", 1, 2), document("b", 2, 3)])

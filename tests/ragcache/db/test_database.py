@@ -84,7 +84,7 @@ def test_a_migration_that_fails_leaves_the_folder_as_it_was(
 
 
 @pytest.mark.slow
-def test_processes_that_open_an_empty_folder_at_once_migrate_it_once(tmp_path: Path) -> None:
+def test_processes_that_open_an_empty_folder_migrate_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(3) as pool:
         assert pool.map(_namespaces, [tmp_path / "ledger.sqlite3"] * 3) == [["default"]] * 3
@@ -162,7 +162,7 @@ def test_a_locked_database_is_a_named_error_after_its_time(tmp_path: Path) -> No
     database.close()
 
 
-def test_an_unreachable_postgresql_is_a_named_error_without_its_password() -> None:
+def test_an_unreachable_postgresql_error_hides_the_password() -> None:
     with pytest.raises(LedgerUnavailable, match="does not answer") as caught:
         Database.open("postgresql://nobody:secret@/none?host=/nowhere")
     assert "secret" not in str(caught.value)

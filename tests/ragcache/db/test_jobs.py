@@ -90,9 +90,7 @@ def test_documents_that_wait_have_a_budget_of_bytes(
     assert len(jobs.page().items) == 3, "a refused request leaves no row"
 
 
-def test_jobs_of_a_collection_run_in_order_and_namespaces_take_turns(
-    jobs: Jobs, database: Database
-) -> None:
+def test_jobs_run_in_order_and_namespaces_take_turns(jobs: Jobs, database: Database) -> None:
     red, blue, green = jobs, jobs.within("blue"), jobs.within("green")
     first, second = put(red)[0], put(red)[0]
     others = [put(red, f"collection {n}")[0] for n in range(2)]
@@ -163,7 +161,7 @@ def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs) -> None:
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
 
 
-def test_a_session_that_ends_leaves_requests_and_interrupts_direct_calls(
+def test_an_ended_session_leaves_requests_and_stops_direct_calls(
     jobs: Jobs, database: Database
 ) -> None:
     job, _ = put(jobs, NOTES, "a", "b", options={"sync": True})

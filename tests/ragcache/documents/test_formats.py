@@ -32,7 +32,7 @@ def test_pages_of_a_pdf_know_their_number_and_headings() -> None:
     assert [part.text.split("\n")[0] for part in document.sections] == ["# Harbour", "# Lighthouse"]
 
 
-def test_larger_lines_of_a_pdf_are_headings_where_it_has_no_outline() -> None:
+def test_larger_lines_of_a_pdf_without_outline_are_headings() -> None:
     from fpdf import FPDF
 
     made = FPDF()
@@ -162,7 +162,7 @@ def test_objects_of_different_keys_are_no_table() -> None:
     assert len(text) < 3 * len(lines)
 
 
-def test_a_table_that_grows_with_the_square_of_its_file_is_refused() -> None:
+def test_a_table_that_grows_quadratically_is_refused() -> None:
     rows = "a\n" * 5000 + "," * 1000
     with pytest.raises(UnreadableDocument, match="more than 4,000,000 cells"):
         read_document("sparse.csv", (rows + "x\n").encode())

@@ -186,7 +186,7 @@ class TestFiles:
 
 
 class TestDocuments:
-    def test_a_langchain_document_keeps_its_metadata_and_needs_a_name(self) -> None:
+    def test_a_langchain_document_keeps_metadata_and_needs_a_name(self) -> None:
         metadata = {"source": "kiln.txt", "page": 3}
         (document,) = load_sources([Document("text", metadata=metadata)]).documents
         assert (document.id, document.uri, document.metadata) == ("kiln.txt", "kiln.txt", metadata)

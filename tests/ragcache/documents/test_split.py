@@ -57,7 +57,7 @@ def in_order(wanted: list[str], found: list[str]) -> bool:
 
 @given(text=documents(), limit=limits, counter=counters)
 @settings(max_examples=scaled(200))
-def test_parts_end_a_paragraph_within_the_limit_and_keep_every_word_in_order(
+def test_parts_stay_within_the_limit_and_keep_all_words_in_order(
     text: str, limit: int, counter: Count
 ) -> None:
     pieces = split_text(text, limit, counter)
@@ -254,7 +254,7 @@ def test_code_is_cut_at_functions_and_has_no_headings() -> None:
     assert all(metadata == {} for _, metadata in found)
 
 
-def test_long_texts_are_split_in_portions_with_headings_and_table_headers(
+def test_portions_of_long_texts_keep_headings_and_table_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ragcache.documents.split._PORTION", 400)

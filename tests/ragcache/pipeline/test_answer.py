@@ -81,7 +81,7 @@ def test_a_stream_that_nobody_holds_is_given_up(rag: RagCache) -> None:
     assert leased(rag) == 0
 
 
-def test_an_iteration_that_the_garbage_collector_ends_takes_no_lock(rag: RagCache) -> None:
+def test_an_iteration_ended_by_garbage_collection_takes_no_lock(rag: RagCache) -> None:
     """It may collect inside of the store, under a lock that the release of a lease needs."""
     stream = rag.stream(QUESTION, collection="notes", generation=LONG)
     pieces = iter(stream.pieces())

@@ -47,7 +47,7 @@ def stored(tmp_path: Path) -> int:
     return len(list((tmp_path / "state" / "states").glob("??/*.safetensors")))
 
 
-def test_a_long_document_becomes_numbered_modules_of_the_wanted_size(rag: RagCache) -> None:
+def test_a_long_document_becomes_numbered_modules(rag: RagCache) -> None:
     done = rag.ingest("c", [SourceDocument("tides", TIDES * 20), SourceDocument("short", "Ebb.")])
     listing = rag.modules.all("c")
     names = [row.name for row in listing]
@@ -78,9 +78,7 @@ def test_another_module_size_splits_unchanged_documents_again(
     assert stored(tmp_path) == after.modules + 1, "the states of the smaller modules are gone"
 
 
-def test_states_that_two_documents_share_stay_until_the_last_is_gone(
-    rag: RagCache, tmp_path: Path
-) -> None:
+def test_states_stay_until_the_last_document_that_needs_them(rag: RagCache, tmp_path: Path) -> None:
     twins = [SourceDocument("a", "The tide is out."), SourceDocument("b", "The tide is out.")]
     assert rag.ingest("c", twins).encoded == 2, "one module and the preamble"
     assert rag.ingest("d", twins[:1]).encoded == 0
@@ -91,7 +89,7 @@ def test_states_that_two_documents_share_stay_until_the_last_is_gone(
     assert stored(tmp_path) == 1, "the preamble belongs to no document"
 
 
-def test_a_module_longer_than_the_window_is_refused_before_it_is_encoded(
+def test_a_module_longer_than_the_window_is_refused_unencoded(
     tmp_path: Path, model: LoadedModel
 ) -> None:
     with RagCache.open(tmp_path / "state", model, module_tokens=600) as rag:
@@ -100,9 +98,7 @@ def test_a_module_longer_than_the_window_is_refused_before_it_is_encoded(
         assert rag.stats().encoded == 0
 
 
-def test_a_host_tier_too_small_for_a_batch_says_so_and_keeps_what_was_stored(
-    tmp_path: Path, model: LoadedModel
-) -> None:
+def test_a_too_small_host_tier_keeps_stored_documents(tmp_path: Path, model: LoadedModel) -> None:
     with RagCache.open(
         tmp_path / "state", model, module_tokens=64, host_bytes="64KiB", max_tokens=4
     ) as rag:
@@ -136,7 +132,7 @@ def test_a_full_disk_stops_an_ingestion_and_nothing_else(
     assert rag.ingest("c", [SourceDocument("flow", "Flood.")]).added == 1
 
 
-def test_an_interrupted_ingestion_stores_no_row_and_its_states_are_found_again(
+def test_an_interrupted_ingestion_keeps_states_and_stores_no_row(
     rag: RagCache, tmp_path: Path
 ) -> None:
     documents = [SourceDocument(f"d{n}", f"{TIDES} Number {n}.") for n in range(6)]
@@ -152,7 +148,7 @@ def test_an_interrupted_ingestion_stores_no_row_and_its_states_are_found_again(
     assert (done.added, done.encoded) == (6, 3)
 
 
-def test_what_one_process_stores_another_that_is_open_already_finds(
+def test_another_open_process_finds_newly_stored_documents(
     rag: RagCache, tmp_path: Path, model: LoadedModel
 ) -> None:
     rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
@@ -197,7 +193,7 @@ def test_a_job_ends_with_its_documents_stored(rag: RagCache) -> None:
     assert done.ended
 
 
-def test_indexes_are_built_after_a_job_and_when_they_are_prepared(
+def test_indexes_are_built_after_a_job_and_when_prepared(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builders: list[str] = []
@@ -234,7 +230,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"year": 2026}])
-def test_a_job_that_comes_while_one_of_the_same_texts_runs_encodes_none_again(
+def test_concurrent_jobs_of_the_same_texts_encode_them_once(
     encoded: list[tuple[int, ...]], rag: RagCache, gate: Gate, metadata: dict[str, int]
 ) -> None:
     running = rag.jobs.submit("notes", DOCUMENTS)
@@ -268,7 +264,7 @@ def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
     assert (done.status, done.total) == ("done", 0)
 
 
-def test_jobs_of_a_collection_run_in_order_and_others_side_by_side(
+def test_jobs_of_one_collection_run_in_order_others_in_parallel(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rag.ingest("before", DOCUMENTS)  # encodes the preamble
@@ -308,7 +304,7 @@ def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.Mon
     assert seen == [1, 2]
 
 
-def test_a_request_that_comes_again_is_the_same_job_of_its_namespace(rag: RagCache) -> None:
+def test_a_repeated_request_is_the_same_job_of_its_namespace(rag: RagCache) -> None:
     one = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
     rag.jobs.wait(one.id, 20)
     again = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
@@ -352,7 +348,7 @@ def test_documents_that_wait_have_a_budget_of_bytes(
         assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
 
 
-def test_a_job_that_fails_says_why_and_runs_again_under_its_number(
+def test_a_failed_job_has_a_reason_and_runs_again_under_its_id(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> JobRow:
@@ -437,9 +433,7 @@ def test_a_job_leaves_out_what_was_deleted_while_it_ran(
     assert stored(tmp_path) == 2, "the preamble and the lamp"
 
 
-def test_a_collection_that_is_deleted_while_its_job_runs_stays_away(
-    rag: RagCache, gate: Gate
-) -> None:
+def test_a_collection_deleted_while_its_job_runs_stays_deleted(rag: RagCache, gate: Gate) -> None:
     job = rag.jobs.submit("notes", DOCUMENTS).id
     assert gate.reached.wait(20)
     rag.internals.catalog.add_collection("notes")

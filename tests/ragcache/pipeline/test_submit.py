@@ -107,7 +107,7 @@ def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
         request_maker(GenerationParams(regex="[a"), model, 4, "local")(CONTEXT)
 
 
-def test_a_reader_says_that_there_is_no_answer_only_where_that_refuses(reader: LoadedModel) -> None:
+def test_a_reader_gives_no_answer_only_if_that_is_a_refusal(reader: LoadedModel) -> None:
     assert reader.no_answer_id is not None
     assert reader.decode([reader.no_answer_id]) == ""
     free = request_maker(GenerationParams(), reader, 4, "local")(CONTEXT)
@@ -234,7 +234,7 @@ def test_a_lease_ends_where_its_owners_cannot_be_recorded(submitter: Submitter) 
     assert states.calls == ["lease", "own", "release"]
 
 
-def test_what_was_submitted_is_given_up_where_a_later_prompt_fails(submitter: Submitter) -> None:
+def test_submitted_prompts_are_canceled_if_a_later_one_fails(submitter: Submitter) -> None:
     good = FakeStates(submitter.model)
     bad = FakeStates(submitter.model, fault=QueueFull("no room"))
     with pytest.raises(QueueFull):

@@ -63,7 +63,7 @@ def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
     assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
 
 
-def test_documents_that_were_deleted_meanwhile_are_compared_again(
+def test_sources_are_compared_again_after_concurrent_deletions(
     rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rag.ingest("c", folder)
@@ -135,7 +135,7 @@ def test_files_that_take_each_others_names(rag: RagCache, folder: Path) -> None:
     assert (done.updated, done.encoded) == (2, 0), "their states are there"
 
 
-def test_a_file_of_another_folder_replaces_none_that_is_still_there(
+def test_a_file_of_another_folder_replaces_no_existing_file(
     rag: RagCache, folder: Path, tmp_path: Path
 ) -> None:
     rag.ingest("c", folder)
@@ -155,7 +155,7 @@ def test_a_file_of_another_folder_replaces_none_that_is_still_there(
     assert rag.ingest("e", [other]).added == 2
 
 
-def test_a_file_of_equal_content_or_that_was_moved_collides_with_none(
+def test_an_equal_or_moved_file_does_not_collide(
     rag: RagCache, folder: Path, tmp_path: Path
 ) -> None:
     rag.ingest("c", folder)
@@ -187,9 +187,7 @@ def test_files_that_cannot_be_read_or_are_excluded_now_stay(rag: RagCache, folde
     assert rag.ingest("d", folder, include=["deep/"]).added == 1
 
 
-def test_a_file_that_is_given_by_its_path_keeps_its_id_of_the_folder(
-    rag: RagCache, folder: Path
-) -> None:
+def test_a_file_given_by_its_path_keeps_its_id_of_the_folder(rag: RagCache, folder: Path) -> None:
     rag.ingest("c", folder)
     assert rag.ingest("c", folder / "deep/c.md").unchanged == 1
     assert ids(rag) == ["a.md", "b.md", "deep/c.md"]

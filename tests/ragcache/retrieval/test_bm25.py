@@ -87,7 +87,7 @@ def test_equal_texts_are_found_by_id() -> None:
 
 
 @pytest.mark.parametrize("texts", [1, 2, 50])
-def test_what_a_text_has_of_a_question_counts_alike_among_few_and_many(texts: int) -> None:
+def test_the_share_of_a_question_is_the_same_among_few_and_many(texts: int) -> None:
     every = dict.fromkeys(range(texts), "Paraffin costs four crowns.")
     index = BM25Index(every | {0: "The lighthouse is 43 metres high."})
     query = "How tall is the lighthouse?"
@@ -138,7 +138,7 @@ def test_an_updated_index_finds_what_a_new_one_finds(steps: list[set[int]]) -> N
 
 
 @pytest.mark.usefixtures("never_anew")
-def test_an_index_of_which_more_is_deleted_than_there_is_is_built_anew() -> None:
+def test_an_index_is_rebuilt_if_most_of_it_is_deleted() -> None:
     texts = {n: f"boat {n}" for n in range(20)}
     index, wanted = BM25Index(texts), {n: f"boat {n}" for n in range(100, 115)}
     replaced = index.update(wanted)

@@ -195,7 +195,7 @@ class StuckTopics(Topics):
         return super().embed_documents(texts)
 
 
-def test_a_collection_is_searched_by_words_until_its_vectors_are_computed(
+def test_words_are_searched_until_vectors_are_computed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was ingested before the embedder was installed."""
@@ -522,7 +522,7 @@ class BrokenTopics(Topics):
         return [self.embed_query(text) for text in texts]
 
 
-def test_embedding_that_failed_is_tried_again_after_a_pause_that_doubles(
+def test_failed_embedding_is_retried_after_pauses_that_double(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ragcache.retrieval.indexes.EMBEDDED_AT_ONCE", 1)
@@ -547,7 +547,7 @@ def test_embedding_that_failed_is_tried_again_after_a_pause_that_doubles(
 
 
 @pytest.mark.parametrize("ending", ["close", "delete"])
-def test_closing_or_deleting_ends_the_building_of_an_index_without_an_error(
+def test_closing_or_deleting_ends_the_building_of_an_index(
     database: Database, caplog: pytest.LogCaptureFixture, ending: str
 ) -> None:
     catalog, retriever = opened(database, embedder := StuckTopics())
@@ -577,7 +577,7 @@ def test_a_ledger_that_is_away_is_named_without_a_traceback(
     assert "Traceback" not in caplog.text
 
 
-def test_a_first_index_is_built_in_the_background_with_its_vectors(
+def test_a_first_index_and_its_vectors_are_built_in_background(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(Catalog(database, "tokenizer", None))
@@ -596,10 +596,10 @@ def test_a_first_index_is_built_in_the_background_with_its_vectors(
 
 
 @pytest.mark.parametrize("set_back", [False, True])
-def test_a_deleted_collection_is_not_answered_from_the_next_of_its_name(
+def test_a_new_collection_of_the_same_name_has_its_own_index(
     database: Database, monkeypatch: pytest.MonkeyPatch, set_back: bool
 ) -> None:
-    """Nor where the clock was set back. SQLite gives its id to the next collection."""
+    """Even if the clock is set back. SQLite gives the id to the next collection."""
     catalog, retriever = opened(database)
     catalog.replace_documents("notes", [document("old", "boat")])
     assert found(retriever, "boat") == ["old"]

@@ -67,7 +67,7 @@ def test_scores_are_sums_of_reciprocal_ranks() -> None:
 
 
 @given(rankings)
-def test_everything_that_was_ranked_is_fused_once_and_scores_descend(
+def test_ranked_modules_are_fused_once_and_scores_descend(
     ranked: list[list[int]],
 ) -> None:
     fused = fuse(ranked)
