@@ -86,6 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders whose tests are all slow, and whose libraries `make test` need not import."""
+    slow = (REPOSITORY / "tests/cluster", REPOSITORY / "tests/api/page")
+    return True if config.option.markexpr == "not slow" and collection_path in slow else None
+
+
 def pytest_collectstart() -> None:
     """Sets the threads of torch, where tests are collected rather than handed out."""
     import_module("tests.tiny_models")

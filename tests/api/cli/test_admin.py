@@ -228,7 +228,9 @@ def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     assert checks["state folder"]["detail"].startswith("3 modules in ")
 
 
-@pytest.mark.parametrize(("divergence", "status"), [(0.05, 0), (4.5, 1)])
+@pytest.mark.parametrize(
+    ("divergence", "status"), [pytest.param(0.05, 0, marks=pytest.mark.slow), (4.5, 1)]
+)
 def test_doctor_tells_how_far_modes_are_from_exact(
     divergence: float, status: int, run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -174,11 +174,6 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def causal_core(world: World) -> CausalLM:
-    return world.causal
-
-
 @dataclass(frozen=True)
 class Visit:
     """A request that comes before some step and may be given up before a later one."""
@@ -266,7 +261,7 @@ class Run:
         self.states.append((job, RequestHandle(channel)))
 
 
-@pytest.mark.parametrize("make", [core_of, pytest.param(delayed_core, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [core_of, delayed_core])
 @settings(max_examples=scaled(100, quick=0.05), derandomize=True)
 @given(day=DAYS)
 def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:
@@ -295,10 +290,9 @@ SPEC = Spec((2, 0), family=0, lead=0, common=9, tail=2, gap=0, limit=8, tenant="
 
 
 def test_preempted_requests_answer_the_same(world: World) -> None:
-    specs = [
-        replace(SPEC, tail=n, limit=10, tenant=None, sampling=SamplingParams(1, seed=n))
-        for n in range(1, 7)
-    ]
+    """Penalties count the tokens from before the preemption."""
+    sampling = SamplingParams(temperature=1, presence_penalty=2.0, seed=3)
+    specs = [replace(SPEC, tail=n, limit=10, tenant=None, sampling=sampling) for n in range(1, 7)]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
     handles = [submit_request(core, world.request(each)) for each in specs]
     for _ in range(10):
@@ -314,25 +308,17 @@ def test_preempted_requests_answer_the_same(world: World) -> None:
 
 def test_higher_priority_comes_first(world: World) -> None:
     core = core_of(world.causal, config_of(world.causal, running=1))
-    order = []
-    for priority in (0, -1, 1):
-        submit_to = submit_request(core, world.request(replace(SPEC, limit=2), priority))
-        order.append((priority, submit_to))
-    ended = []
+    request = world.request(replace(SPEC, limit=2))
+    handles = {p: submit_request(core, replace(request, priority=p)) for p in (0, -1, 1)}
+    ended: list[int] = []
     while core.busy:
         core.step()
-        ended += [p for p, handle in order if handle.done and p not in ended]
+        ended += [p for p, handle in handles.items() if handle.done and p not in ended]
     assert ended == [1, 0, -1]
 
 
-def steps_of(core: EngineCore) -> Iterator[None]:
-    while core.busy:
-        core.step()
-        yield
-
-
-def test_long_prompt_does_not_stall_decoding_requests(causal_core: CausalLM) -> None:
-    core = core_of(causal_core, config_of(causal_core, step_tokens=8))
+def test_long_prompt_does_not_stall_decoding_requests(world: World) -> None:
+    core = core_of(world.causal, config_of(world.causal, step_tokens=8))
     answering = [
         submit_request(core, Request(plain_context(random_tokens(3, seed=n)), 40)) for n in range(3)
     ]
@@ -340,7 +326,8 @@ def test_long_prompt_does_not_stall_decoding_requests(causal_core: CausalLM) -> 
     long = submit_request(core, Request(plain_context(random_tokens(60)), 1))
     prefilling = 0
     before = [1, 1, 1]
-    for _ in steps_of(core):
+    while core.busy:
+        core.step()
         now = [handle.channel.count for handle in answering]
         if not long.done:
             prefilling += 1

@@ -172,31 +172,6 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
     assert len(other.result(0).token_ids) == 20
 
 
-@pytest.mark.slow
-def test_an_ended_answer_frees_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
-    """Others get them at once: what they write comes after what the row reads."""
-    core = delayed_core(causal, config_of(causal, blocks=12))
-    requests = [
-        Request(plain_context(random_tokens(6, seed=n)), 20, frozenset(range(n, 128, 7)))
-        for n in range(12)
-    ]
-    assert_answers_alone(core, requests)
-
-
-def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> None:
-    core = delayed_core(causal, config_of(causal, step_tokens=8, prefill_tokens=8))
-    answer = submit_request(core, Request(plain_context(PROMPT), 20))
-    jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (30, 5, 12)]
-    channel = StatesChannel(lambda: None)
-    core.add_encoding(jobs, channel)
-    handle = RequestHandle(channel)
-    drain(core)
-    for found, expected in zip(handle, encode(causal, jobs), strict=True):
-        torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
-    assert len(answer.result(0).token_ids) == 20
-
-
 @pytest.mark.parametrize("after", [0, 1, 2, 6])
 def test_a_failed_launch_ends_the_requests_not_the_engine(causal: CausalLM, after: int) -> None:
     core = delayed_core(causal)

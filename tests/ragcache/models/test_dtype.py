@@ -127,7 +127,7 @@ def test_unknown_dtypes_are_named(tmp_path: Path) -> None:
     assert parse_dtype("float16") == parse_dtype(torch.float16) == torch.float16
     with pytest.raises(ConfigurationError, match="'int4' is not a dtype of models; give auto, fl"):
         load_model(dtype="int4")
-    with pytest.raises(ConfigurationError, match="'fp32' is not"):
+    with pytest.raises(ConfigurationError, match="states_dtype is 'fp32'"):
         RagCache.open(tmp_path / "state", states_dtype="fp32")
 
 
