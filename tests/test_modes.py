@@ -91,7 +91,8 @@ def test_names_of_modes_are_spelled_in_one_file() -> None:
         path.relative_to(REPOSITORY).as_posix()
         for folder in ("ragcache", "api", "connectors", "schemas")
         for path in (REPOSITORY / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if re.search(f"[\"']{name}", text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         and names.fullmatch(node.value)
     }  # fmt: skip

@@ -37,7 +37,7 @@ PROMPT = random_tokens(9, seed=2)
 
 @cache
 def sharp_model() -> Any:
-    """As Hugging Face runs it, with larger weights than usual, so that answers do not repeat one token."""
+    """A model with larger weights than usual, so that answers do not repeat one token."""
     return tiny_model("llama", initializer_range=0.2)
 
 

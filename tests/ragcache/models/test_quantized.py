@@ -182,7 +182,7 @@ def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_quantization_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="quantization is 'int2'.*'int8' or 'int4'"):
+    with pytest.raises(ConfigurationError, match=r"quantization is 'int2'.*'int8' or 'int4'"):
         RagCache.open(tmp_path, quantization="int2")
 
 
