@@ -370,7 +370,7 @@ def _check_model(model: LoadedModel) -> str:
     return (
         f"{causal.num_layers} layers, window {causal.window} tokens, "
         f"{causal.bytes_per_token:,} bytes of states a token; a pass of {rows:,} tokens takes at "
-        f"most {most:,.0f} MiB beside weights and states"
+        f"most {most:,.0f} MiB in addition to weights and states"
     )
 
 

@@ -71,7 +71,7 @@ def evaluate_command(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit on the questions which answers are refused.")
     ] = False,
-    wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
+    wrong: Annotated[bool, typer.Option("--wrong", help="List the wrong answers.")] = False,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Mark the answers to known questions, mode by mode.
@@ -137,8 +137,8 @@ def _calibrate(
         return
     rows = (
         ("without an answer", report.unanswerable, report.refused_unanswerable),
-        ("answered rightly", report.right, report.refused_right),
-        ("answered wrongly", report.answerable - report.right, report.refused_wrong),
+        ("answered correctly", report.right, report.refused_right),
+        ("answered incorrectly", report.answerable - report.right, report.refused_wrong),
     )
     table = ui.plain_table("questions", "", "refused", rows=[
         (name, str(count), f"{100 * share:.1f}%") for name, count, share in rows
@@ -259,7 +259,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
 def _sentence(comparison: Comparison, mark: str) -> str:
     low, high = 100 * comparison.interval.low, 100 * comparison.interval.high
     return (
-        f"{comparison.mode} beside {comparison.reference}: {mark} "
+        f"{comparison.mode} against {comparison.reference}: {mark} "
         f"{100 * comparison.difference:+.1f} points (95 % {low:+.1f} to {high:+.1f}), "
         f"p = {comparison.p_value:.3f}"
     )

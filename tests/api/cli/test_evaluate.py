@@ -91,7 +91,7 @@ def test_eval_through_a_chat_shows_how_many_agree(
     assert status == 0
     exact = next(line for line in out.splitlines() if line.startswith("chat:exact"))
     assert exact.split()[5:8] == ["100.0", "0.0000", "100.0"], "retrieved, KL, agreement"
-    assert "chat:rooted beside chat:exact: exact match +0.0 points" in " ".join(out.split())
+    assert "chat:rooted against chat:exact: exact match +0.0 points" in " ".join(out.split())
     wrong = run("eval", "notes", questions, "--through", "mail")
     assert "--through is 'mail'" in error_of(wrong, "ConfigurationError")
 
