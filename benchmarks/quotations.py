@@ -1,7 +1,7 @@
 """Constrained answers: quotations and grammars, their compilation, and the mask of each token.
 
 python benchmarks/quotations.py --json FILE
-python benchmarks/quotations.py --grammars   # of 150,000 tokens; an answer beside two compilations
+python benchmarks/quotations.py --grammars   # 150,000 tokens; an answer beside two compilations
 """
 
 from __future__ import annotations
@@ -118,20 +118,26 @@ class GrammarsSetting:
 
     vocabulary: int = 150_000
     """Tokens of the made-up vocabulary."""
-    tokens: int = 64
-    """Most tokens of an answer whose masks are timed."""
-    answers: int = 10
+    masks: int = 64
+    """Minimum number of masks that are timed for each grammar."""
+    answers: int = 5
     """Ordinary answers that are timed alone, and as many beside two compilations."""
-    answer_tokens: int = 48
+    answer_tokens: int = 24
     """Tokens of each ordinary answer."""
     strings: int = 10_000
     """Strings of the enum that is compiled, near the largest grammar that is accepted."""
 
 
 def bench_grammars(
-    setting: GrammarsSetting | None = None, progress: Progress = lambda _: None
-) -> dict[str, Any]:
-    """Times grammars over a large vocabulary, and answers beside compilations.
+    setting: GrammarsSetting | None = None, progress: Progress = lambda _: None,
+    model: LoadedModel | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time grammars over a large vocabulary, and answers beside compilations.
+
+    Args:
+        setting: Sizes of the benchmark.
+        progress: Takes the name of each step.
+        model: Gives the answers. Defaults to the embedded reader.
 
     Returns:
         By grammar, processor milliseconds of its compilation and of a mask. Seconds of an answer
@@ -140,23 +146,23 @@ def bench_grammars(
     """
     setting = setting or GrammarsSetting()
     progress(f"a vocabulary of {setting.vocabulary} tokens")
-    model, rng = _large_vocabulary(setting.vocabulary), random.Random(1)
+    vocabulary, rng = _large_vocabulary(setting.vocabulary), random.Random(1)
     begin = time.perf_counter()
-    compile_constraint(Grammar.regex("a"), model)
+    compile_constraint(Grammar.regex("a"), vocabulary)
     vocabulary_ms = 1e3 * (time.perf_counter() - begin)
     rows = [
-        {"grammar": name, **_time_grammar(grammar, model, setting, rng)}
+        {"grammar": name, **_time_grammar(grammar, vocabulary, setting, rng)}
         for name, grammar in _grammars(setting).items()
     ]
     progress("answers alone and beside two compilations")
     return {
         "setting": asdict(setting), "machine": describe_machine(), "vocabulary_ms": vocabulary_ms,
-        "by_grammar": rows, "beside": _answers_beside_compilations(setting),
+        "by_grammar": rows, "beside": _answers_beside_compilations(setting, model),
     }  # fmt: skip
 
 
 class _Head:
-    """As much of a model as its vocabulary needs: the width of its logits."""
+    """A stand-in for a model that has only a width of logits."""
 
     def __init__(self, size: int) -> None:
         head = SimpleNamespace(weight=torch.empty(size, 0))
@@ -210,9 +216,9 @@ def _time_grammar(
     make = compile_constraint(grammar, model)
     compile_ms = 1e3 * (time.thread_time() - begin)
     times: list[float] = []
-    while len(times) < setting.tokens:
+    while len(times) < setting.masks:
         constraint = make()
-        for _ in range(setting.tokens):
+        for _ in range(setting.masks):
             begin = time.thread_time()
             mask = constraint.mask()
             times.append(1e3 * (time.thread_time() - begin))
@@ -227,7 +233,9 @@ def _time_grammar(
     }  # fmt: skip
 
 
-def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
+def _answers_beside_compilations(
+    setting: GrammarsSetting, model: LoadedModel | None
+) -> dict[str, float]:
     """Ordinary answers alone and beside two compilations, in turn, in one process."""
     params = GenerationParams(
         max_tokens=setting.answer_tokens, ignore_eos=True, extractive=False, confidence=False
@@ -236,7 +244,7 @@ def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
     pauses: dict[str, list[float]] = {"alone": [], "beside": []}
     with (
         tempfile.TemporaryDirectory() as folder,
-        RagCache.open(folder, embedding="none", force_modes=True) as rag,
+        RagCache.open(folder, model=model, embedding="none", force_modes=True) as rag,
     ):
         text = "Kim is on call on Monday. The spare key hangs in the boathouse. " * 20
         rag.ingest("handbook", [SourceDocument("rota.md", text)])
@@ -264,7 +272,7 @@ def _answers_beside_compilations(setting: GrammarsSetting) -> dict[str, float]:
 def _compiling(
     rag: RagCache, setting: GrammarsSetting, threads: int, number: int
 ) -> Iterator[list[int]]:
-    """Threads that compile grammars which no one compiled before; yields what they have done."""
+    """Compile new grammars in some threads; yields the seeds of the grammars compiled so far."""
     ended, done, model = threading.Event(), list[int](), rag.internals.shared.model
 
     def compile_grammars(thread: int) -> None:
@@ -288,6 +296,7 @@ def _compiling(
 
 
 def _print_grammars(json_file: Path | None) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads would wait in a loop for cores that compile
     result = run_benchmark(lambda progress: bench_grammars(None, progress))
     table = plain_table("grammar", "compile", "a mask", "99th percentile")
     for row in result["by_grammar"]:

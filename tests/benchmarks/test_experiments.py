@@ -25,7 +25,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from pml import PmlSetting, bench_pml
 from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
-from quotations import QuotationsSetting, bench_quotations
+from quotations import GrammarsSetting, QuotationsSetting, bench_grammars, bench_quotations
 from recomputation import (
     ComparedQuestion,
     RecomputationSetting,
@@ -201,6 +201,15 @@ def test_the_costs_of_quotations_are_measured(tiny_reader: LoadedModel) -> None:
     assert [row["modules"] for row in result["by_modules"]] == [1, 2]
     assert all(0 < row["token_ms"] <= row["token_p99_ms"] for row in result["by_modules"])
     assert result["module_ms"] > 0
+    json.dumps(result)
+
+
+def test_the_costs_of_grammars_are_measured(tiny_reader: LoadedModel) -> None:
+    setting = GrammarsSetting(1_000, masks=4, answers=1, answer_tokens=4, strings=20)
+    result = bench_grammars(setting, model=tiny_reader)
+    assert len(result["by_grammar"]) == 4
+    assert all(0 < row["mask_ms"] <= row["mask_p99_ms"] for row in result["by_grammar"])
+    assert min(result["beside"].values()) > 0
     json.dumps(result)
 
 

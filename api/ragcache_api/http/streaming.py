@@ -11,17 +11,19 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.engine import TokenDelta
 from ragcache.errors import RequestCancelled
 from ragcache_api.http.errors import ErrorInfo, stream_error
-from ragcache_api.http.protocol import compact
+from ragcache_api.http.protocol import CompactResponse, compact
 from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect, wait_for_disconnect
 from ragcache_api.http.service import RequestContext
 
@@ -36,7 +38,33 @@ EventsOf = Callable[[ActiveRequest, AsyncAnswerStream], AsyncGenerator[bytes, No
 ErrorEvent = Callable[[ErrorInfo], bytes]
 
 
-async def complete_answers(
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How one API writes the answers of a request."""
+
+    whole: Callable[[ActiveRequest, list[Answer]], Any]
+    """Makes the JSON of a response that is not streamed."""
+    events: EventsOf
+    """Makes the events of a stream."""
+    error: ErrorEvent
+    """Makes the event that ends a stream after an error."""
+
+
+async def respond(
+    context: RequestContext, answer_format: AnswerFormat, kind: str, collection: str,
+    *openings: Opening, stream: bool,
+) -> Response:  # fmt: skip
+    """Register a request, and answer it whole or as a stream of its only opening."""
+    requests, tags = context.service.requests, (kind, context.caller.namespace, collection)
+    if stream:
+        active = requests.begin_request(*tags)
+        return await _stream_answer(context, active, openings[0], answer_format)
+    with requests.track_request(*tags) as active:
+        answers = await _complete_answers(context, active, *openings)
+        return CompactResponse(answer_format.whole(active, answers))
+
+
+async def _complete_answers(
     context: RequestContext, active: ActiveRequest, *openings: Opening
 ) -> list[Answer]:
     """Await whole answers. They are cancelled if the client disconnects."""
@@ -54,10 +82,9 @@ async def complete_answers(
     return active.answers
 
 
-async def stream_answer(
-    context: RequestContext, active: ActiveRequest, opening: Opening, events_of: EventsOf,
-    error_event: ErrorEvent,
-) -> EventStream:  # fmt: skip
+async def _stream_answer(
+    context: RequestContext, active: ActiveRequest, opening: Opening, answer_format: AnswerFormat
+) -> EventStream:
     """Make the response that streams the events of an answer.
 
     An error before the first event is raised; a later one becomes the last event. The request ends
@@ -76,7 +103,8 @@ async def stream_answer(
         expiring.cancel()
         requests.end_request(active, RequestCancelled("the client went away"))
 
-    events = _end_with_error_event(active, events_of(active, stream), error_event)
+    events = answer_format.events(active, stream)
+    events = _end_with_error_event(active, events, answer_format.error)
     return EventStream(events, close, left + LAST_EVENTS_SECONDS)
 
 

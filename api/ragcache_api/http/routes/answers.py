@@ -14,10 +14,9 @@ from starlette.responses import Response
 from ragcache import AsyncAnswerStream, AsyncRagCache
 from ragcache.errors import UnknownSchema
 from ragcache_api.http.bodies import AnswerRequest, PathName, PromptRequest, own_generation
-from ragcache_api.http.errors import ErrorInfo, HTTPProblem
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     AnswerResponse,
-    CompactResponse,
     DeletedResponse,
     PageOf,
     PageQuery,
@@ -29,13 +28,7 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext
-from ragcache_api.http.streaming import (
-    Opening,
-    complete_answers,
-    deltas_of,
-    format_event,
-    stream_answer,
-)
+from ragcache_api.http.streaming import AnswerFormat, deltas_of, format_event, respond
 from ragcache_schemas import parse_schema
 
 router = APIRouter(
@@ -58,7 +51,7 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
     opening = lambda: AsyncRagCache(context.rag).stream(  # noqa: E731
         body.question, collection=body.collection, generation=generation, **options
     )
-    return await _respond(context, "answer", body.collection, opening, stream=body.stream)
+    return await respond(context, _FORMAT, "answer", body.collection, opening, stream=body.stream)
 
 
 @router.post("/prompts", response_model=AnswerResponse)
@@ -68,19 +61,7 @@ async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
     opening = lambda: AsyncRagCache(context.rag).stream_prompt(  # noqa: E731
         body.prompt, mode=body.mode, source="prompt", generation=generation
     )
-    return await _respond(context, "prompt", "", opening, stream=body.stream)
-
-
-async def _respond(
-    context: RequestContext, kind: str, collection: str, opening: Opening, *, stream: bool
-) -> Response:
-    requests, namespace = context.service.requests, context.caller.namespace
-    if stream:
-        active = requests.begin_request(kind, namespace, collection)
-        return await stream_answer(context, active, opening, _events, _error_event)
-    with requests.track_request(kind, namespace, collection) as active:
-        [answer] = await complete_answers(context, active, opening)
-    return CompactResponse(answer_response(active.id, answer))
+    return await respond(context, _FORMAT, "prompt", "", opening, stream=body.stream)
 
 
 async def _events(active: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
@@ -93,8 +74,11 @@ async def _events(active: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGene
     yield format_event(answer_response(active.id, stream.answer), "answer")
 
 
-def _error_event(info: ErrorInfo) -> bytes:
-    return format_event(info.problem("/v1/answers"), "error")
+_FORMAT = AnswerFormat(
+    whole=lambda active, answers: answer_response(active.id, answers[0]),
+    events=_events,
+    error=lambda info: format_event(info.problem("/v1/answers"), "error"),
+)
 
 
 @schemas_router.get("")

@@ -36,9 +36,8 @@ from ragcache_api.http.bodies import (
     invalid,
     unsupported,
 )
-from ragcache_api.http.errors import ErrorInfo, HTTPProblem
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
-    CompactResponse,
     ResponseModel,
     compact,
     event_stream,
@@ -46,13 +45,7 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, Service, off_loop
-from ragcache_api.http.streaming import (
-    Opening,
-    complete_answers,
-    deltas_of,
-    format_event,
-    stream_answer,
-)
+from ragcache_api.http.streaming import AnswerFormat, Opening, deltas_of, format_event, respond
 
 DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
@@ -188,20 +181,14 @@ async def _respond(
     context: RequestContext, kind: str, body: GenerationRequest, openings: list[Opening],
     writer_of: Callable[[ActiveRequest], _CompletionWriter],
 ) -> Response:  # fmt: skip
-    requests, tags = context.service.requests, (context.caller.namespace, body.collection or "")
-    if body.stream:
-        active = requests.begin_request(kind, *tags)
-        chunks = writer_of(active).chunks
-        return await stream_answer(context, active, openings[0], chunks, _error_event)
-    with requests.track_request(kind, *tags) as active:
-        answers = await complete_answers(context, active, *openings)
-        writer = writer_of(active)
-        completion = writer.completion(answers)
-    return CompactResponse(completion)
-
-
-def _error_event(info: ErrorInfo) -> bytes:
-    return format_event(info.openai())
+    written = AnswerFormat(
+        whole=lambda active, answers: writer_of(active).completion(answers),
+        events=lambda active, stream: writer_of(active).chunks(active, stream),
+        error=lambda info: format_event(info.openai()),
+    )
+    return await respond(
+        context, written, kind, body.collection or "", *openings, stream=body.stream
+    )
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
