@@ -1,9 +1,9 @@
-"""Confidence in answers, and the refusal of those that it is too low for.
+"""Confidence in answers, and the refusal of answers below a minimum.
 
-`ConfidenceFeatures` are the model's probabilities of an answer and the scores of retrieval.
+`ConfidenceFeatures` holds the model's probabilities of an answer and the scores of retrieval.
 A logistic model over them (`Calibration`) gives the probability that the answer is right (selective
 prediction, El-Yaniv and Wiener, JMLR 2010; calibrators of question answering, Kamath et al., ACL
-2020). Without a calibration, the answer's tokens are scored a second time behind the question
+2020). Without a calibration, the answer's tokens are scored a second time after the question
 without the documents: the confidence is how much the documents add to their likelihood.
 """
 
@@ -26,39 +26,34 @@ from ragcache.models.reader import READER
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
 
-_LEAST = -20.0  # log-probabilities and odds below count as this
+_LEAST = -20.0  # lower limit of log-probabilities and odds
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceFeatures:
-    """What speaks for an answer; None where it is not known. Logarithms are natural.
-
-    Attributes:
-        span: The mean log-probability of the answer's tokens and its end, among those that the
-            quotation allowed.
-        free: The same in the model's own distribution.
-        no_answer: The log-odds of the no-answer token against the answer's first token.
-        coverage: The best module's BM25 score, as a share of the most that any text could score
-            for the question.
-        gap: How far the second module is below that, as the same share, whether it is read or not.
-        cosine: That of the best module by its vector.
-        support: How much of the question stands around the answer (`LexicalSupport.share`).
-        lift: How much more likely the documents make each token of the answer, as the mean of the
-            differences of log-probabilities.
-    """
+    """Evidence for an answer. Unknown features are None. Logarithms are natural."""
 
     span: float | None = None
+    """Mean log-probability of the answer's tokens and its end, relative to the tokens that the
+    quotation allowed."""
     free: float | None = None
+    """Mean log-probability of the answer's tokens and its end in the model's own distribution."""
     no_answer: float | None = None
+    """Log-odds of the no-answer token against the answer's first token."""
     coverage: float | None = None
+    """BM25 score of the best module, as a share of the highest score possible for the question."""
     gap: float | None = None
+    """Difference between the two best modules' `coverage`, whether or not the second is read."""
     cosine: float | None = None
+    """Highest cosine of a module's vector with the question's."""
     support: float | None = None
+    """Weighted share of the question's words around the answer (`LexicalSupport.share`)."""
     lift: float | None = None
+    """Mean increase of the log-probability of the answer's tokens by the documents."""
 
     @classmethod
     def of_selection(cls, selection: Selection) -> ConfidenceFeatures:
-        """What retrieval found."""
+        """Return the features of a search result."""
         cosines = [hit.cosine for hit in selection.hits if hit.cosine is not None]
         cosine = max(cosines, default=None)
         if selection.words is None:
@@ -69,8 +64,12 @@ class ConfidenceFeatures:
         return cls(coverage=best, gap=best - second, cosine=cosine)
 
     def with_answer(self, choice: Choice, no_answer: int | None) -> ConfidenceFeatures:
-        """With what the log-probabilities of an answer's tokens say. no_answer: the id of the
-        no-answer token, if there is one."""
+        """Return these features with `span`, `free` and `no_answer` of an answer.
+
+        Args:
+            choice: The answer, with log-probabilities.
+            no_answer: The id of the model's no-answer token, if it has one.
+        """
         tokens = [*choice.chosen, *([] if choice.ending is None else [choice.ending])]
         if not tokens:  # it ended before anything could be said
             return replace(self, span=_LEAST, free=_LEAST)
@@ -80,7 +79,7 @@ class ConfidenceFeatures:
         return replace(self, span=_mean(span), free=_mean(free), no_answer=odds)
 
     def known(self) -> dict[str, float]:
-        """What is known, by name."""
+        """Return the known features by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -92,8 +91,12 @@ def _logprob(token: SampledToken) -> float:
 
 
 def lift_of(chosen: Sequence[SampledToken], alone: Sequence[float]) -> float:
-    """The mean difference between the log-probabilities of an answer's tokens, limited from below.
-    chosen: the tokens with the documents; alone: log-probabilities without them."""
+    """Return the mean increase of the log-probability of an answer's tokens by the documents.
+
+    Args:
+        chosen: The answer's tokens, sampled with the documents.
+        alone: Log-probabilities of the same tokens without the documents.
+    """
     pairs = zip(chosen, alone, strict=True)
     return _mean([max(_LEAST, _logprob(each)) - max(_LEAST, other) for each, other in pairs])
 
@@ -103,7 +106,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _odds(first: SampledToken, no_answer: int) -> float:
-    """The no-answer token is at most as likely as the last alternative where it is none of them."""
+    """Return the log-odds of the no-answer token against an answer's first token.
+
+    If the token is not among the alternatives, the likelihood of the last alternative is used.
+    """
     if first.token == no_answer:
         return -_LEAST
     least = min((value for _, value in first.alternatives), default=0.0)
@@ -113,22 +119,18 @@ def _odds(first: SampledToken, no_answer: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A logistic model of whether an answer is right.
-
-    Attributes:
-        bias: The log-odds of an answer whose evidence is the mean one.
-        weights: Of each kind of evidence, by its name in `ConfidenceFeatures`.
-        means: Of each kind with a weight; evidence that is not known counts as its mean.
-        min_confidence: Answers below are refused, unless `GenerationParams.min_confidence` is
-            another.
-        questions: How many questions it was fitted on.
-    """
+    """A logistic model of whether an answer is right."""
 
     bias: float
+    """Log-odds of an answer whose features are all at their means."""
     weights: Mapping[str, float]
+    """Weights of features, by their names in `ConfidenceFeatures`."""
     means: Mapping[str, float]
+    """Means of the features with weights. An unknown feature counts as its mean."""
     min_confidence: float = 0.0
+    """Default of `GenerationParams.min_confidence`: answers below it are refused."""
     questions: int = 0
+    """Number of questions that it was fitted on."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.weights) - set(FEATURES)) or set(self.weights) ^ set(self.means)
@@ -144,7 +146,7 @@ class Calibration:
             )
 
     def confidence(self, evidence: ConfidenceFeatures) -> float:
-        """The probability, 0 to 1, that an answer with this evidence is right."""
+        """Return the probability, 0 to 1, that an answer with this evidence is right."""
         known = evidence.known()
         odds = self.bias + sum(
             weight * (known[name] - self.means[name])
@@ -154,12 +156,12 @@ class Calibration:
         return 1 / (1 + math.exp(-min(max(odds, -700.0), 700.0)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
-        """What `to_dict` gave. Raises `ConfigurationError`."""
+        """Return the calibration of the values of `to_dict`. Raises `ConfigurationError`."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -167,31 +169,31 @@ class Calibration:
 
 
 UNCALIBRATED = Calibration(0.0, {"lift": 1.0}, {"lift": 0.0})
-"""Of answers for which nothing is calibrated: the likelihood of a token with the documents, as a
-share of those with and without them."""
+"""Calibration of models without one: p / (p + q), where p and q are the likelihoods of a token with
+and without the documents."""
 
 
 def calibration_key(model: LoadedModel, *, extractive: bool) -> str:
-    """The name under which a collection keeps the calibration of a model's answers."""
+    """Return the name under which a collection stores the calibration of a model's answers."""
     kind = "extractive" if extractive else "free"
     return f"{kind}:{model.causal.fingerprint}:{model.tokenizer_fingerprint}"
 
 
 @lru_cache(64)
 def read_calibrations(text: str | None) -> Mapping[str, Calibration]:
-    """The calibrations of a collection, by `calibration_key`, as the ledger keeps them."""
+    """Parse the calibrations of a collection, by `calibration_key`, from the ledger's JSON."""
     kept = {} if text is None else json.loads(text)
     return {key: Calibration.from_dict(values) for key, values in kept.items()}
 
 
 def write_calibrations(kept: Mapping[str, Calibration]) -> str | None:
-    """As `read_calibrations` reads them; None where there are none."""
+    """Return calibrations as JSON for `read_calibrations`; no calibrations give None."""
     return json.dumps({key: each.to_dict() for key, each in kept.items()}) if kept else None
 
 
 @lru_cache(1)
 def reader_calibration(file: Path = READER / "calibration.json") -> Calibration | None:
-    """That of the embedded reader's quotations, in the package; None of a reader without one."""
+    """Return the calibration of the embedded reader's quotations, if it has one."""
     if not file.exists():
         return None
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
@@ -200,7 +202,13 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
 def find_calibration(
     kept: str | None, model: LoadedModel, *, extractive: bool
 ) -> Calibration | None:
-    """The calibration of a model's answers among those that a collection keeps, or else that of the
-    embedded reader's quotations; None where there is neither."""
+    """Return the calibration of a model's answers, if there is one.
+
+    Args:
+        kept: The collection's calibrations, from the ledger. They come first.
+        model: The model that answers.
+        extractive: Whether answers are quotations. The embedded reader has a calibration of its
+            own for them.
+    """
     found = read_calibrations(kept).get(calibration_key(model, extractive=extractive))
     return reader_calibration() if found is None and extractive and model.extractive else found

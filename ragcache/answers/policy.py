@@ -1,8 +1,8 @@
 """Policies of an answer: the features that change a request and finish its answer.
 
-A question without such features has no policy. A policy is made while nothing is leased, so that it
-refuses options before anything is computed. It then changes the engine's request, and finishes the
-answers that came of it.
+A question without such features has no policy. A policy is made before states are leased, so that
+it refuses options before anything is computed. It then changes the engine's request, and finishes
+its answers.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class AnswerPolicy:
         return False
 
     def change_request(self, request: Request) -> Request:
-        """Returns the request with the changes that the feature needs."""
+        """Return the request with the changes that the feature needs."""
         return request
 
     def follow_up(self, output: RequestOutput) -> Sequence[Pass]:  # noqa: ARG002
-        """Submits the passes whose outputs `finish` needs."""
+        """Submit the passes whose outputs `finish` needs."""
         return ()
 
     def finish(
@@ -86,7 +86,7 @@ class AnswerPolicy:
         answer: AnswerOutput,
         passes: Sequence[RequestOutput],  # noqa: ARG002
     ) -> AnswerOutput:
-        """Returns the answer with the feature's findings. passes: outputs of `follow_up`."""
+        """Return the answer with the feature's findings. passes: outputs of `follow_up`."""
         return answer
 
     def release(
@@ -94,7 +94,7 @@ class AnswerPolicy:
         deltas: Sequence[TokenDelta],
         answer: AnswerOutput,  # noqa: ARG002
     ) -> list[TokenDelta]:
-        """Returns the deltas to show of a stream that was held until its answer was finished."""
+        """Return the deltas to show of a stream that was held until its answer was finished."""
         return list(deltas)
 
 
@@ -115,18 +115,18 @@ class AnsweredPrompt(Protocol):
 
     @property
     def selection(self) -> Selection | None:
-        """The result of the search. None for chats and PML prompts."""
+        """The result of the search. Chats and PML prompts have none."""
 
     @property
     def without_documents(self) -> Callable[[], Sequence[int]]:
-        """Makes the prompt's tokens without its modules."""
+        """Function that makes the prompt's tokens without its modules."""
 
 
 def answer_policies(
     prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel, engine: LLMEngine,
     quotations: Quotations | None,
 ) -> tuple[AnswerPolicy, ...]:  # fmt: skip
-    """Returns the policies of a prompt's answers, in the order in which they finish them.
+    """Return the policies of a prompt's answers, in the order in which they finish them.
 
     Args:
         prompt: The prompt that is answered.
@@ -149,7 +149,7 @@ def answer_policies(
 
 @dataclass(frozen=True, slots=True)
 class QuotationPolicy(AnswerPolicy):
-    """Answers are contiguous runs of the modules' texts."""
+    """Limits answers to contiguous runs of the modules' texts."""
 
     sources: QuotationSources
     """The modules that may be quoted."""
@@ -158,8 +158,11 @@ class QuotationPolicy(AnswerPolicy):
     def for_prompt(
         cls, prompt: AnsweredPrompt, params: GenerationParams, quotations: Quotations | None
     ) -> QuotationPolicy | None:
-        """The policy of a prompt whose answers may be quotations; None if they are not. Raises
-        `InvalidRequest` where quotations were asked for and cannot be given."""
+        """Return the policy of a prompt whose answers are quotations; other prompts have none.
+
+        Raises:
+            InvalidRequest: `extractive` is set, and the prompt cannot be answered by quotations.
+        """
         if params.extractive:
             _check_extractive(prompt, params)
         elif prompt.kind != "question" or params.forms:
@@ -169,7 +172,7 @@ class QuotationPolicy(AnswerPolicy):
         return cls(quotations.of(prompt.modules))
 
     def change_request(self, request: Request) -> Request:
-        """Allows the tokens of quotations only, and ends their text at word boundaries."""
+        """Allow only the tokens of quotations, and end their text at word boundaries."""
         index = self.sources.index
         constraint, text = partial(Quotation, index), partial(QuotationText, index)
         return replace(request, constraint=constraint, text=text, suppress_tokens=frozenset())
@@ -179,12 +182,12 @@ class QuotationPolicy(AnswerPolicy):
         answer: AnswerOutput,
         passes: Sequence[RequestOutput],  # noqa: ARG002
     ) -> AnswerOutput:
-        """Returns the answer with its document positions."""
+        """Return the answer with its document positions."""
         return replace(answer, spans=self.sources.spans(answer.output.choices))
 
 
 def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
-    """Raises `InvalidRequest` for a prompt or options that quotations do not go with."""
+    """Raise `InvalidRequest` for a prompt or options that exclude quotations."""
     if params.forms:
         raise InvalidRequest(
             "an extractive answer is a quotation and keeps to no grammar; leave out either "
@@ -204,33 +207,38 @@ def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConfidencePolicy(AnswerPolicy):
-    """Answers have a confidence, and are refused if it is too low."""
+    """Computes the confidence in answers, and refuses answers with a low one."""
 
     calibration: Calibration
     """The model of the confidence."""
     features: ConfidenceFeatures
-    """The features of retrieval."""
+    """Features of the search result."""
     min_confidence: float
-    """Answers below this confidence are refused, 0 to 1."""
+    """Confidence, 0 to 1, below which answers are refused."""
     support: LexicalSupport | None = None
-    """Finds the question's words around an answer. None without a search by words."""
+    """Finds the question's words around an answer. Set after a search by words."""
     refusal: str = REFUSAL
     """The text of a refused answer."""
     no_answer: int | None = None
     """The model's no-answer token; see `LoadedModel`."""
     score: Callable[[Sequence[int]], Pass] | None = None
-    """Submits a pass that scores tokens behind the prompt without documents. None for calibrations
-    without `lift`."""
+    """Submits a pass that scores tokens after the prompt without documents. Set for calibrations
+    with `lift`."""
     logprobs: int | None = None
-    """Alternatives to each token that the caller asked for."""
+    """Number of alternatives to each token that the caller asked for."""
 
     @classmethod
     def for_prompt(
         cls, prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel,
         engine: LLMEngine, extractive: bool,
     ) -> ConfidencePolicy | None:  # fmt: skip
-        """The policy of a prompt whose answers have a confidence; None if it was not asked for and
-        nothing is calibrated. Raises `InvalidRequest` for a PML prompt."""
+        """Return the policy of a prompt whose answers have a confidence; other prompts have none.
+
+        Answers have one if the caller asks for it, or if there is a calibration.
+
+        Raises:
+            InvalidRequest: The caller asks for the confidence in the answer to a PML prompt.
+        """
         wanted = bool(params.confidence or params.min_confidence)
         if wanted and prompt.kind == "prompt":
             raise InvalidRequest(
@@ -274,21 +282,20 @@ class ConfidencePolicy(AnswerPolicy):
         return self.score is not None
 
     def change_request(self, request: Request) -> Request:
-        """Reports log-probabilities. Where answers may be refused, the model may say that there is
-        no answer."""
+        """Report log-probabilities. Allow the no-answer token if answers may be refused."""
         own = 0 if self.no_answer is None else _ALTERNATIVES
         sampling = replace(request.sampling, logprobs=max(own, self.logprobs or 0))
         suppressed = frozenset[int]() if self.holds else request.suppress_tokens
         return replace(request, sampling=sampling, suppress_tokens=suppressed)
 
     def follow_up(self, output: RequestOutput) -> Sequence[Pass]:
-        """Scores each answer that has tokens without the documents."""
+        """Score each answer with tokens again, without the documents."""
         score = self.score
         said = [each.token_ids for each in output.choices if each.token_ids]
         return () if score is None else [score(token_ids) for token_ids in said]
 
     def finish(self, answer: AnswerOutput, passes: Sequence[RequestOutput]) -> AnswerOutput:
-        """Returns the answer with its confidences. Replaces refused choices."""
+        """Return the answer with its confidences, and with refusals in place of refused choices."""
         output, scored = answer.output, iter(passes)
         found = [
             self.features_of(each, next(scored, None) if each.token_ids else None)
@@ -306,7 +313,12 @@ class ConfidencePolicy(AnswerPolicy):
     def features_of(
         self, choice: Choice, scored: RequestOutput | None = None
     ) -> ConfidenceFeatures:
-        """All features of an answer. scored: the pass without documents."""
+        """Return all features of an answer.
+
+        Args:
+            choice: The answer.
+            scored: Output of the pass without documents.
+        """
         support = None if self.support is None else self.support.share(choice.text)
         features = replace(self.features.with_answer(choice, self.no_answer), support=support)
         if scored is None or not choice.chosen:
@@ -314,15 +326,17 @@ class ConfidencePolicy(AnswerPolicy):
         return replace(features, lift=lift_of(choice.chosen, scored.prompt_logprobs))
 
     def confidence_of(self, choice: Choice, features: ConfidenceFeatures) -> float:
-        """The confidence in an answer; 0 if it is empty, or if the model said that there is no
-        answer."""
+        """Return the confidence in an answer.
+
+        It is 0 for an empty answer and for one with the no-answer token.
+        """
         declined = self.no_answer is not None and self.no_answer in choice.token_ids
         if declined or not choice.text.strip():
             return 0.0
         return self.calibration.confidence(features)
 
     def release(self, deltas: Sequence[TokenDelta], answer: AnswerOutput) -> list[TokenDelta]:
-        """The deltas of accepted answers, and the refusals of the others."""
+        """Return the deltas of accepted answers, and the refusals of the others."""
         choices = answer.output.choices
         refused = {n for n, each in enumerate(choices) if each.finish_reason == "no_answer"}
         shown = [
@@ -337,7 +351,7 @@ class ConfidencePolicy(AnswerPolicy):
         return replace(refused, chosen=(), ending=None)
 
     def _shown(self, choice: Choice) -> Choice:
-        """The answer with the log-probabilities that the caller asked for."""
+        """Return the answer with the log-probabilities that the caller asked for."""
         if self.logprobs is None:
             return replace(choice, chosen=(), ending=None)
         chosen = tuple(map(self._shown_token, choice.chosen))
@@ -345,7 +359,7 @@ class ConfidencePolicy(AnswerPolicy):
         return replace(choice, chosen=chosen, ending=ending)
 
     def _shown_token(self, token: SampledToken) -> SampledToken:
-        """The token with the log-probabilities that the caller asked for."""
+        """Return the token with the log-probabilities that the caller asked for."""
         if self.logprobs is None:
             return SampledToken(token.token)
         return replace(token, alternatives=token.alternatives[: self.logprobs])
@@ -354,7 +368,7 @@ class ConfidencePolicy(AnswerPolicy):
 def _score(
     engine: LLMEngine, without_documents: Callable[[], Sequence[int]], answer: Sequence[int]
 ) -> Pass:
-    """Submits a pass that scores an answer behind a prompt without modules."""
+    """Submit a pass that scores an answer after a prompt without modules."""
     tokens = (*without_documents(), *answer)
     context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
     request = Request(context, max_tokens=1, prompt_logprobs=len(answer))

@@ -1,12 +1,12 @@
 """Quotations: answers that are contiguous runs of given texts, from word boundary to word boundary.
 
-Each text becomes a graph once: its nodes are the places between its bytes, its edges the tokens
-that spell what follows a place. An answer begins at the start of a word, also with a token that
-spells a space before it. It is the set of places that it may have reached; the edges that leave
-them are the tokens that may come next. So the texts of one request are joined without building
-anything, and a step costs what is left of the occurrences.
+Each text becomes a graph once: its nodes are the places between its bytes, and its edges the tokens
+that spell the text after a place. An answer begins at the start of a word, also with a token that
+spells a space before it. Its state is the set of places that it may have reached. The edges that
+leave them are the tokens that may come next. So the texts of one request need no common graph, and
+the cost of a step is proportional to the remaining occurrences.
 
-Word boundaries are those of Unicode (UAX #29, 4.1), where each Chinese character is a word.
+Word boundaries follow Unicode (UAX #29, 4.1): each Chinese character is a word.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 
 
 class TokenSpellings:
-    """The tokens of a model by what they spell, in UTF-8, but control tokens and those that end an
-    answer. width: one more than the largest id."""
+    """The tokens of a model by their bytes in UTF-8, without control and stop tokens."""
 
     def __init__(self, model: LoadedModel) -> None:
         tokenizer = model.tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.stop_ids = np.array(sorted(model.stop_ids), dtype=np.int32)
         self.width = max([*vocabulary.values(), *self.stop_ids.tolist()]) + 1
+        """One more than the largest id."""
         self._ids: dict[bytes, int | None] = {}  # None: only the beginning of tokens
         hidden = model.stop_ids.union(model.prompt_tokenizer.control.values())
         spell = token_to_bytes(tokenizer)
         for token, number in vocabulary.items():
             spelled = b"" if number in hidden else spell(token)
-            # of a byte token such as <0x41> and a token that is spelled so, the latter
+            # a token that spells a byte is preferred to its byte token, such as <0x41>
             if spelled and (self._ids.get(spelled) is None or not token.startswith("<0x")):
                 self._ids[spelled] = number
             for end in range(1, len(spelled)):
                 self._ids.setdefault(spelled[:end])
 
     def spelled_from(self, raw: bytes, begin: int, limit: int, lead: bytes = b"") -> list[Edge]:
-        """The tokens that spell `lead` and what follows, up to `limit`, each with the byte after
-        it."""
+        """Return the tokens that spell `lead` and the bytes from `begin`, at most up to `limit`.
+
+        Each comes with the place after it.
+        """
         found = []
         for end in range(begin + 1, limit + 1):
             token = self._ids.get(lead + raw[begin:end], -1)
-            if token == -1:  # no longer one begins so
+            if token == -1:  # no token begins with these bytes
                 break
             if token is not None:
                 found.append((token, end))
@@ -70,39 +72,44 @@ class TokenSpellings:
 
 
 token_spellings = once_per_model(TokenSpellings)
-"""The spellings of a model's tokens."""
+"""Returns the spellings of a model's tokens."""
 
 Edge = tuple[int, int]
-"""A token, and the byte after it."""
+"""A token, and the place after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuotableText:
-    """The graph of one text of N bytes.
-
-    Attributes:
-        raw: The text, in UTF-8.
-        first: Of each place its first edge, and at the end the number of edges: [N + 2].
-        tokens, ends: Of each edge its token, and the place behind it.
-        start_tokens, start_ends: The same of the edges that an answer may begin with.
-        starts: Of each of these, the place of the first byte of the answer.
-        last_boundary: Of each place, the last word boundary up to it: [N + 1].
-    """
+    """The graph of one text of N bytes, with E edges and S edges that an answer may begin with."""
 
     raw: bytes
+    """The text, in UTF-8."""
     first: Ints
+    """[N + 2]: the first edge of each place, and the number of edges."""
     tokens: Ints
+    """[E]: the token of each edge."""
     ends: Ints
+    """[E]: the place after each edge."""
     start_tokens: Ints
+    """[S]: the token of each first edge."""
     start_ends: Ints
+    """[S]: the place after each first edge."""
     starts: Ints
+    """[S]: the place of the answer's first byte, for each first edge."""
     last_boundary: Ints
+    """[N + 1]: the last word boundary up to each place."""
 
     @classmethod
     def of(cls, text: str, spellings: TokenSpellings, cuts: Sequence[int] = ()) -> QuotableText:
-        """The graph of a text. cuts: places in it, in characters, that no quotation crosses."""
+        """Build the graph of a text.
+
+        Args:
+            text: The text.
+            spellings: The tokens of the model.
+            cuts: Places in the text, in characters, that no quotation crosses.
+        """
         raw = text.encode()
-        at = np.cumsum([0, *(len(each.encode()) for each in text)])  # of each character, its byte
+        at = np.cumsum([0, *(len(each.encode()) for each in text)])  # byte offset of each character
         bounds = sorted({0, len(text), *(each.start() for each in _BOUNDARY.finditer(text))})
         words = [int(at[each]) for each in bounds if not text[each : each + 1].isspace()]
         edges, starts = _edges(raw, spellings, words, {*at[bounds].tolist()}, {*at[list(cuts)]})
@@ -124,8 +131,11 @@ class QuotableText:
 def _edges(
     raw: bytes, spellings: TokenSpellings, words: Sequence[int], bounds: set[int], cuts: set[int]
 ) -> tuple[list[list[Edge]], list[tuple[int, int, int]]]:
-    """The edges that leave each place, and those that an answer may begin with, after the places
-    where it begins. None crosses a cut, or ends inside of a word that no token completes."""
+    """Return the edges that leave each place, and the first edges of answers.
+
+    A first edge is (start of the answer, token, place after it). No edge crosses a cut, or ends
+    inside a word that no token completes.
+    """
     limits = sorted(cuts | {len(raw)})
     useful = bounds.copy()
 
@@ -154,16 +164,21 @@ def _ints(values: Iterable[int]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Where a quotation stands: characters begin:end of the text with this number."""
+    """A place of a quotation in one of the texts."""
 
     text: int
+    """Index of the text."""
     begin: int
+    """First character."""
     end: int
+    """End of the characters, exclusive."""
 
 
 class QuotationIndex:
-    """The texts that an answer may quote, as one graph. The attributes are those of
-    `QuotableText`; places count through all texts, in order."""
+    """The texts that an answer may quote, as one graph.
+
+    It has the arrays of `QuotableText`. Places are counted through all texts, in order.
+    """
 
     def __init__(self, texts: Sequence[QuotableText], spellings: TokenSpellings) -> None:
         self.spellings = spellings
@@ -182,11 +197,11 @@ class QuotationIndex:
 
     @cached_property
     def start_mask(self) -> Tensor:
-        """The tokens that an answer may begin with; see `Constraint.mask`."""
+        """Mask of the tokens that an answer may begin with (`Constraint.mask`)."""
         return self.mask(self.start_tokens, may_end=not len(self.start_tokens))
 
     def mask(self, tokens: Ints, *, may_end: bool) -> Tensor:
-        """These tokens, packed; with those that end an answer if it `may_end`."""
+        """Return the packed mask of tokens, with the stop tokens if the answer may end."""
         allowed = np.zeros(-(-self.spellings.width // 32) * 32, dtype=np.bool_)
         allowed[tokens] = True
         if may_end:
@@ -194,11 +209,11 @@ class QuotationIndex:
         return torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32))
 
     def text(self, begin: int, end: int) -> str:
-        """The text between two places."""
+        """Return the text between two places."""
         return self._raw[begin:end].decode()
 
     def occurrence(self, begin: int, end: int) -> Occurrence:
-        """Positions of the characters between two places."""
+        """Return the positions of the characters between two places."""
         number = bisect_right(self._offsets, begin) - 1
         first = len(self.text(self._offsets[number], begin))
         return Occurrence(number, first, first + len(self.text(begin, end)))
@@ -210,18 +225,14 @@ def _joined(arrays: Sequence[Ints], offsets: Sequence[int]) -> Ints:
 
 
 class Quotation:
-    """One answer as it grows: where it stands in the texts of its index. It is the `Constraint` of
-    an answer that quotes.
-
-    Attributes:
-        length: Bytes from its start to the last word boundary that it has reached.
-        starts: Where the quotations of this length begin, counted through all texts.
-    """
+    """The `Constraint` of an answer that quotes: its occurrences in the texts as it grows."""
 
     def __init__(self, index: QuotationIndex) -> None:
         self._index = index
         self.length = 0
+        """Bytes from the start of the answer to the last word boundary that it has reached."""
         self.starts = np.zeros(0, np.int32)
+        """Places where quotations of this length begin, counted through all texts."""
         self._at_boundary = False
         self._tokens, self._ends, self._from = index.start_tokens, index.start_ends, index.starts
         self._begun = False
@@ -238,7 +249,7 @@ class Quotation:
         return self._index.mask(self._tokens, may_end=self._at_boundary or self.finished)
 
     def accept(self, token: int) -> None:
-        """See `Constraint.accept`. Raises `ValueError` for a token that no text has here."""
+        """See `Constraint.accept`. Raises `ValueError` if no text continues with the token."""
         index, chosen = self._index, self._tokens == token
         if not chosen.any():
             raise ValueError(f"no document goes on with token {token}")
@@ -255,8 +266,11 @@ class Quotation:
         self._from = np.repeat(begun_at, counts)
 
     def text(self, most: int | None = None) -> str:
-        """What it says up to the last word boundary, of its first `most` characters; without white
-        space at its end."""
+        """Return the answer's text up to the last word boundary, without trailing white space.
+
+        Args:
+            most: Maximum number of characters.
+        """
         if not self.length:
             return ""
         begin = int(self.starts[0])
@@ -267,14 +281,13 @@ class Quotation:
         return said.rstrip()
 
     def occurrences(self, said: str) -> list[Occurrence]:
-        """Places of the beginning `said`, in the order of the texts."""
+        """Return the places of `said`, a prefix of the answer, in the order of the texts."""
         found, length = np.unique(self.starts).tolist() if said else [], len(said.encode())
         return [self._index.occurrence(begin, begin + length) for begin in found]
 
 
 class QuotationText:
-    """The text of an answer as it grows, in pieces that end at word boundaries: a `TextStream` that
-    never says more than the quotation."""
+    """The `TextStream` of an answer that quotes, in pieces that end at word boundaries."""
 
     def __init__(self, index: QuotationIndex, stop: Sequence[str] = ()) -> None:
         self._quotation, self._stops = Quotation(index), StopChecker(stop)
@@ -282,11 +295,11 @@ class QuotationText:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, None before."""
+        """The stop string that ended the text, or None before the end."""
         return self._stops.stopped
 
     def push(self, token_id: int) -> str:
-        """Takes the next token. Returns the text that is now safe to show."""
+        """Take the next token. Returns the text that can be shown now."""
         if self.stopped is not None:
             return ""
         self._quotation.accept(token_id)
@@ -296,7 +309,7 @@ class QuotationText:
         return self._show()
 
     def finish(self) -> str:
-        """Ends the text. Returns what a stop string held back."""
+        """End the text. Returns the text that was held back for a possible stop string."""
         if self.stopped is None:
             self._free += len(self._stops.finish(""))
         return self._show()
@@ -308,7 +321,7 @@ class QuotationText:
 
 
 def quote(index: QuotationIndex, token_ids: Iterable[int], said: str) -> list[Occurrence]:
-    """Places of `said`, which is the text of an answer of these tokens or its beginning."""
+    """Return the places of `said`, the text of an answer of these tokens or a prefix of it."""
     quotation = Quotation(index)
     for token in token_ids:
         quotation.accept(token)

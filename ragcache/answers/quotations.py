@@ -1,5 +1,4 @@
-"""What extractive answers quote: modules as quotable texts, and the places of quotations in the
-documents."""
+"""Modules as quotable texts, and the positions of quotations in the documents."""
 
 from __future__ import annotations
 
@@ -21,46 +20,48 @@ from ragcache.db import ModuleRow
 from ragcache.engine import Choice
 from ragcache.models import LoadedModel
 
-CONTEXT = 240  # characters of a span's prefix and suffix, at most
-_KEPT = 512  # modules whose graphs are kept, those used last
+CONTEXT = 240  # maximum characters of a span's prefix and suffix
+_KEPT = 512  # graphs of modules in the cache, which evicts the least recently used
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """A place that an extractive answer quotes.
-
-    Attributes:
-        document: Id of the document.
-        module: Name of the module.
-        start, end: Characters start:end of the document's text (`rag.documents.texts`) are the
-            answer. None where a part of the document that the module is from does not stand there.
-        page: The page or slide, where the document has such.
-        headings: The titles above the module, outermost first.
-        prefix, suffix: What stands before and after the answer in the same line.
-        choice: Of which of the `n` answers.
-    """
+    """A place that an extractive answer quotes."""
 
     document: str
+    """Id of the document."""
     module: str
+    """Name of the module."""
     start: int | None
+    """First character of the answer in the document's text (`rag.documents.texts`), or None: some
+    parts of modules, such as repeated headings, are not at this place of the document."""
     end: int | None
+    """End of the answer in the document's text, exclusive, or None like `start`."""
     page: int | None = None
+    """Page or slide, from 1, in documents that have pages."""
     headings: tuple[str, ...] = ()
+    """Titles above the module, outermost first."""
     prefix: str = ""
+    """Text before the answer in the same line, at most `CONTEXT` characters."""
     suffix: str = ""
+    """Text after the answer in the same line, at most `CONTEXT` characters."""
     choice: int = 0
+    """Index of the answer, from 0, among the `n` answers to a question."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuotableModule:
-    """A module's graph, and where the runs of its text stand in its document."""
+    """A module's text with its graph and its places in the document."""
 
     text: str
+    """The module's text."""
     graph: QuotableText
+    """Graph of the text."""
     places: Sequence[tuple[int, int]]
+    """For each run of the text, its first character in the module and in the document."""
 
     def span(self, module: ModuleRow, found: Occurrence, choice: int) -> AnswerSpan:
-        """The span of an occurrence in the module's text."""
+        """Return the span of an occurrence in the module's text."""
         text = self.text
         moved = next((at - a for a, at in reversed(self.places) if a <= found.begin), None)
         line = max(text.rfind("\n", 0, found.begin) + 1, found.begin - CONTEXT)
@@ -77,7 +78,7 @@ class QuotableModule:
 
 @dataclass(frozen=True)
 class QuotationSources:
-    """The modules that one answer may quote, the best first."""
+    """The modules that one answer may quote, best first."""
 
     modules: tuple[ModuleRow, ...]
     quotable: tuple[QuotableModule, ...]
@@ -88,7 +89,7 @@ class QuotationSources:
         return QuotationIndex([each.graph for each in self.quotable], self.spellings)
 
     def spans(self, choices: Sequence[Choice]) -> tuple[AnswerSpan, ...]:
-        """Where the choices stand, those of the first one first; each place once."""
+        """Return the places of all choices, in the order of the choices, each place once."""
         return tuple(self._spans(choices))
 
     def _spans(self, choices: Sequence[Choice]) -> Iterator[AnswerSpan]:
@@ -105,7 +106,7 @@ class QuotationSources:
 
 
 class Quotations:
-    """Makes modules of a namespace quotable, and keeps those used last. Thread-safe."""
+    """A cache of the quotable modules of a namespace. Thread-safe."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -113,7 +114,7 @@ class Quotations:
         self._lock = threading.Lock()
 
     def of(self, modules: Sequence[ModuleRow]) -> QuotationSources:
-        """The sources of an answer that may quote these modules."""
+        """Return the sources of an answer that may quote these modules."""
         modules = tuple({module.id: module for module in modules}.values())
         spellings = token_spellings(self._model)
         with self._lock:

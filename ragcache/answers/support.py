@@ -1,8 +1,8 @@
-"""How much of a question stands where its answer does.
+"""Lexical support: how many of a question's words are near its answer.
 
-A model may be as sure of a sentence that has nothing to do with the question as of the right one.
-What tells them apart are the question's own words: in the answer's sentence, in the one before it,
-or in the titles above. BM25's weights say how much each is worth (Robertson and Zaragoza, 2009).
+A model may be as certain of a sentence that has nothing to do with the question as of the right
+one. The question's own words tell the two apart: they are in the answer's sentence, in the one
+before it, or in the titles above. BM25 weights the words (Robertson and Zaragoza, 2009).
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _BREAK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LexicalSupport:
-    """The words of a question among the modules that its answer is read from.
-
-    words: of each word its weight (`Selection.words`).
+    """The words of a question and the modules that its answer is read from.
 
     Example:
         >>> text = "The key hangs in the office. It is red."
@@ -36,11 +34,15 @@ class LexicalSupport:
     """
 
     words: Mapping[str, float]
+    """Weight of each word (`Selection.words`)."""
     modules: Sequence[ModuleRow]
+    """The modules in the prompt."""
 
     def share(self, answer: str) -> float | None:
-        """The words that stand around the answer, as a share of the weight of all, at the place
-        where that is most; None where the answer stands in no module."""
+        """Return the weighted share, 0 to 1, of the words around an answer.
+
+        The occurrence with the highest share counts. Without an occurrence it is None.
+        """
         total = sum(self.words.values())
         passages = {each for module in self.modules for each in passages_with(answer, module)}
         if not passages or not total:
@@ -53,8 +55,11 @@ class LexicalSupport:
 
 
 def passages_with(answer: str, module: ModuleRow) -> Iterator[str]:
-    """Around each place of an answer in a module: its sentence, the one before it, the titles above
-    and, in a table, the header."""
+    """Yield the passage around each occurrence of an answer in a module.
+
+    A passage has the answer's sentence, the one before it, the titles above and, in a table, the
+    header.
+    """
     answer, text = answer.strip(), module.text
     begin = text.find(answer) if answer else -1
     if begin < 0:

@@ -1,5 +1,7 @@
-"""LangChain: chat model, retriever, vector store, embeddings, record manager and loader over a
-`RagCache`. Names are loaded on first use."""
+"""LangChain: chat model, retriever, vector store, embeddings, record manager and loader.
+
+All work on a `RagCache`. Names are loaded on first use.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 LangChain gives every input of a batch a run with callbacks, tags and an id of its own. The runs
 stay as they are: all conversations are submitted before the first run begins, and each run takes
-its stream from a context variable.
+its stream from a context variable (`SubmittedChats`).
 """
 
 from __future__ import annotations
@@ -37,27 +37,32 @@ Configs = Config | Sequence[RunnableConfig]
 Conversation = list[dict[str, Any]]
 Inputs = list[LanguageModelInput]
 
-_RUN_OPTIONS = ("tags", "metadata", "run_name", "run_id")  # of `generate`, not of an answer
-_MAX_THREADS = 64  # that wait for answers of one batch; the engine computes in its own
+_RUN_OPTIONS = ("tags", "metadata", "run_name", "run_id")  # options of `generate` itself
+_MAX_THREADS = 64  # threads that wait for the answers of one batch
 
 
 class BatchingChatModel(BaseChatModel):
-    """`batch`, `abatch`, both `as_completed`, `generate` and `agenerate`: every conversation of the
-    list is submitted before the first is waited for, and the engine has one ragged batch of them.
+    """A chat model that answers all conversations of a list in one ragged batch of the engine.
 
-    Each input still is a run of its own, from then until its answer is there: at most 64 at once
-    without asyncio, and for `generate` all of them until the last answer is there. If one fails the
-    others are canceled, unless exceptions are to be returned. `max_concurrency` of the first config
-    is how many are submitted at once. With an LLM cache or a rate limiter, which decide run by run
-    what is computed, LangChain's own batching is used; the engine joins concurrent requests.
+    `batch`, `abatch`, `batch_as_completed`, `abatch_as_completed`, `generate` and `agenerate`
+    submit every conversation before they wait for the first answer. `max_concurrency` of the first
+    config limits how many are submitted at once.
+
+    Each input is a run of its own: at most 64 at once without asyncio. `generate` ends all runs
+    with the last answer. If a run fails, the others are canceled, unless `return_exceptions` is
+    set.
+
+    An LLM cache or a rate limiter decides for each run whether it is computed. With one of them,
+    LangChain's own batching is used, and the engine joins concurrent requests.
     """
 
     @abstractmethod
     def open_rag(self) -> RagCache:
-        """The `RagCache` that answers, opened at the first use."""
+        """Return the `RagCache` that answers. Opens it at the first use."""
 
     @abstractmethod
-    async def aopen_rag(self) -> RagCache: ...
+    async def aopen_rag(self) -> RagCache:
+        """Do the same as `open_rag`, for asyncio."""
 
     @abstractmethod
     def _call_options(
@@ -131,7 +136,7 @@ class BatchingChatModel(BaseChatModel):
         self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
         kwargs: dict[str, Any],
     ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-        """Indexes of inputs and their answers, as they end."""
+        """Yield the index and the answer of each input, as they end."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
             submitted = self.submit_chats([inputs[n] for n in part], kwargs)
@@ -162,7 +167,7 @@ class BatchingChatModel(BaseChatModel):
         self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
         kwargs: dict[str, Any],
     ) -> AsyncGenerator[tuple[int, Any]]:  # fmt: skip
-        """As `_completed`, for asyncio."""
+        """Do the same as `_completed`, for asyncio."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
             submitted = await self.asubmit_chats([inputs[n] for n in part], kwargs)
@@ -193,10 +198,10 @@ class BatchingChatModel(BaseChatModel):
         self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
         stop: list[str] | None = None,
     ) -> SubmittedChats:  # fmt: skip
-        """Submits the inputs' conversations at once; where one is invalid, those that are not.
+        """Submit all valid conversations among the inputs.
 
-        Nothing is raised here: the run of an invalid conversation, or each run where the options
-        are invalid, raises the error so that its callbacks learn of it.
+        Invalid conversations and options raise errors in their runs, so that the runs' callbacks
+        receive them.
         """
         with suppress(Exception):
             rag, valid = self.open_rag(), self._conversations(inputs)
@@ -215,7 +220,7 @@ class BatchingChatModel(BaseChatModel):
         self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
         stop: list[str] | None = None,
     ) -> SubmittedChats:  # fmt: skip
-        """As `submit_chats`, for asyncio."""
+        """Do the same as `submit_chats`, for asyncio."""
         from ragcache import AsyncRagCache
 
         with suppress(Exception):
@@ -237,11 +242,11 @@ class BatchingChatModel(BaseChatModel):
     ) -> dict[str, Any]:
         options = {name: value for name, value in given.items() if name not in _RUN_OPTIONS}
         if self._should_stream(async_api=asynchronous, **given):
-            options["n"] = 1  # as the runs will ask
+            options["n"] = 1  # as in `_stream`
         return self._call_options(rag, options.pop("stop", stop), options).chat_arguments
 
     def _conversations(self, inputs: Iterable[LanguageModelInput]) -> list[Conversation]:
-        """The conversations of the inputs that are valid."""
+        """Convert the valid inputs to conversations."""
         valid = []
         for each in inputs:
             with suppress(Exception):
@@ -250,7 +255,7 @@ class BatchingChatModel(BaseChatModel):
 
 
 def _parts(configs: Sequence[RunnableConfig]) -> Iterator[range]:
-    """Indexes of the inputs that are submitted at once."""
+    """Yield the indexes of inputs that are submitted at once."""
     most = configs[0].get("max_concurrency") or len(configs)
     if most < 1:
         raise InvalidRequest(f"max_concurrency is {most}; it must be at least 1")
@@ -259,10 +264,10 @@ def _parts(configs: Sequence[RunnableConfig]) -> Iterator[range]:
 
 
 class SubmittedChats:
-    """Conversations of one model that were submitted with the same arguments of `RagCache.chat`.
+    """Conversations that were submitted to one model with the same arguments of `RagCache.chat`.
 
-    Runs take their streams in whatever threads or tasks they are, each stream once. `close` cancels
-    those that have not ended, taken or not.
+    Runs in any thread or task take their streams, each stream once. `close` cancels all streams
+    that have not ended.
     """
 
     def __init__(
@@ -275,7 +280,7 @@ class SubmittedChats:
 
     @contextmanager
     def offered(self) -> Iterator[None]:
-        """Runs inside the block take these streams."""
+        """Let runs inside the block take these streams."""
         token = _offered.set(self)
         try:
             yield
@@ -283,7 +288,7 @@ class SubmittedChats:
             _offered.reset(token)
 
     def take(self, model: object, chat: Conversation, options: Mapping[str, Any]) -> Any:
-        """The stream of a conversation, or None."""
+        """Return the stream of a conversation, or None."""
         if model is not self._model or options != self._options:
             return None
         with self._lock:
@@ -294,6 +299,7 @@ class SubmittedChats:
         return None
 
     def close(self) -> None:
+        """Cancel all streams that have not ended."""
         for _, stream in self._all:
             stream.close()
 
@@ -302,7 +308,9 @@ _offered: ContextVar[SubmittedChats | None] = ContextVar("ragcache_submitted", d
 
 
 def take_submitted(model: object, chat: Conversation, options: Mapping[str, Any]) -> Any:
-    """The stream that was submitted for a conversation of this model with these arguments, once;
-    None where there is none, or no longer."""
+    """Return the stream that a batch submitted for a conversation, or None.
+
+    Model and arguments must be the same. Each stream is returned once.
+    """
     submitted = _offered.get()
     return None if submitted is None else submitted.take(model, chat, options)

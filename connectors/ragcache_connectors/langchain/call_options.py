@@ -1,5 +1,4 @@
-"""Options of one call: LangChain's and OpenAI's names become the engine's; and the model that it is
-of: its name, its style of tool calls, its tokenizer."""
+"""Options of one call, converted from LangChain's and OpenAI's names, and facts about its model."""
 
 from __future__ import annotations
 
@@ -18,20 +17,21 @@ if TYPE_CHECKING:
     from ragcache.models import LoadedModel
     from ragcache.structured import Grammar, ToolStyle
 
-# LangChain's and OpenAI's names for what the engine calls otherwise.
+# Options that LangChain or OpenAI name differently.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-# What LangChain passes on for its own use.
+# Options that LangChain passes on for its own use.
 _IGNORED = ("stream", "ls_structured_output_format", "structured_output_format")
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model of an open `RagCache`. Made for each call."""
+    """Facts about the model of an open `RagCache`. Created for each call."""
 
     rag: RagCache
+    """The open `RagCache`."""
 
     @property
     def model(self) -> LoadedModel:
@@ -55,7 +55,7 @@ class ModelInfo:
 
     @cached_property
     def style(self) -> ToolStyle | None:
-        """How the model writes tool calls; None where its template takes no tools."""
+        """How the model writes tool calls, if its template takes tools."""
         from ragcache.structured import tool_style
 
         return tool_style(self.model.tokenizer)
@@ -63,14 +63,14 @@ class ModelInfo:
     def count_tokens(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of a conversation's prompt, up to where the answer begins."""
+        """Count the tokens of a conversation's prompt."""
         from ragcache.pipeline import ChatTemplate
 
         template = ChatTemplate(self.model)
         return template.count(template.render_chat(messages, tools))
 
     def logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
-        """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""
+        """Return log-probabilities in OpenAI's form, as LangChain's other chat models do."""
         from ragcache.engine import LogprobFormat
 
         return LogprobFormat(self.model.tokenizer).chat(chosen)
@@ -78,16 +78,22 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Everything that a call says besides its messages. style: how tool calls are read; None where
-    none may come."""
+    """All options of a call, without its messages."""
 
     generation: GenerationParams
+    """Options of generation."""
     mode: ReuseMode
+    """How states of modules are reused."""
     recognize: bool
+    """Whether texts of ingested modules are recognized in the prompt."""
     tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools that the model may call."""
     style: ToolStyle | None = None
+    """Notation of tool calls in the answer, if there are tools."""
     logprobs: bool = False
+    """Whether log-probabilities are reported."""
     chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template."""
 
     @property
     def chat_arguments(self) -> dict[str, Any]:
@@ -100,8 +106,18 @@ class CallOptions:
         cls, defaults: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
         info: ModelInfo,
     ) -> CallOptions:  # fmt: skip
-        """Options of a call, which come before the model's own defaults. Raises `InvalidRequest`,
-        and `UnsupportedModel` for tools where the model's template takes none."""
+        """Combine the options of a call with the chat model's own.
+
+        Args:
+            defaults: Options of the chat model.
+            stop: Stop strings of the call.
+            given: Options of the call. They replace defaults.
+            info: The model.
+
+        Raises:
+            InvalidRequest: An option is unknown or invalid.
+            UnsupportedModel: There are tools, and the model's chat template takes none.
+        """
         from ragcache import GenerationParams
         from ragcache.structured import Grammar
 
@@ -129,13 +145,13 @@ class CallOptions:
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by the engine's names, without those that are None."""
+    """Return options by the engine's names, without None values."""
     given = {k: v for k, v in options.items() if v is not None and k not in _IGNORED}
     return {_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _logprobs(options: dict[str, Any]) -> bool:
-    """OpenAI's pair `logprobs`, `top_logprobs` as the engine's one number."""
+    """Replace OpenAI's `logprobs` and `top_logprobs` by the engine's one number."""
     wanted, most = options.pop("logprobs", None), options.pop("top_logprobs", None)
     if wanted is None and most is not None:
         wanted = True

@@ -36,38 +36,24 @@ if TYPE_CHECKING:
 
 EMBEDDED_READER = "ragcache-reader"
 
-# What programs give to any chat model, without meaning for one in this process.
+# Options of remote chat models that programs give to any model. Ignored.
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
 
 
 class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     """LangChain's chat model on ragcache's engine.
 
-    `ChatRagCache(rag=rag)` uses an open `RagCache`, `ChatRagCache(state=DIR)` opens a folder at the
-    first call, and `ChatRagCache()` a temporary one, with the embedded reader. Texts of ingested
-    modules in a prompt are read from their kept states: an ordinary chain that pastes retrieved
-    documents needs nothing else. `response_metadata["ragcache"]` holds what was recognized and how
-    it was read, `usage_metadata` how many tokens that saved.
+    `ChatRagCache(rag=rag)` uses an open `RagCache`. `ChatRagCache(state=DIR)` opens a folder at the
+    first call, and `ChatRagCache()` a temporary one, with the embedded reader.
 
-    Every option may be given to a call or to `bind` as well; the call's come first. Errors are of
-    `ragcache.errors` and of LangChain at once (`ContextOverflowError` for a prompt that is too
-    long).
+    Texts of ingested modules in a prompt are recognized, and their states are reused: an ordinary
+    chain that pastes retrieved documents needs nothing else. `response_metadata["ragcache"]` has
+    the recognized modules, the spans of quotations and the confidence. `usage_metadata` has the
+    number of reused tokens.
 
-    Args:
-        rag: an open `RagCache`.
-        state: the state folder, in place of `rag`.
-        model: a folder, a hub name or a `LoadedModel` with which the state folder is opened; None
-            is the embedded reader.
-        open_options: more options of `RagCache.open`.
-        mode, recognize, chat_template_kwargs: see `RagCache.chat`.
-        logprobs, top_logprobs: as OpenAI has them.
-        extractive: whether answers are quotations from the modules that are recognized in the
-            prompt; their places are `response_metadata["ragcache"]["spans"]`.
-        confidence: whether `response_metadata["ragcache"]["confidence"]` says how much the modules
-            that are recognized bear the answer out, by a pass without them.
-        min_confidence: answers below are refused: their content is `refusal`, their
-            `finish_reason` is `no_answer`.
-        Other fields: see `GenerationParams`.
+    The fields of `GenerationParams` and the other options can be set here, in `bind`, or in a call,
+    which comes first. Errors are instances of ragcache's and of LangChain's class at once: a prompt
+    that is too long raises `PromptTooLong` and `ContextOverflowError`.
 
     Example:
         >>> ChatRagCache(state="state/").invoke("Where is the boat?")  # doctest: +SKIP
@@ -89,19 +75,27 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     }
 
     rag: Any = Field(default=None, exclude=True, repr=False)
+    """An open `RagCache`."""
     state: str | Path | None = None
+    """The state folder to open instead of `rag`."""
     model: Any = Field(default=None, alias="model_name")
+    """The model of the state folder: a folder, a hub name or a `LoadedModel`. Defaults to the
+    embedded reader."""
     open_options: dict[str, Any] = Field(default_factory=dict)
+    """More options of `RagCache.open`."""
     mode: str | ReuseMode = ROOTED
+    """How states of modules are reused; see `RagCache.chat`."""
     recognize: bool = True
+    """Recognize texts of ingested modules in the prompt."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
     stop: Annotated[
         StopStrings, Field(validation_alias=AliasChoices("stop", "stop_sequences"))
     ] = ()
     logprobs: bool | None = None
-    """Report log-probabilities, as OpenAI has it: `top_logprobs` says of how many tokens."""
+    """Report the log-probability of each token, and of `top_logprobs` alternatives."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    """Number of alternatives to each token."""
+    """Number of alternatives to each token, 0 to 20."""
     streaming: bool | None = None
 
     @model_validator(mode="before")
@@ -115,7 +109,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
 
     @model_validator(mode="after")
     def _declare(self) -> Self:
-        """Another class may open the folder before the first message comes."""
+        """Declare the options of the folder, which another class may open first."""
         if self.rag is None:
             declare_options(self.state, model=self.model, **self.open_options)
         elif self.model is not None and _name(self.model) != ModelInfo(self.rag).name:
@@ -127,7 +121,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
 
     @property
     def model_name(self) -> str:
-        """The name in answers; before the folder is open, that of `model`."""
+        """The open model's name, or before the folder is open the name of `model`."""
         rag = find_open_rag(self.rag, self.state, **self._declared)
         if rag is not None:
             return ModelInfo(rag).name
@@ -139,7 +133,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Everything that changes an answer: the model, the texts that are recognized, options."""
+        """Values that change an answer: the model, the recognized texts, and options."""
         where = {"state": None if self.state is None else str(Path(self.state).resolve())}
         if self.rag is not None:
             where = ModelInfo(self.rag).identity
@@ -151,7 +145,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
 
     @property
     def _option_names(self) -> list[str]:
-        """Names of the fields that change an answer, by LangChain's names."""
+        """Names of the fields that change an answer."""
         offered = [name for name in GenerationParams.model_fields if name not in self.withheld]
         return ["mode", "recognize", "chat_template_kwargs", "top_logprobs", *offered]
 
@@ -164,7 +158,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         return params
 
     def open_rag(self) -> RagCache:
-        """The `RagCache` that answers: `rag`, or the state folder's, opened with the model."""
+        """Return `rag`, or the `RagCache` of the state folder, opened with the model."""
         return shared_rag(self.rag, self.state, **self._declared)
 
     async def aopen_rag(self) -> RagCache:
@@ -186,7 +180,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         return CallOptions.resolve(own, stop, given, ModelInfo(rag))
 
     def _chat(self, rag: RagCache, chat: Conversation, options: CallOptions) -> AnswerStream:
-        """The stream that a batch has submitted for this run, or a new one."""
+        """Return the stream that a batch submitted for this run, or a new one."""
         arguments = options.chat_arguments
         return take_submitted(self, chat, arguments) or rag.stream_chat(chat, **arguments)
 
@@ -226,7 +220,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:  # fmt: skip
-        """The first choice only: LangChain adds all chunks of a stream to one message."""
+        """Yield chunks of the first choice: LangChain adds all chunks to one message."""
         with langchain_errors():
             rag, chat = self.open_rag(), conversation(messages)
             options = self._call_options(rag, stop, {**kwargs, "n": 1})
@@ -258,21 +252,21 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         parallel_tool_calls: bool | None = None,
         strict: bool | None = None, **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:  # fmt: skip
-        """The model with tools that it may call.
+        """Return the model with tools that it may call.
 
-        Calls that `tool_choice` demands are decoded under a grammar, so that they always are some
-        tool's; so are those of `auto` where a grammar can express the schemas.
+        Calls are decoded under a grammar, so that they fit a tool's schema. With `auto`, the model
+        decodes freely if no grammar can express the schemas.
 
         Args:
-            tools: functions, classes, LangChain's tools, or JSON descriptions.
+            tools: Functions, classes, LangChain's tools, or JSON descriptions.
             tool_choice: `auto`, `any` (or `required`), `none`, or the name of a tool.
-            parallel_tool_calls: whether an answer may hold several calls.
-            strict: calls of `auto` keep to the schemas too, or the call raises `MissingExtra` or
-                `InvalidRequest`.
+            parallel_tool_calls: Whether an answer may have several calls.
+            strict: With `auto`, raise `InvalidRequest` in a call if no grammar can express the
+                schemas.
 
         Raises:
-            InvalidRequest: for tools or a choice that cannot be read. A call raises
-                `UnsupportedModel` where the model's chat template takes no tools.
+            InvalidRequest: A tool or the choice is invalid. If the model's chat template takes no
+                tools, a call raises `UnsupportedModel`.
         """
         from ragcache.structured import resolve_tool_choice
 
@@ -291,18 +285,18 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         strict: bool | None = None,  # noqa: ARG002
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:  # fmt: skip
-        """The model with answers that keep to a schema while they are decoded.
+        """Return the model with answers that are decoded under a schema.
 
         The prompt does not change: it should describe the answer.
 
         Args:
-            schema: a Pydantic class, of which the answer is an instance; or a TypedDict, a JSON
-                schema or a description of a function, for a dict.
-            method: `json_schema`; `function_calling`, by a tool call, where the model's template
-                takes tools; `json_mode`, which also takes no schema, or one that no grammar can
-                express.
-            include_raw: gives `{"raw": message, "parsed": ..., "parsing_error": ...}`; else an
-                answer that `max_tokens` cut off raises `OutputParserException`.
+            schema: A Pydantic class for answers that are its instances; a TypedDict, a JSON schema
+                or a description of a function for dicts.
+            method: `json_schema`; `function_calling` for a tool call, if the model's template takes
+                tools; or `json_mode`, for which the schema is optional and may be one that no
+                grammar can express.
+            include_raw: Answer with `{"raw": message, "parsed": ..., "parsing_error": ...}`.
+                By default, an answer that `max_tokens` ends raises `OutputParserException`.
         """
         with langchain_errors():
             return structured_output(
@@ -312,14 +306,14 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
             )  # fmt: skip
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text as a message holds it."""
+        """Return the token ids of a text in a message."""
         with langchain_errors():
             return ModelInfo(self.open_rag()).model.encode_untrusted(text)
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None, **_: Any
     ) -> int:
-        """Tokens of the whole prompt, with those of the chat template; of no messages 0."""
+        """Count the tokens of a prompt with its chat template. Without messages, 0."""
         if not messages:
             return 0
         with langchain_errors():

@@ -19,22 +19,27 @@ if TYPE_CHECKING:
     from ragcache import Ingestion, RagCache, SourceDocument
     from ragcache.retrieval import Hit
 
-METADATA_KEY = "ragcache"  # of a document's module, tier and tokens
+METADATA_KEY = "ragcache"
+"""Key of the details of a module in a document's metadata: module, tier, tokens and scores."""
 
 
 class RagCacheLoader:
-    """Ingests documents of a loader or a splitter: `RagCacheLoader(loader, collection=...).load()`.
+    """Ingests the documents of a loader into a collection.
 
-    Documents of one `metadata["source"]` become one ragcache document of that name, and each of
-    them a module of it, in their order (several, where it is longer than a module may be). The
-    document keeps the metadata on which all of them agree. One without a source is named by its id.
+    Documents with one `metadata["source"]` become one ragcache document of that name, and each of
+    them a module of it, in their order. A longer text becomes several modules. The ragcache
+    document keeps the metadata on which all of them agree. A document without a source is named by
+    its id.
 
     Args:
-        documents: a loader, or documents.
-        collection: the collection that takes them.
-        splitter: cuts them first.
-        rag: an open `RagCache`.
-        state: its folder, in place of `rag`.
+        documents: A loader, or documents.
+        collection: The collection to ingest into.
+        splitter: Splits the documents first.
+        rag: An open `RagCache`.
+        state: The state folder to open instead of `rag`.
+
+    Example:
+        >>> RagCacheLoader(loader, collection="handbook").load()  # doctest: +SKIP
     """
 
     def __init__(
@@ -46,22 +51,24 @@ class RagCacheLoader:
         self._rag, self._state = rag, state
 
     def load(self) -> Ingestion:
-        """Reads everything, then stores it.
+        """Read all documents, then ingest them.
 
         Raises:
-            DocumentError, UnstorableMetadata: before anything is stored.
+            DocumentError: A document has no name. Raised before anything is stored.
+            UnstorableMetadata: JSON cannot hold a document's metadata. Raised before anything is
+                stored.
         """
         return self._store(self.sources())
 
     async def aload(self) -> Ingestion:
-        """`load` for asyncio; a loader that reads without a thread does so."""
+        """Do the same as `load`, for asyncio, with the loader's own `alazy_load`."""
         documents = self._documents
         if isinstance(documents, BaseLoader):
             documents = [document async for document in documents.alazy_load()]
         return await asyncio.to_thread(lambda: self._store(self._grouped(documents)))
 
     def sources(self) -> list[SourceDocument]:
-        """The documents that `load` stores."""
+        """Return the documents that `load` ingests."""
         given = self._documents
         return self._grouped(given.lazy_load() if isinstance(given, BaseLoader) else given)
 
@@ -98,10 +105,15 @@ def _source(name: str, documents: Sequence[Document]) -> SourceDocument:
 
 
 def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Metadata as it is stored: without `METADATA_KEY`. name: of the document, for errors.
+    """Return metadata without `METADATA_KEY`.
 
-    Raises `UnstorableMetadata` for values that JSON cannot hold, so that what comes back is what
-    was given: dates and paths are to be written as text.
+    Args:
+        metadata: The metadata of a document.
+        name: The document's name, for errors.
+
+    Raises:
+        UnstorableMetadata: JSON cannot hold a value, such as a date or a path. Searches return
+            metadata unchanged, so give such values as text.
     """
     kept = {key: value for key, value in metadata.items() if key != METADATA_KEY}
     check_metadata(kept, name, exact=True)
@@ -111,8 +123,10 @@ def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
 def module_metadata(
     rag: RagCache, hits: Sequence[Hit], collection: str | None = None
 ) -> list[dict[str, Any]]:
-    """Of each hit the module, its document, the tier that holds its states (None where they must
-    still be encoded), its tokens and its scores, as in `Hit`."""
+    """Return the details of each hit: module, document, tier, tokens and the scores of `Hit`.
+
+    A module whose states must still be encoded has no tier (None).
+    """
     placed = rag.modules.locate([hit.module for hit in hits], collection)
     return [
         {"module": hit.module.name, "document": hit.module.document, "tier": place.tier,
@@ -125,8 +139,10 @@ def module_metadata(
 def hits_to_documents(
     rag: RagCache, hits: Sequence[Hit], collection: str | None = None
 ) -> list[Document]:
-    """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
-    with a `source`, and `metadata["ragcache"]`."""
+    """Convert hits to documents that ragcache recognizes in a prompt.
+
+    Each has the document's metadata, a `source`, and details of the module under `METADATA_KEY`.
+    """
     documents = []
     for hit, details in zip(hits, module_metadata(rag, hits, collection), strict=True):
         module = hit.module

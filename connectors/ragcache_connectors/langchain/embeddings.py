@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     from ragcache import RagCache
 
 _loading = threading.Lock()
-_loaded: list[Embeddings] = []  # minilm, once for the process
+_loaded: list[Embeddings] = []  # minilm, once it is loaded
 
 
 class RagCacheEmbeddings(Embeddings):
-    """The embedder that a `RagCache` was opened with; without one all-MiniLM-L6-v2 (`minilm`, 384
-    dimensions), which the process shares. Loaded at first use.
+    """The embedder of a `RagCache`, or by default all-MiniLM-L6-v2 with 384 dimensions.
+
+    Loaded at first use. The process has one all-MiniLM-L6-v2 (`minilm`).
 
     Args:
-        rag: an open `RagCache`.
-        state: its folder, in place of `rag`; neither is minilm.
+        rag: An open `RagCache`.
+        state: The state folder to open instead of `rag`.
 
     Raises:
-        MissingExtra: at first use, where minilm is not installed.
-        ConfigurationError: at first use, for a `RagCache` without an embedder.
+        MissingExtra: minilm is not installed. Raised at first use.
+        ConfigurationError: The `RagCache` has no embedder. Raised at first use.
     """
 
     def __init__(self, rag: RagCache | None = None, *, state: str | Path | None = None) -> None:
@@ -36,7 +37,7 @@ class RagCacheEmbeddings(Embeddings):
 
     @property
     def embedder(self) -> Embeddings:
-        """The embedder itself. Loads it, or opens its folder."""
+        """The embedder itself. Loads it, or opens the state folder, at first use."""
         if self._rag is None and self._state is None:
             return minilm()
         found = shared_rag(self._rag, self._state).retriever().embedder
@@ -55,7 +56,7 @@ class RagCacheEmbeddings(Embeddings):
 
 
 def minilm() -> Embeddings:
-    """The process's all-MiniLM-L6-v2. Raises `MissingExtra`."""
+    """Return the process's all-MiniLM-L6-v2. Raises `MissingExtra` if it is not installed."""
     from ragcache.retrieval.embeddings import MiniLM
 
     with _loading:
@@ -65,6 +66,5 @@ def minilm() -> Embeddings:
 
 
 def unwrap_embedder(embedding: Embeddings | None) -> Embeddings | None:
-    """The embedder behind a `RagCacheEmbeddings`, so that its vectors are stored once under one
-    name."""
+    """Return the embedder of a `RagCacheEmbeddings`, so that its vectors are stored once."""
     return embedding.embedder if isinstance(embedding, RagCacheEmbeddings) else embedding

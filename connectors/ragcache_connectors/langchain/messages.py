@@ -1,5 +1,4 @@
-"""LangChain's messages as conversations of `RagCache.chat`, and answers as LangChain's messages:
-whole or in chunks, with token counts in LangChain's terms."""
+"""Conversion of LangChain's messages to conversations, and of answers to messages and chunks."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from ragcache.structured import TextDelta, ToolCallDelta
     from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
 
-# Blocks of an assistant's content that the prompt leaves out: thoughts, and calls, which are in
-# `tool_calls`.
+# Blocks of an assistant's content that the prompt leaves out: thoughts, and calls, which are also
+# in `tool_calls`.
 _OMITTED_BLOCKS = frozenset(
     "thinking redacted_thinking reasoning tool_use tool_call tool_call_chunk invalid_tool_call "
     "function_call input_json_delta".split()
@@ -42,11 +41,10 @@ _TEXT_BLOCKS = ("text", "text-plain")
 
 
 def conversation(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """The messages as `RagCache.chat` takes them.
+    """Convert messages to a conversation of `RagCache.chat`.
 
     Raises:
-        InvalidRequest: for a kind of message that a chat has no role for, and for images and other
-            media.
+        InvalidRequest: A message has no role in a chat, or has images or other media.
     """
     return [_message(message, number) for number, message in enumerate(messages, start=1)]
 
@@ -102,8 +100,11 @@ def _block_text(block: str | dict[str, Any], number: int, assistant: bool) -> st
 
 
 def chat_result(answer: Answer, options: CallOptions, info: ModelInfo) -> ChatResult:
-    """All choices. The first message carries the usage of the whole request, so that a sum over
-    messages counts nothing twice."""
+    """Convert all choices of an answer.
+
+    The first message has the usage of the whole request, so that a sum over messages counts each
+    token once.
+    """
     generations = []
     for number, choice in enumerate(answer.choices):
         message = _ai_message(choice, options)
@@ -118,10 +119,10 @@ def chat_result(answer: Answer, options: CallOptions, info: ModelInfo) -> ChatRe
 
 
 def usage_metadata(answer: Answer) -> UsageMetadata:
-    """Tokens of the whole request: its prompt once, and the tokens of all its choices.
+    """Return the tokens of a request: its prompt once, and all choices.
 
-    cache_read: their states were in the store, or an earlier request had left them. cache_creation:
-    their states were encoded for this request and kept. Both are parts of input_tokens.
+    `cache_read` counts the prompt's tokens with states from the store or from an earlier request,
+    `cache_creation` those encoded and kept for this request. `input_tokens` includes both.
     """
     reuse = answer.reuse
     written = sum(len(choice.token_ids) for choice in answer.choices)
@@ -156,7 +157,7 @@ def _ai_message(choice: Choice, options: CallOptions) -> AIMessage:
 def _response_metadata(
     answer: Answer, reason: str, called: bool, info: ModelInfo
 ) -> dict[str, Any]:
-    """Plain values; `ragcache` holds what was recognized and what it saved."""
+    """Return metadata as plain values, with sources, spans, reuse and times under `ragcache`."""
     if called and reason == "stop":  # an answer that a limit cut off did not end with its calls
         reason = "tool_calls"
     details = {
@@ -171,18 +172,20 @@ def _response_metadata(
 
 
 def _call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return uuid4().hex[:9]
 
 
 class ChunkBuilder:
-    """The first choice as chunks: each holds text or a part of a call, never both, since content
-    in LangChain's version 1 has no place for both in one."""
+    """Converts the deltas of the first choice to chunks.
+
+    A chunk has either text or a part of a call: content in LangChain's version 1 cannot have both.
+    """
 
     def __init__(self, options: CallOptions, info: ModelInfo) -> None:
         self._options, self._info, self._trimmer = options, info, WhitespaceTrimmer()
         self._has_text, self._first_place = False, 0
-        self._arguments: dict[int, str] = {}  # of each call, as far as they were given out
+        self._arguments: dict[int, str] = {}  # arguments of each call so far
         self._calls = None
         if options.style is not None:
             from ragcache.structured import ToolCallParser
@@ -190,8 +193,7 @@ class ChunkBuilder:
             self._calls = ToolCallParser(options.style)
 
     def feed(self, delta: TokenDelta) -> Iterator[ChatGenerationChunk]:
-        """The chunks that a delta makes certain. Log-probabilities come with their token, though
-        its text may be held back."""
+        """Yield the chunks of a delta. Text may be held back, log-probabilities are not."""
         if delta.choice:
             return
         if self._calls is None:
@@ -204,7 +206,7 @@ class ChunkBuilder:
         yield from chunks
 
     def finish(self, answer: Answer) -> Iterator[ChatGenerationChunk]:
-        """What was held back, and a last chunk with usage and metadata."""
+        """Yield the text that was held back, and a last chunk with usage and metadata."""
         from ragcache.structured import ToolCall as ParsedCall
 
         called = False
@@ -249,7 +251,7 @@ class ChunkBuilder:
         return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[part]))
 
     def _invalidate_calls(self) -> Iterator[ChatGenerationChunk]:
-        """A suffix for each invalid call, without which LangChain mends it to one that is run."""
+        """Yield a suffix for each invalid call, so that LangChain does not complete it."""
         from ragcache.structured import InvalidToolCall as InvalidCall
 
         assert self._calls is not None
@@ -263,17 +265,20 @@ class ChunkBuilder:
 
 
 def invalidating_suffix(arguments: str) -> str:
-    """A suffix with which LangChain cannot mend the arguments of a call to an object: nothing, or
-    the end of a string that is open, and a bracket that closes nothing."""
+    """Return a suffix with which LangChain cannot complete arguments to a JSON object.
+
+    It ends an open string, and closes a bracket that is not open. Empty if LangChain cannot
+    complete the arguments anyway.
+    """
     return next(
         end + bracket
         for end in ("", '"', '\\"')
         for bracket in ("", "]", "}")
-        if not _mendable(arguments + end + bracket)
+        if not _can_complete(arguments + end + bracket)
     )
 
 
-def _mendable(arguments: str) -> bool:
+def _can_complete(arguments: str) -> bool:
     from langchain_core.utils.json import parse_partial_json
 
     try:
@@ -287,14 +292,14 @@ def _text_chunk(text: str) -> ChatGenerationChunk:
 
 
 class WhitespaceTrimmer:
-    """Removes white space around a text that comes in pieces."""
+    """Removes white space around a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._held = ""
         self._begun = False
 
     def feed(self, text: str) -> str:
-        """The text that is now certain to belong: white space waits for what follows it."""
+        """Return the text that can be shown now. White space is held back until text follows."""
         text = self._held + text
         if not self._begun:
             text = text.lstrip()

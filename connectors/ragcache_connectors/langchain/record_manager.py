@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 class RagCacheRecordManager(RecordManager):
-    """The keys that `langchain_core.indexing.index` has written and when, in the ledger of a
-    `RagCache`, so that it skips documents that exist and cleans up, in every mode.
+    """The record manager of `langchain_core.indexing.index`, in the ledger of a `RagCache`.
+
+    It keeps the keys that were written and their times, so that indexing skips existing documents
+    and cleans up in every mode.
 
     Args:
-        namespace: the name of the indexing, usually that of the collection.
-        rag: an open `RagCache`.
-        state: its folder, in place of `rag`.
+        namespace: The name of the indexing, usually the collection's name.
+        rag: An open `RagCache`.
+        state: The state folder to open instead of `rag`.
 
     Raises:
-        StoreError: by every method.
+        StoreError: The ledger cannot be read or written. Raised by every method.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class RagCacheRecordManager(RecordManager):
         return Records(rag.internals.shared.database, self.namespace, rag.namespace)
 
     def create_schema(self) -> None:
-        """Nothing to do: the ledger got its tables when it was opened."""
+        """Do nothing: opening the ledger creates its tables."""
 
     async def acreate_schema(self) -> None:
-        """Nothing to do."""
+        """Do nothing: opening the ledger creates its tables."""
 
     def get_time(self) -> float:
         return self._records.now()

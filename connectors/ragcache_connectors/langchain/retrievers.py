@@ -25,28 +25,27 @@ if TYPE_CHECKING:
 
 
 class RagCacheRetriever(BaseRetriever, Surface, SearchParams):
-    """Modules of a collection as documents, each with `metadata["ragcache"]`: module, document,
-    tier, tokens, score, bm25, cosine and rerank; the last three are None where nothing measured
-    them.
+    """A retriever of a collection's modules as documents.
 
-    Args:
-        collection: the collection to search.
-        rag: an open `RagCache`.
-        state: its folder, in place of `rag`; opened at first use.
-        embedding: another embedder than that of the folder.
-        Other fields: as in `SearchParams`; each may be given to `invoke` too.
+    The fields of `SearchParams` can be set here or in a call of `invoke`. Each document has
+    `metadata["ragcache"]` with module, document, tier, tokens, score, bm25, cosine and rerank.
+    Scores that the search does not compute are None.
 
     Raises:
-        UnknownCollection: by a search, for a collection that does not exist.
-        InvalidRequest: by a search, for wrong arguments.
+        UnknownCollection: The collection does not exist. Raised by a search.
+        InvalidRequest: Arguments are invalid. Raised by a search.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=False)
 
     collection: str
+    """The collection to search."""
     rag: Any = Field(default=None, exclude=True, repr=False)
+    """An open `RagCache`."""
     state: str | Path | None = None
+    """The state folder to open instead of `rag`, at first use."""
     embedding: Embeddings | None = Field(default=None, exclude=True)
+    """The embedder of queries. Defaults to the folder's embedder."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: Run,  # noqa: ARG002

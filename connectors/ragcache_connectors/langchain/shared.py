@@ -1,4 +1,4 @@
-"""One open `RagCache` for each state folder and process, and errors that are LangChain's too."""
+"""One open `RagCache` for each state folder of a process, and errors that are also LangChain's."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 class _SharedFolder:
     """A state folder and the `RagCache` that is open over it."""
 
-    path: Path | None  # None is a temporary folder of the process, removed at its end
-    options: dict[str, Any]  # as declared; fixed once opening has begun
+    path: Path | None
+    """The folder. Without one, a temporary folder is used, and removed when the process ends."""
+    options: dict[str, Any]
+    """The declared options, fixed once opening has begun."""
     begun: bool = False
+    """Whether opening has begun."""
     rag: RagCache | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held for minutes while opening
+    """The open `RagCache`."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the folder is opened, which may take minutes."""
 
 
 _folders: dict[Path, _SharedFolder] = {}
@@ -40,17 +45,20 @@ _tables = threading.Lock()  # never held while a folder is opened
 
 
 def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache:
-    """The `RagCache` of a state folder: opened once, shared by all classes that name the folder,
-    closed when the process ends or by `close_shared`.
+    """Return the `RagCache` of a state folder, which all classes share.
+
+    It is opened at first use, and closed by `close_shared` or when the process ends.
 
     Args:
-        rag: an open one, which is returned as it is.
-        state: the folder; None is a temporary one of the process, removed at its end.
-        options: of `RagCache.open`; None is left out (see `declare_options`).
+        rag: An open `RagCache`, returned unchanged.
+        state: The state folder. Defaults to a temporary folder, which is removed when the process
+            ends.
+        options: Options of `RagCache.open` (see `declare_options`). None values are ignored.
 
     Raises:
-        ConfigurationError: for a `rag` with a `state` or options, or as `declare_options`.
-        RagCacheError: as `RagCache.open`; the declared options are then forgotten.
+        ConfigurationError: `rag` is given together with `state` or options, or an option differs
+            from the open folder's.
+        RagCacheError: `RagCache.open` failed. The declared options are then forgotten.
     """
     found = find_open_rag(rag, state, **options)
     if found is not None:
@@ -63,7 +71,7 @@ def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
 def find_open_rag(
     rag: RagCache | None, state: str | Path | None, **options: Any
 ) -> RagCache | None:
-    """As `shared_rag`, but None for a folder that is not open."""
+    """Return the `RagCache` of a state folder if it is open, or None (see `shared_rag`)."""
     if rag is not None:
         given = ["state"] * (state is not None) + sorted(_given(options))
         if given:
@@ -73,22 +81,25 @@ def find_open_rag(
 
 
 def declare_options(state: str | Path | None, **options: Any) -> None:
-    """Sets how a folder will be opened by its first user, and opens nothing: a chain may call its
-    retriever before the chat model that names the model.
+    """Set the options with which the first user of a folder will open it.
 
-    Options that are None are left open. Until the folder is opened the later of two declarations
-    that differ holds. The process has a temporary folder for each set of options; a class that
-    names none shares the first that was opened, or else the last declared.
+    A chain may call its retriever before the chat model that names the model. Before the folder is
+    opened, a later declaration of an option replaces an earlier one. None values are ignored.
+
+    Without `state`, the process has a temporary folder for each set of options. A class without
+    options shares the first one that was opened, or else the last declared.
 
     Raises:
-        ConfigurationError: for an option that differs from those of the open folder.
+        ConfigurationError: An option differs from the open folder's.
     """
     _declared(state, options)
 
 
 def close_shared() -> None:
-    """Closes every `RagCache` that `shared_rag` opened and forgets their options; a later use opens
-    it anew."""
+    """Close every `RagCache` that `shared_rag` opened, and forget the options.
+
+    A later use opens the folder again.
+    """
     with _tables:
         closing = [*_folders.values(), *_process_folders]
     for folder in closing:
@@ -133,7 +144,7 @@ def _open(folder: _SharedFolder, options: Mapping[str, Any]) -> RagCache:
     from ragcache import RagCache  # loads torch and transformers
 
     with _tables:
-        if not folder.begun:  # closed since it was found: the options of this call hold
+        if not folder.begun:  # closed since it was found: the options of this call apply
             folder.options.update(_given(options))
             if folder.path is None and folder not in _process_folders:
                 _process_folders.append(folder)
@@ -172,8 +183,8 @@ def _new_temporary_path() -> Path:
 atexit.register(close_shared)
 
 
-# The first that an error is an instance of counts. Early versions of LangChain lack some names; its
-# root class takes their place.
+# The first class that an error is an instance of counts. Early versions of LangChain lack some
+# names, which its root class replaces.
 _LANGCHAIN_NAMES: dict[type[errors.RagCacheError], str] = {
     errors.PromptTooLong: "ContextOverflowError",
     errors.DeadlineExceeded: "ModelTimeoutError",
@@ -190,10 +201,10 @@ _UNMAPPED = (errors.ConstraintFailed, errors.EngineClosed, errors.RequestCancell
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """Errors that leave the block are of their own type and of LangChain's for the same thing.
+    """Raise errors of the block as ragcache's and LangChain's type at once.
 
     So `except ContextOverflowError` and `except PromptTooLong` both catch a prompt that is too
-    long. Errors that LangChain has no name for pass as they are.
+    long. Errors without a type in LangChain pass unchanged.
     """
     try:
         yield
@@ -207,7 +218,7 @@ def langchain_errors() -> Iterator[None]:
 
 @cache
 def _combined_type(kind: type[errors.RagCacheError]) -> type[errors.RagCacheError] | None:
-    """A type that is both; None where LangChain has nothing to add."""
+    """Return a type that is also LangChain's, if LangChain has a type for the error."""
     names = (_LANGCHAIN_NAMES[each] for each in kind.__mro__ if each in _LANGCHAIN_NAMES)
     name = next(names, None)
     if name is None or issubclass(kind, exceptions.LangChainException):

@@ -1,4 +1,4 @@
-"""Structured output and tools: answers and calls that keep to a schema while they are decoded."""
+"""Structured output and tools: answers and calls that are decoded under a schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Bind = Callable[..., Runnable[LanguageModelInput, Any]]
 def structured_output(
     bind: Bind, bind_tools: Bind, schema: Any, method: str, include_raw: bool
 ) -> Runnable[LanguageModelInput, Any]:
-    """The model with a parser behind it (see `ChatRagCache.with_structured_output`)."""
+    """Return the model followed by a parser (see `ChatRagCache.with_structured_output`)."""
     if method not in METHODS:
         raise InvalidRequest(f"unknown method {method!r:.80}; methods: {', '.join(METHODS)}")
     if schema is None and method != "json_mode":
@@ -52,7 +52,7 @@ def structured_output(
 
 
 def _response_format(schema: Any, method: str) -> dict[str, Any]:
-    """JSON mode keeps to the schema too where a grammar can express it."""
+    """Return the `response_format` of a schema. JSON mode uses the schema if a grammar can."""
     from ragcache.structured import Grammar
 
     any_object = {"type": "json_object"}
@@ -71,7 +71,7 @@ def _response_format(schema: Any, method: str) -> dict[str, Any]:
 def _with_raw(
     llm: Runnable[LanguageModelInput, Any], parser: BaseOutputParser[Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """`{"raw": message, "parsed": object or None, "parsing_error": error or None}`."""
+    """Return the model with answers of the keys `raw`, `parsed` and `parsing_error`."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
@@ -80,8 +80,7 @@ def _with_raw(
 
 
 class _CompleteAnswers:
-    """A mixin that refuses an answer that a limit cut off: LangChain's parsers would mend its JSON
-    and take it for a complete one."""
+    """A mixin that refuses incomplete answers: LangChain's parsers would complete their JSON."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         first = result[0]
@@ -107,8 +106,11 @@ class _ToolObjectParser(_CompleteAnswers, PydanticToolsParser): ...
 
 
 def convert_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Functions, classes, tools and schemas as JSON descriptions of functions. Raises
-    `InvalidRequest`."""
+    """Convert functions, classes, tools and schemas to JSON descriptions of functions.
+
+    Raises:
+        InvalidRequest: A tool cannot be described.
+    """
     try:
         return [convert_to_openai_tool(tool) for tool in tools]
     except (TypeError, ValueError) as error:
@@ -119,11 +121,22 @@ def call_grammar(
     tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
     strict: bool = False, form: Grammar | None = None,
 ) -> Grammar | None:  # fmt: skip
-    """The grammar of an answer's calls to tools. Raises `InvalidRequest`, `UnsupportedModel`.
+    """Return the grammar of an answer's calls to tools, or None to decode without one.
 
-    None where the model may choose and no grammar can express the arguments of a tool: then it
-    calls as it was trained to, unless `strict` or `form`, the grammar of an answer without calls,
-    is given.
+    With `choice` "auto", the model calls as it was trained to if no grammar can express the
+    arguments of a tool. `strict` and `form` raise the error instead.
+
+    Args:
+        tools: Descriptions of the tools.
+        choice: `auto`, `required`, or the name of a tool.
+        style: How the model writes tool calls.
+        parallel: Whether an answer may have several calls.
+        strict: Whether all calls must fit the schemas.
+        form: The grammar of an answer without calls.
+
+    Raises:
+        InvalidRequest: The arguments of a tool cannot be expressed.
+        UnsupportedModel: The model's chat template takes no tools.
     """
     from ragcache.structured import tool_call_grammar
 

@@ -32,25 +32,25 @@ Scored = list[tuple[Document, float]]
 
 
 class RagCacheVectorStore(VectorStore):
-    """The documents of a collection, which is made when the first is added.
+    """A vector store over a collection, which is created with the first document.
 
-    A document is one ragcache document: its states are encoded when it is added, and its id names
-    it. One that is longer than a module may be becomes several modules: a search finds the part
-    that is like the query, under the document's id, and `get_by_ids` gives the whole back.
+    Each document is one ragcache document, named by its id. Its states are encoded when it is
+    added. A longer document becomes several modules: a search returns the part that is most similar
+    to the query, under the document's id. `get_by_ids` returns the whole document.
 
-    `filter` of every search is a metadata filter (`ragcache.retrieval.filters`), applied before the
-    cut to `k`.
+    `filter` of every search is a metadata filter (`ragcache.retrieval.filters`). It applies before
+    the `k` nearest are chosen.
 
     Args:
-        embedding: the embedder; None is that of the folder, or else `minilm`; without either a
-            search is by words.
-        collection: the name of the collection.
-        rag: an open `RagCache`.
-        state: its folder, in place of `rag`.
-        annotated: documents that are found carry `metadata["ragcache"]`; else their metadata is
-            what was given.
-        instruction: what the model is to do with the documents where `rag.ask` answers from them
-            (`RagCache.collections.set_instruction`); None leaves what the collection has.
+        embedding: The embedder. Defaults to the folder's embedder, or else to `minilm`. If there is
+            none, searches are by words.
+        collection: The name of the collection.
+        rag: An open `RagCache`.
+        state: The state folder to open instead of `rag`.
+        annotated: Whether documents of a search have `metadata["ragcache"]` in addition to their
+            own metadata.
+        instruction: The instruction of the collection (`RagCache.collections.set_instruction`).
+            Unchanged by default.
     """
 
     def __init__(
@@ -70,17 +70,19 @@ class RagCacheVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The embedder that was given, or that of the last search. Loads nothing."""
+        """The store's embedder, or else the one of the last search. Loads nothing."""
         return self._embedding or self._last_embedder
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Stores documents, each in place of an earlier one of its id.
+        """Store documents. Each replaces the document with the same id.
 
         Returns:
-            Their ids: those of `ids`, of the documents, or new ones.
+            The documents' ids: `ids`, or else `Document.id`, or else new ones.
 
         Raises:
-            UnstorableMetadata, DocumentError: before anything is stored.
+            UnstorableMetadata: JSON cannot hold a document's metadata. Raised before anything is
+                stored.
+            DocumentError: A document cannot be ingested. Raised before anything is stored.
         """
         from ragcache import SourceDocument
 
@@ -88,7 +90,7 @@ class RagCacheVectorStore(VectorStore):
         if len(given) != len(documents):
             raise ValueError(f"{len(documents)} documents have {len(given)} ids")
         ids = [each or str(uuid4()) for each in given]
-        sources: dict[str, SourceDocument] = {}  # of one id the last counts
+        sources: dict[str, SourceDocument] = {}  # the last document of an id counts
         for name, document in zip(ids, documents, strict=True):
             metadata = storable_metadata(document.metadata, name)
             uri = str(metadata.get("source", ""))
@@ -101,7 +103,7 @@ class RagCacheVectorStore(VectorStore):
         return ids
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool | None:
-        """Deletes documents; None is all of them. Ids that are unknown do no harm."""
+        """Delete the documents with these ids, by default all. Unknown ids are ignored."""
         with suppress(UnknownCollection):
             if ids is None:
                 ids = [row.source_id for row in self.rag.documents.get(self.collection)]
@@ -109,7 +111,7 @@ class RagCacheVectorStore(VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents that exist, whole, in the order of the ids."""
+        """Return the whole documents with these ids, in their order, without unknown ids."""
         try:
             texts = self.rag.documents.texts(self.collection, ids)
             rows = {row.source_id: row for row in self.rag.documents.get(self.collection, ids)}
@@ -125,7 +127,7 @@ class RagCacheVectorStore(VectorStore):
         return _without_scores(self.similarity_search_with_score(query, k, **kwargs))
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        """Documents with their cosines in [-1, 1], the best first; by words, BM25 scores."""
+        """Return documents, best first, with cosines in [-1, 1], or BM25 scores by words."""
         return self._search(query, self._search_params(k, **kwargs))
 
     def similarity_search_by_vector(
@@ -136,7 +138,7 @@ class RagCacheVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """lambda_mult: 1 is relevance only, 0 is diversity only."""
+        """Return relevant and diverse documents. `lambda_mult`: 0 (diversity) to 1 (relevance)."""
         params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
         return _without_scores(self._search(query, params))
 
@@ -150,12 +152,12 @@ class RagCacheVectorStore(VectorStore):
     async def _asimilarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **kwargs: Any
     ) -> Scored:
-        """In a thread as a whole: to know whether there are cosines may load the embedder."""
+        """Run the whole search in a thread, as it may load the embedder."""
         search = self._similarity_search_with_relevance_scores
         return await asyncio.to_thread(search, query, k, **kwargs)
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        """The cosine; negative ones are as irrelevant as 0."""
+        """Return a function that raises negative cosines to 0."""
         if self._retriever().embedder is None:
             raise InvalidRequest("relevance scores are of meaning, and there is no embedder")
         return lambda cosine: max(0.0, cosine)
@@ -165,7 +167,7 @@ class RagCacheVectorStore(VectorStore):
         cls, texts: list[str], embedding: Embeddings, metadatas: list[dict[str, Any]] | None = None,
         *, ids: list[str] | None = None, **kwargs: Any,
     ) -> RagCacheVectorStore:  # fmt: skip
-        """A store with these texts in it. kwargs: as of the constructor."""
+        """Create a store with these texts. `kwargs` are arguments of the constructor."""
         store = cls(embedding, **kwargs)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -195,7 +197,7 @@ class RagCacheVectorStore(VectorStore):
             return []
 
     def _documents(self, selection: Selection) -> Scored:
-        """A document whose one module was found as it was given, else the part that was found."""
+        """Return whole documents of one module, and the parts found of longer documents."""
         hits = selection.hits
         whole = self.rag.documents.texts(self.collection, [hit.module.document for hit in hits])
         details = module_metadata(self.rag, hits) if self.annotated else []
