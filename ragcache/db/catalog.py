@@ -123,15 +123,14 @@ class Catalog:
     def collections(self) -> dict[str, int]:
         """Return the number of documents by collection."""
         statement = (
-            select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
+            select(CollectionTable.name, func.count(DocumentTable.id))
             .join(NamespaceTable)
             .outerjoin(DocumentTable)
             .where(NamespaceTable.name == self.namespace)
             .group_by(CollectionTable.name)
             .order_by(CollectionTable.name)
         )
-        with self._database.reading() as session:
-            return {row.name: row.documents for row in session.execute(statement)}
+        return dict(self._database.fetch(statement))
 
     def documents(
         self, collection: str, source_ids: Sequence[str] | None = None

@@ -187,8 +187,7 @@ class Jobs:
 
     def any_waits(self) -> bool:
         """Whether a request waits that this process may run, now or after earlier jobs."""
-        with self.database.reading() as session:
-            return session.scalar(select(JobTable.id).where(self._is_ours()).limit(1)) is not None
+        return bool(self.database.fetch(select(JobTable.id).where(self._is_ours()).limit(1)))
 
     def _next(self) -> Any:
         served = aliased(JobTable)

@@ -207,9 +207,7 @@ class Ledger:
     def facts(self, prefix: str) -> dict[str, str]:
         """Return all facts whose names begin with a prefix."""
         named = FactTable.name.startswith(prefix, autoescape=True)
-        with self.database.reading() as session:
-            facts = session.scalars(select(FactTable).where(named))
-            return {fact.name: fact.value for fact in facts}
+        return dict(self.database.fetch(select(FactTable.name, FactTable.value).where(named)))
 
     def agree_on_fact(self, name: str, value: str) -> str:
         """Write a fact unless another process has. Returns the stored value."""
@@ -219,9 +217,8 @@ class Ledger:
 
     def has_states(self, tier: str) -> bool:
         """Return whether a tier has any rows."""
-        with self.database.reading() as session:
-            first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
-            return session.scalar(first) is not None
+        first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
+        return bool(self.database.fetch(first))
 
     def retired(self) -> list[KVKey]:
         """Return the keys that any process has retired since the last call.
@@ -234,8 +231,7 @@ class Ledger:
         while len(seen) > 1 and seen[1][0] < now - _COMMIT_SECONDS:
             seen.popleft()
         columns = select(RetirementTable.id, RetirementTable.key)
-        with self.database.reading() as session:
-            rows = list(session.execute(columns.where(RetirementTable.id > seen[0][1])))
+        rows = self.database.fetch(columns.where(RetirementTable.id > seen[0][1]))
         new = [key for number, key in rows if number not in self._known_retirements]
         self._known_retirements = {number for number, _ in rows}
         seen.append((now, max((number for number, _ in rows), default=seen[-1][1])))
@@ -246,8 +242,8 @@ class Ledger:
         columns = (StateTable.tier, StateTable.key, StateTable.last_use)
         used = (StateTable.last_use > tick) & (StateTable.hits > 0)
         chosen = select(*columns).where(self._shared(), used)
-        with self.database.reading() as session:
-            return list(session.execute(chosen.order_by(StateTable.last_use)))
+        rows = self.database.fetch(chosen.order_by(StateTable.last_use))
+        return [(tier, key, last_use) for tier, key, last_use in rows]
 
     def load(self) -> list[StateRow]:
         """Return the rows of persistent tiers."""
@@ -385,9 +381,8 @@ class Ledger:
     def expired(self, now: float) -> dict[KVKey, float]:
         """Return the expired states of shared tiers and of this session, with their limits."""
         statement = select(StateTable.key, StateTable.expires_at)
-        with self.database.reading() as session:
-            rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
-            return {key: at for key, at in rows if at is not None}
+        rows = self.database.fetch(statement.where(self._visible(), StateTable.expires_at <= now))
+        return {key: at for key, at in rows if at is not None}
 
     def flush(self) -> None:
         """Write `usage` in one transaction. After a failure it is kept for the next call.
@@ -418,26 +413,23 @@ class Ledger:
 
     def keys(self, tier: str) -> set[KVKey]:
         """Return the keys of a tier's rows."""
-        with self.database.reading() as session:
-            rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
-            return set(session.scalars(rows))
+        rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
+        return {key for (key,) in self.database.fetch(rows)}
 
     def totals(self) -> dict[str, TierTotals]:
         """Return the totals of each tier."""
         sums = [func.sum(c) for c in (StateTable.nbytes, StateTable.tokens, StateTable.hits)]
         statement = select(StateTable.tier, func.count(), *sums).where(self._visible())
-        with self.database.reading() as session:
-            rows = session.execute(statement.group_by(StateTable.tier))
-            return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
+        rows = self.database.fetch(statement.group_by(StateTable.tier))
+        return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
 
     def evictions(self) -> dict[str, dict[str, int]]:
         """Return the number of evictions by tier and reason."""
         columns = (EvictionTable.tier, EvictionTable.reason)
         counts: dict[str, dict[str, int]] = {}
-        with self.database.reading() as session:
-            rows = session.execute(select(*columns, func.count()).group_by(*columns))
-            for tier, reason, number in rows:
-                counts.setdefault(tier, {})[reason] = number
+        rows = self.database.fetch(select(*columns, func.count()).group_by(*columns))
+        for tier, reason, number in rows:
+            counts.setdefault(tier, {})[reason] = number
         return counts
 
     def _at(self, tier: str) -> ColumnElement[bool]:

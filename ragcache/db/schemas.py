@@ -85,9 +85,8 @@ class SchemaTexts:
     def names(self) -> list[str]:
         """Return the names of all schemas, sorted."""
         statement = select(SchemaTable.name).join(NamespaceTable).order_by(SchemaTable.name)
-        with self._database.reading() as session:
-            mine = statement.where(NamespaceTable.name == self.namespace)
-            return list(session.scalars(mine))
+        mine = statement.where(NamespaceTable.name == self.namespace)
+        return [name for (name,) in self._database.fetch(mine)]
 
     def delete_schema(self, name: str) -> list[KVKey]:
         """Delete a schema. Returns keys as `put_schema` does. Raises `UnknownSchema`."""
@@ -134,9 +133,8 @@ class ScaffoldRows:
         An unknown collection has none.
         """
         columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
-        with self._database.reading() as session:
-            rows = session.execute(in_collection(columns, self._namespace, collection))
-            return {(tuple(members), key) for members, key in rows}
+        rows = self._database.fetch(in_collection(columns, self._namespace, collection))
+        return {(tuple(members), key) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Store the key of a scaffold, unless one of its modules has been deleted."""
