@@ -26,7 +26,7 @@ from ragcache.engine import EncodeJob, Segment
 from ragcache.models import CausalLM
 from ragcache.pipeline.prompt import CachedSpan, TokenPrompt
 from ragcache.states import KVStates
-from ragcache.states.quantization import StoredStates, restored, wait_for_arrival
+from ragcache.states.quantization import StoredStates, layer_of, restored, wait_for_arrival
 
 RUN = 8
 """Tokens that are chosen together."""
@@ -156,7 +156,7 @@ def _deviations(
     """
     wait_for_arrival(kept)
     part = kept.part(span.begin, span.end, kept.start + span.offset)
-    own = restored(part.layer(layer))
+    own = restored(layer_of(part, layer))
     at = span.start - computed.start
     here = slice(at, at + span.length)
     if model.value_dim:

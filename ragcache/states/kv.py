@@ -123,11 +123,6 @@ class KVStates:
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         return KVStates(keys, values, start, arrival=self.arrival)
 
-    def layer(self, number: int) -> KVStates:
-        """Return a view of one layer."""
-        here = slice(number, number + 1)
-        return KVStates(self.keys[here], self.values[here], self.start, arrival=self.arrival)
-
 
 FORMAT_VERSION = 3
 """Version of the encoding and of the blob format. A new version makes older states unreachable."""

@@ -63,14 +63,6 @@ class QuantizedStates:
         scales = self.value_scales[:, :, begin:end]
         return replace(self, keys=keys, values=values, value_scales=scales, start=start)
 
-    def layer(self, number: int) -> QuantizedStates:
-        """Return a view of one layer."""
-        here = slice(number, number + 1)
-        return replace(
-            self, keys=self.keys[here], values=self.values[here],
-            key_scales=self.key_scales[here], value_scales=self.value_scales[here],
-        )  # fmt: skip
-
     @keeps_no_workers
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """Return the states in `dtype`, by default their dtype before quantization.
@@ -179,6 +171,12 @@ def rebuild(
         return KVStates(keys, values, start, arrival=arrival)
     key_scales, value_scales = tensors["key_scales"], tensors["value_scales"]
     return QuantizedStates(keys, values, key_scales, value_scales, start, dtype, arrival=arrival)
+
+
+def layer_of(states: StoredStates, number: int) -> StoredStates:
+    """Return a view of one layer of states."""
+    layer = {name: tensor[number : number + 1] for name, tensor in tensors_of(states).items()}
+    return rebuild(layer, states.start, model_dtype(states), states.arrival)
 
 
 def _scaled(states: Tensor, axis: int) -> tuple[Tensor, Tensor]:

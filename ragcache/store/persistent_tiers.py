@@ -216,12 +216,12 @@ class PersistentTiers:
 
         Raises `StoreError` if the nearest tier cannot store them.
         """
-        for number, index in enumerate(self.indexes):
-            last = number == len(self.indexes) - 1
+        for index in self.indexes:
+            last = {key} if index is self.indexes[-1] else set[KVKey]()
             try:
-                self._write(index, {key: states}, tick, {key} if last else set())
+                self._write(index, {key: states}, tick, last)
             except StoreError as error:
-                if number == 0:
+                if index is self.indexes[0]:
                     raise
                 logger.warning("%s; the states stay in the tiers before", error)
                 self._counters.unreadable += 1

@@ -6,6 +6,7 @@ in the meantime, because every read verifies its blob.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -178,11 +179,11 @@ def _index(store: KVStore) -> Iterator[Disagreement]:
 
 
 def _interrupted(store: KVStore) -> dict[str, int]:
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for job in store.jobs.listed():
         if job.states and job.status != "running":
-            counts[job.target] = counts.get(job.target, 0) + job.states
-    return counts
+            counts[job.target] += job.states
+    return dict(counts)
 
 
 def _forget_interrupted(store: KVStore) -> None:

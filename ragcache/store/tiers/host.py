@@ -118,10 +118,13 @@ class HostTier(MemoryTier):
     def put(self, key: KVKey, states: StoredStates) -> int:
         """Store states. Keeps memory from `allocate` and copies other memory."""
         kept = quantize(states, self.kv_dtype)
-        own = kept if self.owns(kept) else self._copy(kept)
+        if not self.owns(kept):
+            kept = self.begin_copy(kept)
+            wait_for_arrival(kept)
+            kept = replace(kept, arrival=None)
         with self._lock:
-            self._states[key] = own
-        return self._size(own.nbytes)
+            self._states[key] = kept
+        return self._size(kept.nbytes)
 
     def _size(self, nbytes: int) -> int:
         """Return the bytes of a block that holds `nbytes` at an aligned address."""
@@ -136,12 +139,6 @@ class HostTier(MemoryTier):
             return False
         with self._lock:
             return self._blocks.get(addresses.pop()) == self._size(states.nbytes)
-
-    def _copy(self, states: StoredStates) -> StoredStates:
-        """Copy states into the tier's memory and wait for the copy."""
-        copy = self.begin_copy(states)
-        wait_for_arrival(copy)
-        return rebuild(tensors_of(copy), states.start, model_dtype(states))
 
     def begin_copy(self, states: StoredStates) -> StoredStates:
         """Copy states into the tier's memory without adding an entry.

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
-from torch import Tensor
 
 from ragcache.db.ledger import Ledger
 from ragcache.errors import (
@@ -186,7 +186,8 @@ class RemoteTier(Tier):
         except FileNotFoundError:
             self.check_place()
             raise StateMissing(f"there is no blob {path}") from None
-        return read_blob(io.BytesIO(content), key, path, _plain_memory)
+        memory = partial(torch.empty, dtype=torch.uint8)
+        return read_blob(io.BytesIO(content), key, path, memory)
 
     def delete(self, key: KVKey) -> None:
         with self._turn(key):
@@ -233,10 +234,6 @@ class RemoteTier(Tier):
             return []
         keys = (key_of(path.rpartition("/")[2]) for path in paths)
         return [key for key in keys if key is not None]
-
-
-def _plain_memory(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 _FINAL = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
