@@ -67,7 +67,7 @@ class MovedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Amounts that a deletion takes."""
+    """Numbers of documents, modules and states that a deletion removes."""
 
     documents: int
     modules: int

@@ -78,10 +78,10 @@ def _announce(session: Session, keys: Sequence[KVKey]) -> None:
 def freed_states(
     session: Session, keys: Iterable[KVKey], modules: Set[int], scaffolds: Set[int]
 ) -> tuple[int, dict[str, int]]:
-    """Return the number and the bytes of states that only these modules and scaffolds own.
+    """Count the states that only these modules and scaffolds own.
 
     Returns:
-        The number of keys that have such states, and their bytes by tier, on all machines.
+        The number of keys with such states, and their bytes by tier, on all machines.
     """
     number, sizes = 0, Counter[str]()
     for chunk in chunks(sorted(set(keys))):

@@ -23,7 +23,7 @@ from ragcache.evaluation.metrics import (
 from ragcache.fidelity import compare_first_tokens
 from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams
-from ragcache.pipeline import Answer, Message
+from ragcache.pipeline import Answer
 from ragcache.rag import RagCache
 
 Through = Literal["ask", "chat"]
@@ -176,21 +176,18 @@ def evaluate_modes(
     if not modes:
         raise ConfigurationError("there are no modes to ask in")
     reference, reports = None, {}
+    prefix = "chat:" if options.get("through") == "chat" else ""
     wanted = dict.fromkeys(map(ReuseMode.parse, modes))
     for mode in sorted(wanted, key=lambda each: each.reads_states):
         shown = None if progress is None else partial(progress, str(mode))
         marked, choices = ask_questions(
             rag, collection, questions, mode=mode, reference=reference, progress=shown, **options
         )
-        reports[mode] = EvaluationReport.of(_name(mode, options), marked, seed)
+        reports[mode] = EvaluationReport.of(f"{prefix}{mode}", marked, seed)
         if not mode.reads_states:
             reference = choices
     ordered = tuple(reports[mode] for mode in wanted)
     return Evaluation(dict(setting or {}), ordered, compare_reports(ordered, seed))
-
-
-def _name(mode: ReuseMode, options: Mapping[str, Any]) -> str:
-    return f"chat:{mode}" if options.get("through") == "chat" else str(mode)
 
 
 def ask_questions(
@@ -236,8 +233,9 @@ def ask_questions(
         if through == "ask":
             return rag.ask(question.question, filters=filters, **search, **generating)
         hits = rag.retrieve(question.question, filters=filters, **search).hits
-        message = _pasted(question.question, [hit.module.text for hit in hits])
-        return rag.chat([message], **generating)
+        documents = "\n\n".join(hit.module.text.strip() for hit in hits)
+        content = PASTED.format(documents=documents, question=question.question)
+        return rag.chat([{"role": "user", "content": content}], **generating)
 
     ask(questions[0])  # warm-up: builds the index and everything else that is built once
     marked, choices, reads = [], list[Choice](), ReuseMode.parse(mode).reads_states
@@ -253,12 +251,6 @@ def ask_questions(
         if progress is not None:
             progress(len(marked), len(questions))
     return marked, choices
-
-
-def _pasted(question: str, texts: Sequence[str]) -> Message:
-    """Return a message with the texts of the retrieved modules, as RAG programs write it."""
-    documents = "\n\n".join(text.strip() for text in texts)
-    return {"role": "user", "content": PASTED.format(documents=documents, question=question)}
 
 
 def _mark(question: Question, answer: Answer, exact: Choice | None) -> MarkedAnswer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar, cast
 
 from lxml import etree
@@ -89,7 +88,7 @@ def read_schema(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Schema:
     """Parse a schema as `parse_schema` does. Each problem goes to `report`, which may return."""
-    schema = SchemaReader(load(text, source, limits, warn), report, warn).schema()
+    schema = SchemaReader(*load(text, source, limits, warn), report, warn).schema()
     for problem in schema_problems(schema):
         report(problem)
     return schema
@@ -99,7 +98,7 @@ def read_prompt(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Prompt:
     """Parse a prompt as `parse_prompt` does. Each problem goes to `report`, which may return."""
-    prompt = PromptReader(load(text, source, limits, warn), report, warn).prompt()
+    prompt = PromptReader(*load(text, source, limits, warn), report, warn).prompt()
     for problem in prompt_problems(prompt):
         report(problem)
     return prompt
@@ -119,25 +118,20 @@ Report: TypeAlias = Callable[[PMLError], None]
 Warn: TypeAlias = Callable[[PMLWarning], None]
 
 
-@dataclass(frozen=True, slots=True)
-class XMLDocument:
-    """The root element, and every tag in document order."""
-
-    root: Element
-    tags: list[Tag]
-
-
-def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLDocument:
+def load(
+    text: str | bytes, source: str, limits: ScanLimits, warn: Warn
+) -> tuple[Element, list[Tag]]:
     """Parse `text` as XML with entities, DTD and network off.
 
-    Raises PMLSyntaxError, ForbiddenMarkup or LimitExceeded.
+    Returns the root element, and every tag in document order. Raises `PMLSyntaxError`,
+    `ForbiddenMarkup` or `LimitExceeded`.
     """
     text = decode_text(text, source, limits)
     tags = scan_tags(text, source, limits)
     text, tags, warnings = balance_turns(text, tags)
     for warning in warnings:
         warn(warning)
-    return XMLDocument(_parse(text, source, tags), tags)
+    return _parse(text, source, tags), tags
 
 
 def _parse(text: str, source: str, tags: list[Tag]) -> Element:
@@ -198,11 +192,11 @@ class _Flow(Generic[N]):
 class ElementReader(Generic[N]):
     """Walks elements and tags together. Problems go to `report`."""
 
-    def __init__(self, document: XMLDocument, report: Report, warn: Warn) -> None:
-        self.root = document.root
+    def __init__(self, root: Element, tags: list[Tag], report: Report, warn: Warn) -> None:
+        self.root = root
         self.report = report
         self.warn = warn
-        self._tags = iter(document.tags)
+        self._tags = iter(tags)
         self._last: Tag | None = None
         self._preserve = False
         self._turn: str | None = None

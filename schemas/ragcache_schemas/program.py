@@ -481,7 +481,7 @@ def _free_name(wanted: Iterable[str], taken: set[str]) -> str:
 
 
 def condition_name(test: ast.expr) -> str:
-    """Name a branch:
+    """Name a branch by its condition.
 
     `overseas` is "overseas", `days > 3` "days-3", `city == "Rome"` "city-Rome".
     """
@@ -496,7 +496,10 @@ def else_name(test: ast.expr) -> str:
 
 
 def pattern_name(pattern: ast.pattern) -> str:
-    """Name a case: `case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
+    """Name a case by its pattern.
+
+    `case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b".
+    """
     return _short(_spelled(pattern))
 
 
