@@ -448,9 +448,7 @@ def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:
     assert bells_rag.ask(BELL_QUESTION, collection="bells").sources
 
 
-def test_questions_over_the_same_documents_share_computed_states(
-    bells_rag: RagCache,
-) -> None:
+def test_questions_over_the_same_documents_share_computed_states(bells_rag: RagCache) -> None:
     question = BELL_QUESTION + " Tell me all of it." * 20
     first = bells_rag.ask(question, collection="bells", k=2)
     again = bells_rag.ask(question, collection="bells", k=2)

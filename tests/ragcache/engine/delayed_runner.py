@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ragcache.engine import EngineConfig, Segment
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.core import EngineCore
 from ragcache.engine.kv_cache import BlockPool, BlockTable
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.engine.sampler import PendingTokens, SampledToken, Sampler, SamplerState
 from ragcache.errors import UnusableLogits
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.ragcache.engine.stepped_engine import BLOCK_SIZE, ManualClock, config_of
+from tests.ragcache.engine.stepped_engine import BLOCK_SIZE, ManualClock, SteppedCore
 
 Work = Callable[[], None]
 Result = SampledToken | UnusableLogits
@@ -247,5 +246,5 @@ def _copied(
 
 def delayed_core(
     causal: CausalLM, settings: EngineConfig | None = None, clock: ManualClock | None = None
-) -> EngineCore:
-    return EngineCore(DelayedRunner(causal), settings or config_of(causal), clock or ManualClock())
+) -> SteppedCore:
+    return SteppedCore(DelayedRunner(causal), settings, clock)

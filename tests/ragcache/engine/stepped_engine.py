@@ -9,7 +9,7 @@ from torch import Tensor
 from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.kv_cache import BlockPool
-from ragcache.engine.runner import RaggedModelRunner
+from ragcache.engine.runner import ModelRunner, RaggedModelRunner
 from ragcache.engine.sampler import SampledToken, Sampler, SamplerState
 from ragcache.errors import UnusableLogits
 from ragcache.models import CausalLM
@@ -47,33 +47,41 @@ def config_of(
     return EngineConfig(nbytes, step_tokens, prefill_tokens, running)
 
 
+class SteppedCore(EngineCore):
+    """An engine core that a test submits requests to and steps."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        settings: EngineConfig | None = None,
+        clock: ManualClock | None = None,
+    ) -> None:
+        super().__init__(runner, settings or config_of(runner.model), clock or ManualClock())
+
+    def submit(self, request: Request) -> Answer:
+        self.checker.check_request(request)
+        channel = AnswerChannel(lambda: None)
+        self.add_request(request, channel, self.clock())
+        return RequestHandle(channel)
+
+    def drain(self, steps: int = 10_000) -> None:
+        """Steps until nothing is left to do."""
+        while self.busy:
+            assert steps, "the engine does not come to an end"
+            self.step()
+            steps -= 1
+
+    def run(self, *requests: Request) -> list[RequestOutput]:
+        """Submits the requests at once, and returns their outputs in order."""
+        handles = [self.submit(request) for request in requests]
+        self.drain()
+        return [handle.result(0) for handle in handles]
+
+
 def core_of(
     causal: CausalLM, settings: EngineConfig | None = None, clock: ManualClock | None = None
-) -> EngineCore:
-    return EngineCore(
-        SmallBlockRunner(causal), settings or config_of(causal), clock or ManualClock()
-    )
-
-
-def submit_request(core: EngineCore, request: Request) -> Answer:
-    core.checker.check_request(request)
-    channel = AnswerChannel(lambda: None)
-    core.add_request(request, channel, core.clock())
-    return RequestHandle(channel)
-
-
-def drain(core: EngineCore, steps: int = 10_000) -> None:
-    """Steps until nothing is left to do."""
-    while core.busy:
-        assert steps, "the engine does not come to an end"
-        core.step()
-        steps -= 1
-
-
-def run_requests(core: EngineCore, *requests: Request) -> list[RequestOutput]:
-    handles = [submit_request(core, request) for request in requests]
-    drain(core)
-    return [handle.result(0) for handle in handles]
+) -> SteppedCore:
+    return SteppedCore(SmallBlockRunner(causal), settings, clock)
 
 
 def assert_all_blocks_free(core: EngineCore) -> None:

@@ -13,20 +13,17 @@ from torch import Tensor
 
 from ragcache.engine import Request, RequestOutput, SamplingParams
 from ragcache.engine.constraint import penalties, penalty_table
-from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
 from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
+    SteppedCore,
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
     sample_tokens,
-    submit_request,
 )
 from tests.tiny_models import DEVICE, VOCABULARY, random_tokens
 
@@ -90,13 +87,13 @@ class Broken(Rising):
 
 
 @pytest.fixture(params=[core_of, delayed_core])
-def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
-    made: EngineCore = request.param(causal)
+def core(request: pytest.FixtureRequest, causal: CausalLM) -> SteppedCore:
+    made: SteppedCore = request.param(causal)
     return made
 
 
-def one(core: EngineCore, tokens: int = 8, **changes: object) -> RequestOutput:
-    [completion] = run_requests(core, Request(plain_context(PROMPT), tokens, **changes))  # type: ignore[arg-type]
+def one(core: SteppedCore, tokens: int = 8, **changes: object) -> RequestOutput:
+    [completion] = core.run(Request(plain_context(PROMPT), tokens, **changes))  # type: ignore[arg-type]
     return completion
 
 
@@ -117,7 +114,7 @@ def test_a_packed_mask_names_the_tokens_that_are_allowed(tokens: set[int]) -> No
     "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=3, top_k=5)]
 )
 def test_every_token_is_one_that_the_constraint_allows(
-    core: EngineCore, sampling: SamplingParams
+    core: SteppedCore, sampling: SamplingParams
 ) -> None:
     completion = one(core, sampling=sampling, constraint=Rising, n=3 if sampling.seed else 1)
     for choice in completion.choices:
@@ -134,12 +131,12 @@ def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
     assert isinstance(second, SampledToken)
 
 
-def test_a_finished_constraint_ends_the_answer(core: EngineCore) -> None:
+def test_a_finished_constraint_ends_the_answer(core: SteppedCore) -> None:
     [choice] = one(core, constraint=lambda: Rising(length=3), min_tokens=6).choices
     assert (len(choice.token_ids), choice.finish_reason, choice.stopped_by) == (3, "stop", None)
 
 
-def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> None:
+def test_a_stop_token_ends_where_the_constraint_allows_it(core: SteppedCore) -> None:
     stops = frozenset({STOP})
     sampling = SamplingParams(temperature=100, seed=1)
     completion = one(core, 40, stop_ids=stops, sampling=sampling, constraint=Either, n=4)
@@ -155,13 +152,11 @@ def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> N
 @pytest.mark.parametrize("where", ["make", "mask", "accept"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_constraint_that_fails_ends_its_own_request_only(
-    core: EngineCore, where: str, n: int
+    core: SteppedCore, where: str, n: int
 ) -> None:
-    broken = submit_request(
-        core, Request(plain_context(PROMPT), 8, n=n, constraint=lambda: Broken(where))
-    )
-    fine = submit_request(core, Request(plain_context(PROMPT), 8, constraint=Rising))
-    drain(core)
+    broken = core.submit(Request(plain_context(PROMPT), 8, n=n, constraint=lambda: Broken(where)))
+    fine = core.submit(Request(plain_context(PROMPT), 8, constraint=Rising))
+    core.drain()
     assert rises(fine.result(0).token_ids)
     with pytest.raises(ConstraintFailed, match="broken") as caught:
         broken.result(0)
@@ -176,7 +171,7 @@ def test_constraint_continues_after_preemption(causal: CausalLM) -> None:
         made.append(Rising())
         return made[-1]
 
-    def ask(core: EngineCore) -> list[RequestOutput]:
+    def ask(core: SteppedCore) -> list[RequestOutput]:
         sampling = SamplingParams(temperature=1.0, seed=4)
         requests = [
             Request(
@@ -184,7 +179,7 @@ def test_constraint_continues_after_preemption(causal: CausalLM) -> None:
             )
             for n in range(3)
         ]
-        return run_requests(core, *requests)
+        return core.run(*requests)
 
     roomy = [each.choices for each in ask(core_of(causal))]
     assert len(made) == 6  # one for each answer

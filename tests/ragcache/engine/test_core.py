@@ -22,7 +22,6 @@ from ragcache.engine import (
     TokenDelta,
     encode,
 )
-from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
 from ragcache.errors import DeadlineExceeded, RequestCancelled
@@ -34,19 +33,17 @@ from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     Answer,
     ManualClock,
+    SteppedCore,
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.ragcache.engine.test_constraint import Rising
 from tests.ragcache.engine.test_core_answers import words
 from tests.tiny_models import random_tokens, tiny_model
 
-MakeCore = Callable[[CausalLM, EngineConfig, ManualClock], EngineCore]
+MakeCore = Callable[[CausalLM, EngineConfig, ManualClock], SteppedCore]
 
 MODULES = ((3, 0), (7, 11), (12, 0), (5, 4), (9, 30))
 """Lengths of the shared modules, and where they were encoded."""
@@ -150,7 +147,7 @@ class World:
         )
 
     def _run_alone(self, spec: Spec) -> list[tuple[object, ...]]:
-        [output] = run_requests(core_of(self.causal), self.request(replace(spec, timeout=None)))
+        [output] = core_of(self.causal).run(self.request(replace(spec, timeout=None)))
         return plain(output)
 
 
@@ -242,7 +239,7 @@ class Run:
             for number, visit in enumerate(self.day.visits):
                 if visit.arrives == step:
                     request = self.world.request(visit.spec, visit.priority)
-                    self.answers[number] = submit_request(self.core, request)
+                    self.answers[number] = self.core.submit(request)
                 if visit.leaves == step and number in self.answers:
                     self.answers[number].cancel()
             for when, count in self.day.encodings:
@@ -294,12 +291,12 @@ def test_preempted_requests_answer_the_same(world: World) -> None:
     sampling = SamplingParams(temperature=1, presence_penalty=2.0, seed=3)
     specs = [replace(SPEC, tail=n, limit=10, tenant=None, sampling=sampling) for n in range(1, 7)]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
-    handles = [submit_request(core, world.request(each)) for each in specs]
+    handles = [core.submit(world.request(each)) for each in specs]
     for _ in range(10):
         assert not handles[0].done
         core.step()
     assert handles[0].done, "one token in every step"
-    drain(core)
+    core.drain()
     assert core.stats.preempted > 0
     for each, handle in zip(specs, handles, strict=True):
         assert plain(handle.result(0)) == world.run_alone(each)
@@ -309,7 +306,7 @@ def test_preempted_requests_answer_the_same(world: World) -> None:
 def test_higher_priority_comes_first(world: World) -> None:
     core = core_of(world.causal, config_of(world.causal, running=1))
     request = world.request(replace(SPEC, limit=2))
-    handles = {p: submit_request(core, replace(request, priority=p)) for p in (0, -1, 1)}
+    handles = {p: core.submit(replace(request, priority=p)) for p in (0, -1, 1)}
     ended: list[int] = []
     while core.busy:
         core.step()
@@ -320,10 +317,10 @@ def test_higher_priority_comes_first(world: World) -> None:
 def test_long_prompt_does_not_stall_decoding_requests(world: World) -> None:
     core = core_of(world.causal, config_of(world.causal, step_tokens=8))
     answering = [
-        submit_request(core, Request(plain_context(random_tokens(3, seed=n)), 40)) for n in range(3)
+        core.submit(Request(plain_context(random_tokens(3, seed=n)), 40)) for n in range(3)
     ]
     core.step()
-    long = submit_request(core, Request(plain_context(random_tokens(60)), 1))
+    long = core.submit(Request(plain_context(random_tokens(60)), 1))
     prefilling = 0
     before = [1, 1, 1]
     while core.busy:

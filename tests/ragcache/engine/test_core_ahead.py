@@ -16,7 +16,6 @@ import torch
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, TokenDelta, encode
 from ragcache.engine import core as core_module
-from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
 from ragcache.errors import EngineFailed, InvalidRequest
@@ -28,13 +27,11 @@ from tests.ragcache.engine.stepped_engine import (
     Answer,
     ManualClock,
     SmallBlockRunner,
+    SteppedCore,
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.ragcache.engine.test_core_answers import Words, words
 from tests.tiny_models import random_tokens, tiny_model
@@ -47,16 +44,16 @@ def causal() -> CausalLM:
     return wrap_causal(tiny_model("llama", initializer_range=0.2))
 
 
-def runner_of(core: EngineCore) -> DelayedRunner:
+def runner_of(core: SteppedCore) -> DelayedRunner:
     assert isinstance(core.runner, DelayedRunner)
     return core.runner
 
 
-def assert_answers_alone(core: EngineCore, requests: list[Request]) -> None:
+def assert_answers_alone(core: SteppedCore, requests: list[Request]) -> None:
     """All at once have the answers that each has alone, and no block stays in use."""
-    outputs = run_requests(core, *requests)
+    outputs = core.run(*requests)
     for request, output in zip(requests, outputs, strict=True):
-        assert output.choices == run_requests(core_of(core.runner.model), request)[0].choices
+        assert output.choices == core_of(core.runner.model).run(request)[0].choices
     assert_all_blocks_free(core)
 
 
@@ -65,7 +62,7 @@ def test_steady_steps_need_neither_scheduler_nor_batch(
 ) -> None:
     core = delayed_core(causal)
     requests = [Request(plain_context(random_tokens(5, seed=n)), 40) for n in range(3)]
-    handles = [submit_request(core, request) for request in requests]
+    handles = [core.submit(request) for request in requests]
     core.step()
     core.step()
     core.step()
@@ -79,7 +76,7 @@ def test_steady_steps_need_neither_scheduler_nor_batch(
         for _ in range(30):
             core.step()
     assert (runner_of(core).prepared, runner_of(core).continued) == (prepared, 31)
-    drain(core)
+    core.drain()
     assert [len(handle.result(0).token_ids) for handle in handles] == [40] * 3
     assert core.stats.decoded_tokens == 3 * 39
 
@@ -88,19 +85,19 @@ def test_a_step_goes_on_while_requests_leave_and_join(causal: CausalLM) -> None:
     """An answer that ends, or a prompt that comes, costs no step behind the device."""
     core = delayed_core(causal)
     early, late = (Request(plain_context(random_tokens(5, seed=n)), 9 + n) for n in range(2))
-    handles = [submit_request(core, early)]
+    handles = [core.submit(early)]
     for _ in range(4):
         core.step()
-    handles.append(submit_request(core, late))
-    drain(core)
+    handles.append(core.submit(late))
+    core.drain()
     assert [len(handle.result(0).token_ids) for handle in handles] == [9, 10]
     assert runner_of(core).ahead == core.stats.steps - 1
 
 
 def test_texts_are_delivered_in_order_while_the_device_goes_on(causal: CausalLM) -> None:
-    [expected] = run_requests(core_of(causal), Request(plain_context(PROMPT), 8))
+    [expected] = core_of(causal).run(Request(plain_context(PROMPT), 8))
     core = delayed_core(causal)
-    handle = submit_request(core, Request(plain_context(PROMPT), 8, text=words))
+    handle = core.submit(Request(plain_context(PROMPT), 8, text=words))
     counts = []
     while core.busy:
         core.step()
@@ -115,14 +112,14 @@ def test_a_first_token_is_delivered_before_the_next_is_sampled(
     causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = delayed_core(causal)
-    handle = submit_request(core, Request(plain_context(PROMPT), 3))
+    handle = core.submit(Request(plain_context(PROMPT), 3))
     shown: list[int] = []
     sample = core._sample
     monkeypatch.setattr(core, "_sample", lambda s: (shown.append(handle.channel.count), sample(s)))
     core.step()
     assert handle.wait_launched(0), "what computes the request runs"
     assert handle.channel.count == 0
-    drain(core)
+    core.drain()
     assert shown == [0, 1, 1], "later tokens are shown while the device computes"
 
 
@@ -144,7 +141,7 @@ def over_modules(causal: CausalLM, seed: int) -> Context:
     ],
 )
 def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) -> None:
-    [output] = run_requests(core_of(causal), Request(over_modules(causal, 1), 12))
+    [output] = core_of(causal).run(Request(over_modules(causal, 1), 12))
     fifth = output.token_ids[4]
     clock = ManualClock()
     core = delayed_core(causal, clock=clock)
@@ -156,8 +153,8 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
         text=words,
         timeout=5.0 if end == "deadline" else None,
     )
-    handle = submit_request(core, request)
-    other = submit_request(core, Request(over_modules(causal, 2), 20))
+    handle = core.submit(request)
+    other = core.submit(Request(over_modules(causal, 2), 20))
     del request
     for _ in range(6):
         core.step()
@@ -168,18 +165,18 @@ def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) 
         core.step()
         gc.collect()
     assert handle.done
-    drain(core)
+    core.drain()
     assert len(other.result(0).token_ids) == 20
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 6])
 def test_a_failed_launch_ends_the_requests_not_the_engine(causal: CausalLM, after: int) -> None:
     core = delayed_core(causal)
-    done = submit_request(core, Request(plain_context(PROMPT), after)) if after else None
-    handles = [submit_request(core, Request(plain_context(PROMPT), 12)) for _ in range(3)]
+    done = core.submit(Request(plain_context(PROMPT), after)) if after else None
+    handles = [core.submit(Request(plain_context(PROMPT), 12)) for _ in range(3)]
     runner_of(core).failures.extend([*[None] * after, RuntimeError("broken")])
     with pytest.raises(RuntimeError, match="broken") as caught:
-        drain(core)
+        core.drain()
     core.fail_all(caught.value)
     assert not core.busy
     for handle in handles:
@@ -218,7 +215,7 @@ class ForgetfulRunner(SmallBlockRunner):
 def test_a_step_is_tried_with_less_where_memory_ends(causal: CausalLM, most_rows: int) -> None:
     runner = ForgetfulRunner(causal)
     runner.most_rows = most_rows
-    core = EngineCore(runner, config_of(causal), ManualClock())
+    core = SteppedCore(runner)
     requests = [Request(plain_context(random_tokens(3 * n, seed=n)), 6) for n in range(1, 5)]
     channel = StatesChannel(lambda: None)
     core.add_encoding([EncodeJob(random_tokens(9))], channel)
@@ -231,14 +228,14 @@ def test_a_step_is_tried_with_less_where_memory_ends(causal: CausalLM, most_rows
 def test_without_memory_for_a_token_the_request_fails(causal: CausalLM) -> None:
     runner = ForgetfulRunner(causal)
     runner.most_rows = 0
-    core = EngineCore(runner, config_of(causal), ManualClock())
-    handles = [submit_request(core, Request(plain_context(PROMPT), 6)) for _ in range(2)]
-    drain(core)
+    core = SteppedCore(runner)
+    handles = [core.submit(Request(plain_context(PROMPT), 6)) for _ in range(2)]
+    core.drain()
     for handle in handles:
         with pytest.raises(EngineFailed, match="no memory left"):
             handle.result(0)
     runner.most_rows = 100
-    assert len(run_requests(core, Request(plain_context(PROMPT), 6))[0].token_ids) == 6
+    assert len(core.run(Request(plain_context(PROMPT), 6))[0].token_ids) == 6
     assert_all_blocks_free(core)
 
 
@@ -267,7 +264,7 @@ def over(states: StoredStates) -> Request:
 
 @pytest.mark.parametrize("make", [core_of, delayed_core])
 def test_states_of_another_model_or_device_are_refused(
-    causal: CausalLM, make: Callable[..., EngineCore]
+    causal: CausalLM, make: Callable[..., SteppedCore]
 ) -> None:
     core = make(causal)
     [states] = encode(causal, [EncodeJob(PROMPT)])
@@ -298,7 +295,7 @@ def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM)
 def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:
     """Its time goes on with each piece of work: a mark, a forward pass, the sampling."""
     core = delayed_core(causal)
-    run_requests(core, Request(plain_context(PROMPT), 10))
+    core.run(Request(plain_context(PROMPT), 10))
     steps, cleared = 10, 1
     assert core.stats.steps == steps
     assert core.stats.forward == pytest.approx((steps + steps) / 1e3, abs=cleared / 1e3)

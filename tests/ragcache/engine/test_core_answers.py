@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ragcache.engine import Request, RequestOutput, SamplingParams, TextStream
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.delayed_runner import delayed_core
@@ -22,13 +21,11 @@ from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
     SmallBlockRunner,
+    SteppedCore,
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.tiny_models import VOCABULARY, random_tokens, tiny_model
 
@@ -47,8 +44,8 @@ def causal() -> CausalLM:
 
 
 @pytest.fixture(params=[core_of, delayed_core])
-def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
-    made: EngineCore = request.param(causal)
+def core(request: pytest.FixtureRequest, causal: CausalLM) -> SteppedCore:
+    made: SteppedCore = request.param(causal)
     return made
 
 
@@ -69,28 +66,28 @@ def words(stop: Sequence[str]) -> TextStream:
 @pytest.fixture(scope="module")
 def answer(causal: CausalLM) -> tuple[int, ...]:
     """The greedy answer to the prompt; every token of it is a different one."""
-    [completion] = run_requests(core_of(causal), Request(plain_context(PROMPT), 12))
+    [completion] = core_of(causal).run(Request(plain_context(PROMPT), 12))
     assert len(set(completion.token_ids)) == 12
     return completion.token_ids
 
 
-def one(core: EngineCore, **changes: object) -> RequestOutput:
-    [completion] = run_requests(core, Request(plain_context(PROMPT), 12, **changes))  # type: ignore[arg-type]
+def one(core: SteppedCore, **changes: object) -> RequestOutput:
+    [completion] = core.run(Request(plain_context(PROMPT), 12, **changes))  # type: ignore[arg-type]
     return completion
 
 
-def test_an_answer_ends_at_its_limit(core: EngineCore, answer: tuple[int, ...]) -> None:
+def test_an_answer_ends_at_its_limit(core: SteppedCore, answer: tuple[int, ...]) -> None:
     [choice] = one(core).choices
     assert (choice.token_ids, choice.text) == (answer, "")
     assert (choice.finish_reason, choice.stopped_by) == ("length", None)
 
 
 def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(
-    core: EngineCore, answer: tuple[int, ...]
+    core: SteppedCore, answer: tuple[int, ...]
 ) -> None:
     stops = frozenset({answer[4], answer[7]})
-    handle = submit_request(core, Request(plain_context(PROMPT), 12, stops, text=words))
-    drain(core)
+    handle = core.submit(Request(plain_context(PROMPT), 12, stops, text=words))
+    core.drain()
     [choice] = handle.result(0).choices
     assert (choice.token_ids, choice.finish_reason) == (answer[:4], "stop")
     assert (choice.stopped_by, choice.text) == (answer[4], Words().decode(list(answer[:4])))
@@ -98,7 +95,7 @@ def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(
 
 
 def test_stop_tokens_may_be_ignored_or_come_later(
-    core: EngineCore, answer: tuple[int, ...]
+    core: SteppedCore, answer: tuple[int, ...]
 ) -> None:
     stops = frozenset({answer[4]})
     completion = one(core, stop_ids=stops, ignore_eos=True)
@@ -109,9 +106,9 @@ def test_stop_tokens_may_be_ignored_or_come_later(
     assert one(core, stop_ids=stops, min_tokens=4).token_ids == answer[:4]
 
 
-def test_suppressed_tokens_are_never_chosen(core: EngineCore, answer: tuple[int, ...]) -> None:
+def test_suppressed_tokens_are_never_chosen(core: SteppedCore, answer: tuple[int, ...]) -> None:
     plain = Request(plain_context(PROMPT), 12)
-    found, beside = run_requests(core, replace(plain, suppress_tokens=frozenset(answer)), plain)
+    found, beside = core.run(replace(plain, suppress_tokens=frozenset(answer)), plain)
     assert len(found.token_ids) == 12
     assert not set(found.token_ids) & set(answer)
     assert beside.token_ids == answer
@@ -119,16 +116,14 @@ def test_suppressed_tokens_are_never_chosen(core: EngineCore, answer: tuple[int,
 
 @pytest.mark.parametrize("cut", [0, 3])
 def test_a_stop_string_ends_an_answer_and_is_not_in_its_text(
-    core: EngineCore, answer: tuple[int, ...], cut: int
+    core: SteppedCore, answer: tuple[int, ...], cut: int
 ) -> None:
     """Also one that spans two tokens."""
     text = Words().decode(list(answer))
     place = text.index(f"word{answer[5]} ") + cut
     stop = text[place : place + 9]
-    handle = submit_request(
-        core, Request(plain_context(PROMPT), 12, stop=(stop, "absent"), text=words)
-    )
-    drain(core)
+    handle = core.submit(Request(plain_context(PROMPT), 12, stop=(stop, "absent"), text=words))
+    core.drain()
     [choice] = handle.result(0).choices
     assert (choice.finish_reason, choice.stopped_by) == ("stop", stop)
     assert choice.text == text[:place]
@@ -140,13 +135,11 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_its_text(
 
 
 def test_text_held_back_for_a_stop_string_comes_at_the_end(
-    core: EngineCore, answer: tuple[int, ...]
+    core: SteppedCore, answer: tuple[int, ...]
 ) -> None:
     end = Words().decode([answer[-1]])
-    handle = submit_request(
-        core, Request(plain_context(PROMPT), 12, stop=(end + "and on",), text=words)
-    )
-    drain(core)
+    handle = core.submit(Request(plain_context(PROMPT), 12, stop=(end + "and on",), text=words))
+    core.drain()
     *_, last = pieces = list(handle)
     assert (last.chosen, last.text) == (None, end)
     assert "".join(piece.text for piece in pieces) == Words().decode(list(answer))
@@ -163,12 +156,12 @@ def logits_after(tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_log_probabilities_are_those_of_the_model(
-    core: EngineCore, answer: tuple[int, ...], count: int
+    core: SteppedCore, answer: tuple[int, ...], count: int
 ) -> None:
-    handle = submit_request(
-        core, Request(plain_context(PROMPT), 12, sampling=SamplingParams(logprobs=count))
+    handle = core.submit(
+        Request(plain_context(PROMPT), 12, sampling=SamplingParams(logprobs=count))
     )
-    drain(core)
+    core.drain()
     [choice] = handle.result(0).choices
     assert tuple(chosen.token for chosen in choice.chosen) == choice.token_ids == answer
     assert [piece.chosen for piece in handle] == list(choice.chosen)
@@ -184,7 +177,7 @@ def test_log_probabilities_are_those_of_the_model(
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_the_first_place_has_the_log_probabilities_of_all_tokens(
-    core: EngineCore, answer: tuple[int, ...], stop: bool
+    core: SteppedCore, answer: tuple[int, ...], stop: bool
 ) -> None:
     """Also where a stop token stands there, and whatever is drawn."""
     stops = frozenset({answer[0]}) if stop else frozenset()
@@ -199,10 +192,10 @@ def test_the_first_place_has_the_log_probabilities_of_all_tokens(
 @pytest.mark.parametrize("prefill", [3, 64])
 def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill: int) -> None:
     core = core_of(causal, config_of(causal, step_tokens=prefill, prefill_tokens=prefill))
-    other = submit_request(core, Request(plain_context(PROMPT[:4]), 2))
+    other = core.submit(Request(plain_context(PROMPT[:4]), 2))
     scored = Request(plain_context(PROMPT), 1, prompt_logprobs=5, tenant="shared")
-    handles = [submit_request(core, scored) for _ in range(2)]
-    drain(core)
+    handles = [core.submit(scored) for _ in range(2)]
+    core.drain()
     expected = logits_after([*PROMPT]).log_softmax(-1)
     wanted = [float(expected[at - 1, PROMPT[at]]) for at in range(len(PROMPT) - 5, len(PROMPT))]
     for handle in handles:
@@ -220,10 +213,10 @@ def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill:
     [(-1.5, 0.0), pytest.param(2.0, 0.0, marks=pytest.mark.slow), (0.5, 2.0)],
 )
 def test_tokens_of_the_answer_are_penalized(
-    core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
+    core: SteppedCore, answer: tuple[int, ...], frequency: float, presence: float
 ) -> None:
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    [completion] = run_requests(core, Request(plain_context(PROMPT), 20, sampling=sampling))
+    [completion] = core.run(Request(plain_context(PROMPT), 20, sampling=sampling))
     expected: list[int] = []
     for _ in range(20):
         logits = logits_after([*PROMPT, *expected])[-1]
@@ -236,7 +229,7 @@ def test_tokens_of_the_answer_are_penalized(
 def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
     clock = ManualClock(50.0)
     core = core_of(causal, config_of(causal, running=1), clock)
-    handles = [submit_request(core, Request(plain_context(PROMPT), limit)) for limit in (2, 1)]
+    handles = [core.submit(Request(plain_context(PROMPT), limit)) for limit in (2, 1)]
     while core.busy:
         clock.now += 1
         core.step()
@@ -250,9 +243,9 @@ def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
 def test_request_fails_at_its_deadline(causal: CausalLM) -> None:
     clock = ManualClock()
     core = core_of(causal, config_of(causal, running=1), clock)
-    running = submit_request(core, Request(plain_context(PROMPT), 50, timeout=5.0, tenant="a"))
-    queued = submit_request(core, Request(plain_context(PROMPT), 50, timeout=3.0))
-    patient = submit_request(core, Request(plain_context(PROMPT), 2, timeout=60.0))
+    running = core.submit(Request(plain_context(PROMPT), 50, timeout=5.0, tenant="a"))
+    queued = core.submit(Request(plain_context(PROMPT), 50, timeout=3.0))
+    patient = core.submit(Request(plain_context(PROMPT), 2, timeout=60.0))
     for _ in range(3):
         core.step()
         clock.now += 1
@@ -265,7 +258,7 @@ def test_request_fails_at_its_deadline(causal: CausalLM) -> None:
     with pytest.raises(DeadlineExceeded, match=r"5\.0 s were over while it ran"):
         running.result(0)
     assert running.channel.count == 4, "what came before is there"
-    drain(core)
+    core.drain()
     assert patient.result(0).finish_reason == "length"
     assert_all_blocks_free(core)
 
@@ -304,21 +297,21 @@ class NanLogitsRunner(SmallBlockRunner):
 def test_unusable_logits_fail_their_request_alone(
     causal: CausalLM, answer: tuple[int, ...]
 ) -> None:
-    core = EngineCore(NanLogitsRunner(causal, token=11), config_of(causal), ManualClock())
-    fine = submit_request(core, Request(plain_context(PROMPT), 12))
-    bad = submit_request(core, Request(plain_context([*PROMPT, 11]), 12, n=3))
-    drain(core)
+    core = SteppedCore(NanLogitsRunner(causal, token=11))
+    fine = core.submit(Request(plain_context(PROMPT), 12))
+    bad = core.submit(Request(plain_context([*PROMPT, 11]), 12, n=3))
+    core.drain()
     with pytest.raises(UnusableLogits):
         bad.result(0)
     assert fine.result(0).token_ids == answer
     assert_all_blocks_free(core)
 
 
-def test_where_all_tokens_are_forbidden_the_request_fails(core: EngineCore) -> None:
+def test_where_all_tokens_are_forbidden_the_request_fails(core: SteppedCore) -> None:
     everything = frozenset(range(VOCABULARY))
     request = Request(plain_context(PROMPT), 12, everything, min_tokens=1, n=2)
-    handle = submit_request(core, request)
-    drain(core)
+    handle = core.submit(request)
+    core.drain()
     with pytest.raises(UnusableLogits):
         handle.result(0)
     assert_all_blocks_free(core)

@@ -13,22 +13,18 @@ import pytest
 import torch
 
 from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
-from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import Sampler
 from ragcache.errors import InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
-    ManualClock,
     SmallBlockRunner,
+    SteppedCore,
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.tiny_models import FAMILY_PARAMS, random_tokens, tiny_model
 
@@ -59,7 +55,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, CausalLM]:
 def test_greedy_answers_are_those_of_generate(pair: tuple[Any, CausalLM]) -> None:
     model, causal = pair
     core = core_of(causal, config_of(causal, step_tokens=16, prefill_tokens=16))
-    completions = run_requests(core, *(Request(plain_context(prompt), LIMIT) for prompt in PROMPTS))
+    completions = core.run(*(Request(plain_context(prompt), LIMIT) for prompt in PROMPTS))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert completion.token_ids == reference(model, prompt)
 
@@ -76,7 +72,7 @@ def test_repetitions_are_penalized_as_by_generate(
     model, causal = llama
     sampling = SamplingParams(repetition_penalty=penalty)
     requests = [Request(plain_context(prompt), LIMIT, sampling=sampling) for prompt in PROMPTS]
-    answers = [completion.token_ids for completion in run_requests(core_of(causal), *requests)]
+    answers = [completion.token_ids for completion in core_of(causal).run(*requests)]
     assert answers == [reference(model, p, repetition_penalty=penalty) for p in PROMPTS]
     assert answers != [reference(model, p) for p in PROMPTS], "the penalty changes something"
 
@@ -105,8 +101,8 @@ def test_repeated_cached_tokens_are_penalized_as_by_generate(
 ) -> None:
     model, causal = llama
     for prompt, penalty in product(PROMPTS[3:], (0.6, 1.4)):
-        core = EngineCore(runner(causal), config_of(causal), ManualClock())
-        [output] = run_requests(core, penalized(causal, prompt, len(prompt) - 2, penalty))
+        core = SteppedCore(runner(causal))
+        [output] = core.run(penalized(causal, prompt, len(prompt) - 2, penalty))
         assert output.token_ids == reference(model, prompt, repetition_penalty=penalty)
 
 
@@ -128,7 +124,7 @@ def test_stop_tokens_end_answers_as_in_generate(llama: tuple[Any, CausalLM], lea
         options = {"min_new_tokens": least} if least else {}
         expected = reference(model, prompt, eos_token_id=stop, **options)
         request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_tokens=least)
-        [completion] = run_requests(core_of(causal), request)
+        [completion] = core_of(causal).run(request)
         ended = completion.finish_reason == "stop"
         assert completion.token_ids == (expected[:-1] if ended else expected)
         assert completion.choices[0].stopped_by == (stop if ended else None)
@@ -139,31 +135,29 @@ PROMPT = random_tokens(22)  # five full blocks, and one that fills
 
 
 @pytest.fixture
-def sharing_core(causal: CausalLM) -> EngineCore:
+def sharing_core(causal: CausalLM) -> SteppedCore:
     return core_of(causal)
 
 
 @pytest.mark.parametrize(("steps", "full"), [(1, 5), (12, 8)])
 def test_identical_prompts_and_answers_share_their_full_blocks(
-    sharing_core: EngineCore, steps: int, full: int
+    sharing_core: SteppedCore, steps: int, full: int
 ) -> None:
     """Though each request wrote its own 22 and 33 tokens."""
     request = Request(plain_context(PROMPT), 20, tenant="a")
-    handles = [submit_request(sharing_core, request) for _ in range(4)]
+    handles = [sharing_core.submit(request) for _ in range(4)]
     for _ in range(steps):
         sharing_core.step()
     assert sharing_core.pool.used_count == full + 4, "and one that fills for each"
-    drain(sharing_core)
+    sharing_core.drain()
     assert len({handle.result(0).token_ids for handle in handles}) == 1
     assert_all_blocks_free(sharing_core)
 
 
-def test_a_later_prompt_finds_retained_blocks(sharing_core: EngineCore) -> None:
-    first = submit_request(sharing_core, Request(plain_context(PROMPT), 30, tenant="a"))
+def test_a_later_prompt_finds_retained_blocks(sharing_core: SteppedCore) -> None:
+    first = sharing_core.submit(Request(plain_context(PROMPT), 30, tenant="a"))
     sharing_core.step()
-    [second] = run_requests(
-        sharing_core, Request(plain_context([*PROMPT[:17], 1, 2]), 2, tenant="a")
-    )
+    [second] = sharing_core.run(Request(plain_context([*PROMPT[:17], 1, 2]), 2, tenant="a"))
     assert second.shared_tokens == 16
     assert sharing_core.stats.shared_tokens == 16
     assert sharing_core.stats.prompt_tokens == 22 + 3
@@ -171,18 +165,16 @@ def test_a_later_prompt_finds_retained_blocks(sharing_core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("tenant", [None, "b"])
-def test_nothing_is_found_across_tenants(sharing_core: EngineCore, tenant: str | None) -> None:
-    run_requests(
-        sharing_core,
-        Request(plain_context(PROMPT), 2, tenant="a"),
-        Request(plain_context(PROMPT), 2),
+def test_nothing_is_found_across_tenants(sharing_core: SteppedCore, tenant: str | None) -> None:
+    sharing_core.run(
+        Request(plain_context(PROMPT), 2, tenant="a"), Request(plain_context(PROMPT), 2)
     )
-    [completion] = run_requests(sharing_core, Request(plain_context(PROMPT), 2, tenant=tenant))
+    [completion] = sharing_core.run(Request(plain_context(PROMPT), 2, tenant=tenant))
     assert completion.shared_tokens == 0
 
 
 def test_the_next_turn_of_a_chat_finds_question_and_answer(
-    sharing_core: EngineCore, causal: CausalLM
+    sharing_core: SteppedCore, causal: CausalLM
 ) -> None:
     [states] = encode(causal, [EncodeJob(random_tokens(9))])
     segments = (Segment(states, 0, "handbook"),)
@@ -192,39 +184,39 @@ def test_the_next_turn_of_a_chat_finds_question_and_answer(
         context = Context(segments, tuple(tokens), tuple(range(9, end)), end)
         return Request(context, 11, tenant="a")
 
-    [first] = run_requests(sharing_core, turn(PROMPT))
+    [first] = sharing_core.run(turn(PROMPT))
     chat = [*PROMPT, *first.token_ids, 5, 6, 7]
-    [second] = run_requests(sharing_core, turn(chat))
+    [second] = sharing_core.run(turn(chat))
     # the last token of the answer was never an input: its states do not stand
     stands = (len(PROMPT) + len(first.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert second.shared_tokens == stands == 32
-    [alone] = run_requests(core_of(causal), turn(chat))
+    [alone] = core_of(causal).run(turn(chat))
     assert (alone.shared_tokens, alone.token_ids) == (0, second.token_ids)
 
 
 @pytest.mark.parametrize(("name", "start"), [("other", 0), ("handbook", 1), (None, 0)])
 def test_blocks_behind_other_segments_are_not_found(
-    sharing_core: EngineCore, causal: CausalLM, name: str | None, start: int
+    sharing_core: SteppedCore, causal: CausalLM, name: str | None, start: int
 ) -> None:
     [states] = encode(causal, [EncodeJob(random_tokens(9))])
     for segment, shared in ((Segment(states, 0, "handbook"), 0), (Segment(states, start, name), 0)):
         context = Context((segment,), tuple(PROMPT), tuple(range(10, 32)), 32)
-        [completion] = run_requests(sharing_core, Request(context, 2, tenant="a"))
+        [completion] = sharing_core.run(Request(context, 2, tenant="a"))
         assert completion.shared_tokens == shared
     context = Context((Segment(states, 0, "handbook"),), tuple(PROMPT), tuple(range(10, 32)), 32)
-    assert run_requests(sharing_core, Request(context, 2, tenant="a"))[0].shared_tokens == 20
+    assert sharing_core.run(Request(context, 2, tenant="a"))[0].shared_tokens == 20
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])
 def test_the_answers_of_one_request_share_its_prompt(
-    sharing_core: EngineCore, causal: CausalLM, tenant: str | None
+    sharing_core: SteppedCore, causal: CausalLM, tenant: str | None
 ) -> None:
     sampling = SamplingParams(temperature=3, seed=4)
     request = Request(plain_context(PROMPT), 3, n=4, sampling=sampling, tenant=tenant)
-    handle = submit_request(sharing_core, request)
+    handle = sharing_core.submit(request)
     sharing_core.step()
     assert (sharing_core.running, sharing_core.pool.used_count) == (4, 5 + 4)
-    drain(sharing_core)
+    sharing_core.drain()
     assert sharing_core.stats.prompt_tokens == 22 + 3, "only the last token is computed for each"
     choices = [choice.token_ids for choice in handle.result(0).choices]
     assert len(set(choices)) == 4, "each has random numbers of its own"
@@ -232,7 +224,7 @@ def test_the_answers_of_one_request_share_its_prompt(
         own = [p.chosen.token for p in handle if p.choice == index and p.chosen is not None]
         assert tuple(own) == answer
     assert_all_blocks_free(sharing_core)
-    [one] = run_requests(core_of(causal), replace(request, n=1))
+    [one] = core_of(causal).run(replace(request, n=1))
     assert one.token_ids == choices[0]
 
 
@@ -240,11 +232,11 @@ def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None
     sampling = SamplingParams(temperature=3, seed=4)
     request = Request(plain_context(PROMPT), 6, n=5, sampling=sampling)
     narrow = core_of(causal, config_of(causal, running=2))
-    handle = submit_request(narrow, request)
+    handle = narrow.submit(request)
     while narrow.busy:
         narrow.step()
         assert narrow.running <= 2
-    [wide] = run_requests(core_of(causal), request)
+    [wide] = core_of(causal).run(request)
     assert handle.result(0).choices == wide.choices
 
 
@@ -252,8 +244,8 @@ def test_retained_blocks_never_keep_a_request_out(causal: CausalLM) -> None:
     sharing_core = core_of(causal, config_of(causal, blocks=8))
     for seed in range(6):
         tokens = random_tokens(26, seed=seed)
-        [completion] = run_requests(sharing_core, Request(plain_context(tokens), 5, tenant="a"))
-        [alone] = run_requests(core_of(causal), Request(plain_context(tokens), 5))
+        [completion] = sharing_core.run(Request(plain_context(tokens), 5, tenant="a"))
+        [alone] = core_of(causal).run(Request(plain_context(tokens), 5))
         assert completion.token_ids == alone.token_ids
         assert sharing_core.kv_manager.radix_cache.retained <= 4, (
             "half of the pool, as the settings say"
@@ -292,17 +284,17 @@ def request(number: int) -> Request:
     return Request(plain_context(digits), 1, tenant=number % 4, n=several, sampling=sampling)
 
 
-def serve(core: EngineCore, count: int) -> None:
+def serve(core: SteppedCore, count: int) -> None:
     for begin in range(0, count, BATCH):
-        handles = [submit_request(core, request(begin + at)) for at in range(BATCH)]
+        handles = [core.submit(request(begin + at)) for at in range(BATCH)]
         handles[7].cancel()
         core.step()
         handles[8].cancel()
-        drain(core)
+        core.drain()
         assert all(handle.done for handle in handles)
 
 
-def held(core: EngineCore) -> tuple[int, int, int]:
+def held(core: SteppedCore) -> tuple[int, int, int]:
     """Python objects that the collector knows; nodes of the radix cache; traced bytes."""
     gc.collect()
     cache = core.kv_manager.radix_cache

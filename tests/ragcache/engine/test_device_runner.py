@@ -18,7 +18,6 @@ from ragcache.engine import (
     Segment,
 )
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache import BlockTable
 from ragcache.engine.runner import ModelRunner, RaggedModelRunner
@@ -27,7 +26,7 @@ from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from tests.interpreted import interpreted
-from tests.ragcache.engine.stepped_engine import run_requests
+from tests.ragcache.engine.stepped_engine import SteppedCore
 from tests.ragcache.models.reference import FULL, SLIDING, tiny_gemma
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -108,7 +107,7 @@ def test_answers_are_those_of_the_ragged_runner(
     assert_same_states(found_states, expected_states)
     answers = []
     for runner in (RaggedModelRunner(causal), device_runner(causal)):
-        core = EngineCore(runner, EngineConfig(2**19, running=4))
+        core = SteppedCore(runner, EngineConfig(2**19, running=4))
         if runner.asynchronous:  # its kernels read nothing of a block beyond the block's tokens
             core.pool.keys.fill_(torch.nan)
             core.pool.values.fill_(torch.nan)
@@ -116,7 +115,7 @@ def test_answers_are_those_of_the_ragged_runner(
             request_over(expected_states, (1, 0), 3),
             request_over(expected_states, (2,), 2),
         ]
-        answers.append(run_requests(core, *requests))
+        answers.append(core.run(*requests))
     assert_same_answers(*answers)
 
 
@@ -263,5 +262,5 @@ def test_answers_through_windows_are_those_of_the_definition(family: str) -> Non
     for runner in (RaggedModelRunner(defined), device_runner(causal)):
         config = EngineConfig(2**19, step_tokens=5, prefill_tokens=5, running=4)
         requests = [request_over(states, (1, 0), WINDOW + 2), request_over(states, (2,), 3)]
-        answers.append(run_requests(EngineCore(runner, config), *requests))
+        answers.append(SteppedCore(runner, config).run(*requests))
     assert_same_answers(*answers)

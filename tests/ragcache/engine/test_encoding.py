@@ -17,7 +17,6 @@ from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Context, EncodeJob, LLMEngine, Request, Segment, encode
 from ragcache.engine.batch import BatchBuilder
 from ragcache.engine.config import EngineConfig
-from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
@@ -26,14 +25,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
 from tests.peak_memory import peak_bytes
-from tests.ragcache.engine.stepped_engine import (
-    config_of,
-    core_of,
-    drain,
-    plain_context,
-    run_requests,
-    submit_request,
-)
+from tests.ragcache.engine.stepped_engine import SteppedCore, config_of, core_of, plain_context
 from tests.tiny_models import FAMILY_PARAMS, LATENT, random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -58,7 +50,7 @@ def count_passes(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return passes
 
 
-def begin_jobs(core: EngineCore, jobs: list[EncodeJob]) -> RequestHandle[KVStates, None]:
+def begin_jobs(core: SteppedCore, jobs: list[EncodeJob]) -> RequestHandle[KVStates, None]:
     channel = StatesChannel(lambda: None)
     core.add_encoding(jobs, channel)
     return RequestHandle(channel)
@@ -105,10 +97,10 @@ def test_first_layers_are_computed_in_portions_beside_requests(causal: CausalLM)
     tokens = random_tokens(29, seed=5)
     [whole] = encode(causal, [EncodeJob(tokens, 3)])
     request = Request(plain_context(random_tokens(5)), 9)
-    [alone] = run_requests(core_of(causal), request)
+    [alone] = core_of(causal).run(request)
     handle = begin_jobs(core, [EncodeJob(tokens, 3, layers=1), EncodeJob(tokens, 3)])
-    answer = submit_request(core, request)
-    drain(core)
+    answer = core.submit(request)
+    core.drain()
     first, all_layers = handle
     same(first, KVStates(whole.keys[:1], whole.values[:1], 3))
     same(all_layers, whole)
@@ -178,7 +170,7 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
 
 def test_encoding_does_not_stall_decoding_requests(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, step_tokens=8))
-    answering = submit_request(core, Request(plain_context(random_tokens(3)), 30))
+    answering = core.submit(Request(plain_context(random_tokens(3)), 30))
     core.step()
     jobs = [EncodeJob(random_tokens(n, seed=n), 2) for n in (20, 0, 3, 12)]
     handle, steps = begin_jobs(core, jobs), 0
@@ -190,7 +182,7 @@ def test_encoding_does_not_stall_decoding_requests(causal: CausalLM) -> None:
     assert core.stats.encoded_tokens == 35
     for states, expected in zip(handle, encode(causal, jobs), strict=True):
         same(states, expected)
-    drain(core)
+    core.drain()
 
 
 @pytest.mark.parametrize("jobs", [[], [EncodeJob([])]])
@@ -219,7 +211,7 @@ def test_an_idle_engine_holds_no_states(causal: CausalLM) -> None:
     [states] = handle
     keys = weakref.ref(states.keys)
     context = Context((Segment(states, 0),), (1, 2), (10, 11), 12)
-    run_requests(core, Request(context, 3))
+    core.run(Request(context, 3))
     del states, context, handle
     gc.collect()
     assert keys() is None
@@ -229,12 +221,12 @@ def bounded_config(causal: CausalLM, tokens: int) -> EngineConfig:
     return replace(config_of(causal), encode_bytes=tokens * causal.bytes_per_token)
 
 
-def bounded_core(causal: CausalLM, tokens: int) -> EngineCore:
+def bounded_core(causal: CausalLM, tokens: int) -> SteppedCore:
     """A core whose encodings may take the bytes of so many tokens."""
     return core_of(causal, bounded_config(causal, tokens))
 
 
-def begin_encoding(core: EngineCore, lengths: Sequence[int]) -> RequestHandle[KVStates, None]:
+def begin_encoding(core: SteppedCore, lengths: Sequence[int]) -> RequestHandle[KVStates, None]:
     return begin_jobs(core, [EncodeJob(random_tokens(n, seed=n)) for n in lengths])
 
 

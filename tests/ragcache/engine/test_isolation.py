@@ -26,7 +26,6 @@ from ragcache.engine import (
     TextStream,
     encode,
 )
-from ragcache.engine.core import EngineCore
 from ragcache.engine.runner import ModelRunner, RaggedModelRunner
 from ragcache.errors import InvalidRequest, PromptTooLong, TextFailed, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
@@ -36,13 +35,10 @@ from tests.interpreted import interpreted
 from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
-    ManualClock,
+    SteppedCore,
     assert_all_blocks_free,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.tiny_models import VOCABULARY, random_tokens, tiny_model
 
@@ -117,47 +113,47 @@ def test_states_that_are_no_numbers_fail_their_own_request_alone(
     shared = segments_of(causal, (7,))
     neighbours = [over((), 4, 3), over(shared, 2, 4)]
     config = EngineConfig(2**18, running=8)
-    expected = run_requests(EngineCore(make(causal), config, ManualClock()), *neighbours)
-    core = EngineCore(make(causal), config, ManualClock())
-    handles = [submit_request(core, request) for request in neighbours]
+    expected = SteppedCore(make(causal), config).run(*neighbours)
+    core = SteppedCore(make(causal), config)
+    handles = [core.submit(request) for request in neighbours]
     bad = [_behind(each, 7) for each in segments_of(causal, (5, 6))]
-    failing = submit_request(core, over((*shared, *bad), 2, 5))
+    failing = core.submit(over((*shared, *bad), 2, 5))
     if when == "while they decode":
         core.step()
         core.step()
     for segment in bad:
         spoil(segment.states, part)
-    drain(core)
+    core.drain()
     with pytest.raises(UnusableLogits):
         failing.result(0)
     for handle, alone in zip(handles, expected, strict=True):
         assert handle.result(0).token_ids == alone.token_ids
         assert logprobs_of(handle.result(0)) == pytest.approx(logprobs_of(alone), abs=1e-4)
-    [again] = run_requests(core, over((), 4, 1))  # in the blocks of the request that failed
+    [again] = core.run(over((), 4, 1))  # in the blocks of the request that failed
     assert again.token_ids == expected[0].token_ids[:1]
 
 
 @pytest.mark.parametrize("make", [core_of, delayed_core])
 def test_blocks_of_states_that_are_no_numbers_are_not_read_again(
-    make: Callable[[CausalLM], EngineCore],
+    make: Callable[[CausalLM], SteppedCore],
 ) -> None:
     """The same prompt is right once its segment is: nothing of the failed request is shared."""
     causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
     [segment] = segments_of(causal, (7,))
     request = over((replace(segment, name="notes"),), 3 * BLOCK_SIZE + 2, 3)
     request = replace(request, tenant="a")
-    [expected] = run_requests(make(causal), request)
+    [expected] = make(causal).run(request)
     core, keys = make(causal), segment.states.keys.clone()
     spoil(segment.states, "keys")
-    failing = [submit_request(core, each) for each in (request, replace(request, n=2))]
-    drain(core)
+    failing = [core.submit(each) for each in (request, replace(request, n=2))]
+    core.drain()
     for handle in failing:
         with pytest.raises(UnusableLogits):
             handle.result(0)
     segment.states.keys.copy_(keys)
     shared = []
     for _ in range(2):
-        [found] = run_requests(core, request)
+        [found] = core.run(request)
         assert found.token_ids == expected.token_ids
         shared.append(found.shared_tokens)
     assert shared == [0, 3 * BLOCK_SIZE]
@@ -188,7 +184,7 @@ class Words:
 def test_a_text_that_cannot_be_made_fails_its_request_alone(
     causal: CausalLM, make: Any, at: int | str
 ) -> None:
-    [alone] = run_requests(core_of(causal), Request(plain_context(PROMPT), 12))
+    [alone] = core_of(causal).run(Request(plain_context(PROMPT), 12))
     words, made = Words(alone.token_ids[at] if isinstance(at, int) else -1), list[TextStream]()
 
     def text(stop: Sequence[str]) -> TextStream:
@@ -198,9 +194,9 @@ def test_a_text_that_cannot_be_made_fails_its_request_alone(
         return made[-1]
 
     core = make(causal)
-    good = submit_request(core, Request(plain_context(PROMPT), 12))
-    bad = submit_request(core, Request(plain_context(PROMPT), 12, n=3, text=text))
-    drain(core)
+    good = core.submit(Request(plain_context(PROMPT), 12))
+    bad = core.submit(Request(plain_context(PROMPT), 12, n=3, text=text))
+    core.drain()
     with pytest.raises(TextFailed, match="could not be made: OverflowError") as caught:
         bad.result(0)
     assert isinstance(caught.value.__cause__, OverflowError)

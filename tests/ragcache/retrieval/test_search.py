@@ -67,9 +67,7 @@ def test_scores_are_sums_of_reciprocal_ranks() -> None:
 
 
 @given(rankings)
-def test_ranked_modules_are_fused_once_and_scores_descend(
-    ranked: list[list[int]],
-) -> None:
+def test_ranked_modules_are_fused_once_and_scores_descend(ranked: list[list[int]]) -> None:
     fused = fuse(ranked)
     numbers = [number for number, _ in fused]
     assert sorted(numbers) == sorted({n for ranking in ranked for n in ranking})

@@ -182,9 +182,7 @@ def test_another_thread_encodes_what_one_fails_to_encode(store: KVStore) -> None
 
 
 @pytest.mark.slow
-def test_threads_that_lease_in_other_orders_do_not_deadlock(
-    reopen: Open,
-) -> None:
+def test_threads_that_lease_in_other_orders_do_not_deadlock(reopen: Open) -> None:
     store = reopen(40)
     failures: list[BaseException] = []
 

@@ -35,10 +35,7 @@ from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
     core_of,
-    drain,
     plain_context,
-    run_requests,
-    submit_request,
 )
 from tests.ragcache.structured.byte_level_model import SPECIAL, TEXTS, allows, tiny, tokenizer
 from tests.tiny_models import VOCABULARY, random_tokens
@@ -303,7 +300,7 @@ def check_person(completion: RequestOutput) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_answers_fit_the_json_schema(seed: int) -> None:
     core = core_of(tiny().causal, config_of(tiny().causal, blocks=256))
-    [completion] = run_requests(core, asked(seed, n=3))
+    [completion] = core.run(asked(seed, n=3))
     check_person(completion)
     assert len({choice.text for choice in completion.choices}) > 1
     assert_all_blocks_free(core)
@@ -312,23 +309,20 @@ def test_answers_fit_the_json_schema(seed: int) -> None:
 @pytest.mark.slow
 def test_batched_and_preempted_answers_equal_single_ones() -> None:
     causal = tiny().causal
-    alone = [
-        run_requests(core_of(causal, config_of(causal, 256)), asked(n, n=3))[0] for n in range(3)
-    ]
+    alone = [core_of(causal, config_of(causal, 256)).run(asked(n, n=3))[0] for n in range(3)]
     core = core_of(causal, config_of(causal, blocks=60, step_tokens=16))
     handles: list[Answer] = []
     for seed in range(3):
-        handles.append(submit_request(core, asked(seed, n=3)))
+        handles.append(core.submit(asked(seed, n=3)))
         free = GenerationParams(temperature=1.0, max_tokens=40)
-        submit_request(
-            core,
-            request_maker(free, tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed))),
+        core.submit(
+            request_maker(free, tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed)))
         )
-        leaves = submit_request(core, asked(90 + seed))
+        leaves = core.submit(asked(90 + seed))
         for _ in range(12):
             core.step()
         leaves.cancel()
-    drain(core)
+    core.drain()
     assert core.stats.preempted > 0
     for handle, single in zip(handles, alone, strict=True):
         check_person(handle.result(0))
@@ -339,7 +333,7 @@ def test_batched_and_preempted_answers_equal_single_ones() -> None:
 def test_greedy_answer_is_deterministic() -> None:
     generation = GenerationParams(grammar=Grammar.regex("(ab|cd)+x"), max_tokens=30)
     request = request_maker(generation, tiny(), 30, "local")(plain_context([1, 2, 3]))
-    [first], [second] = (run_requests(core_of(tiny().causal), request)[0].choices for _ in range(2))
+    [first], [second] = (core_of(tiny().causal).run(request)[0].choices for _ in range(2))
     assert first == second
     assert re.fullmatch("((ab|cd)+x?|(ab|cd)*[ac]|(ab|cd)+x)", first.text)
 
@@ -354,7 +348,7 @@ def test_greedy_answer_is_deterministic() -> None:
 )
 def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
     requests = [asked(seed, grammar, n=2) for seed in range(4)]
-    for completion in run_requests(core_of(tiny().causal), *requests):
+    for completion in core_of(tiny().causal).run(*requests):
         for choice in completion.choices:
             assert re.fullmatch(form, choice.text), choice.text
             assert (choice.finish_reason, choice.stopped_by) == ("stop", None)
@@ -363,7 +357,7 @@ def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
 @pytest.mark.slow
 def test_open_ended_grammar_ends_with_a_stop_token() -> None:
     request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_tokens=2)
-    [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 512)), request)
+    [completion] = core_of(tiny().causal, config_of(tiny().causal, 512)).run(request)
     ended = [choice for choice in completion.choices if choice.finish_reason == "stop"]
     assert ended
     for choice in completion.choices:
@@ -373,7 +367,7 @@ def test_open_ended_grammar_ends_with_a_stop_token() -> None:
 
 
 def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
-    [completion] = run_requests(core_of(tiny().causal), asked(1, tokens=7))
+    [completion] = core_of(tiny().causal).run(asked(1, tokens=7))
     [choice] = completion.choices
     assert choice.finish_reason == "length"
     assert choice.text.startswith('{"name": "')
@@ -385,7 +379,7 @@ def test_grammar_ends_an_answer_without_stop_tokens() -> None:
     grammar = Grammar.regex("[ab]{4}")
     make = compile_constraint(grammar, tiny())
     request = Request(plain_context([1, 2]), 20, constraint=make)
-    [completion] = run_requests(core_of(tiny().causal), request)
+    [completion] = core_of(tiny().causal).run(request)
     assert re.fullmatch("[ab]{4}", tokenizer().decode(completion.token_ids))
     assert completion.finish_reason == "stop"
 
@@ -410,4 +404,4 @@ def test_grammar_errors_come_before_queueing() -> None:
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
         asked(1, Grammar.regex("[a"))
     with pytest.raises(PromptTooLong):
-        submit_request(core_of(tiny().causal), asked(1, tokens=9999))
+        core_of(tiny().causal).submit(asked(1, tokens=9999))

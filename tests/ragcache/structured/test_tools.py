@@ -20,7 +20,7 @@ from ragcache.structured import (
     tool_call_grammar,
     tool_style,
 )
-from tests.ragcache.engine.stepped_engine import config_of, core_of, plain_context, run_requests
+from tests.ragcache.engine.stepped_engine import config_of, core_of, plain_context
 from tests.ragcache.structured.byte_level_model import allows, tiny
 
 ADD = {
@@ -99,7 +99,7 @@ def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: st
         temperature=1.0, seed=5, n=3, grammar=grammar, skip_special_tokens=False
     )
     request = request_maker(generation, tiny(), 150, "local")(plain_context([1, 2, 3]))
-    [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 256)), request)
+    [completion] = core_of(tiny().causal, config_of(tiny().causal, 256)).run(request)
     for choice_ in completion.choices:
         text, [call] = parse_tool_calls(choice_.text, style)
         assert text == ""

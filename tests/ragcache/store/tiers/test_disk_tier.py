@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.errors import (
-    StateMissing,
-    StoreFull,
-    StoreUnwritable,
-)
+from ragcache.errors import StateMissing, StoreFull, StoreUnwritable
 from ragcache.store.tiers import DiskTier, base
 from tests.ragcache.conftest import make_key, make_states, same
 

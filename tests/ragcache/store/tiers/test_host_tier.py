@@ -100,9 +100,7 @@ class Pages:
         del self.registered[address]
 
 
-def test_pinned_blocks_are_parts_of_one_registered_slab(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pinned_blocks_are_parts_of_one_registered_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(monkeypatch)
     host = HostTier(10**7, pinned=True)
     assert pages.registered == {}
@@ -127,9 +125,7 @@ def test_pinned_blocks_are_parts_of_one_registered_slab(
     assert pages.registered == {}
 
 
-def test_slabs_are_registered_on_demand(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slabs_are_registered_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(monkeypatch)
     host = HostTier(3 * 64_000, pinned=True, slab_bytes=60_000)
     for number in range(3):
@@ -142,9 +138,7 @@ def test_slabs_are_registered_on_demand(
     assert len(pages.registered) == 3
 
 
-def test_free_bytes_in_two_pieces_hold_no_larger_states(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_free_bytes_in_two_pieces_hold_no_larger_states(monkeypatch: pytest.MonkeyPatch) -> None:
     Pages(monkeypatch)
     size = 6400
     host = HostTier(3 * rounded(size), pinned=True)
