@@ -80,10 +80,6 @@ def said(prompt: pml.Prompt, schema: pml.Schema) -> str:
     return "".join(piece.text for piece in plan.pieces)
 
 
-def weather_module() -> pml.Module:
-    return pml.Module("weather", weather.schema.children)
-
-
 def branches(**texts: str) -> tuple[pml.Module, ...]:
     """Modules by name; underscores stand for dashes."""
     return tuple(
@@ -100,7 +96,8 @@ def test_every_construct_has_its_element_3_2_4() -> None:
         pml.Text(" for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"),
         *branches(cheap="Mind the price.\n"),
     )
-    assert miami == pml.Module("miami-florida", (pml.Text("Miami has beaches. "), weather_module()))
+    nested = pml.Module("weather", weather.schema.children)
+    assert miami == pml.Module("miami-florida", (pml.Text("Miami has beaches. "), nested))
     assert (rome,) == branches(rome="Rome is old.\n")
     assert other.name == "else-place"
     assert other.children[:3] == (

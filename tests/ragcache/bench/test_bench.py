@@ -55,15 +55,9 @@ def test_the_machine_is_described_for_the_file_beside_a_figure() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
+SMALL: dict[str, Any] = {"shape": TINY, "preamble_tokens": 4, "question_tokens": 5}
 TTFT = TtftSetting(
-    shape=TINY,
-    preamble_tokens=4,
-    modules=3,
-    module_tokens=8,
-    question_tokens=5,
-    prefill_runs=1,
-    cached_runs=3,
-    dtype="float32",
+    modules=3, module_tokens=8, prefill_runs=1, cached_runs=3, dtype="float32", **SMALL
 )
 
 
@@ -91,17 +85,8 @@ def test_the_benchmark_reports_ratios_of_what_it_measured() -> None:
     json.dumps(result)
 
 
-DECODE = DecodeSetting(
-    shape=replace(TINY, window=256),
-    requests=3,
-    preamble_tokens=4,
-    modules=2,
-    module_tokens=24,
-    question_tokens=5,
-    new_tokens=6,
-    copies_tokens=4,
-    dtype="bfloat16",
-)
+SMALL = SMALL | {"shape": replace(TINY, window=256), "new_tokens": 6, "requests": 3}
+DECODE = DecodeSetting(modules=2, module_tokens=24, copies_tokens=4, dtype="bfloat16", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +113,14 @@ def test_the_memory_is_one_copy_and_the_chunks_of_private_tokens(result: dict[st
 
 
 SERVE = ServeSetting(
-    replace(TINY, num_layers=1, window=256),
     documents=4,
     document_tokens=12,
     each=2,
-    preamble_tokens=4,
-    question_tokens=3,
-    new_tokens=2,
-    requests=4,
     seconds=0.01,
     growth=4.0,
     most_rates=2,
     dtype="float32",
+    **SMALL,
 )
 
 

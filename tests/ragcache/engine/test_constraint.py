@@ -16,7 +16,6 @@ from ragcache.engine.constraint import penalties, penalty_table
 from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
-from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     SteppedCore,
     assert_all_blocks_free,
@@ -84,12 +83,6 @@ class Broken(Rising):
         if self.where == "accept" and len(self.taken) == 2:
             raise RuntimeError("broken")
         super().accept(token)
-
-
-@pytest.fixture(params=[core_of, delayed_core])
-def core(request: pytest.FixtureRequest, causal: CausalLM) -> SteppedCore:
-    made: SteppedCore = request.param(causal)
-    return made
 
 
 def one(core: SteppedCore, tokens: int = 8, **changes: object) -> RequestOutput:

@@ -16,7 +16,6 @@ from ragcache.engine import Request, RequestOutput, SamplingParams, TextStream
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
-from tests.ragcache.engine.delayed_runner import delayed_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -41,12 +40,6 @@ def sharp_model() -> Any:
 @pytest.fixture(scope="module")
 def causal() -> CausalLM:
     return wrap_causal(deepcopy(sharp_model()))
-
-
-@pytest.fixture(params=[core_of, delayed_core])
-def core(request: pytest.FixtureRequest, causal: CausalLM) -> SteppedCore:
-    made: SteppedCore = request.param(causal)
-    return made
 
 
 class Words:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -157,26 +157,20 @@ def close_an_async_iteration(handle: IntHandle) -> None:
     asyncio.run(close())
 
 
-def cancel_a_task_that_awaits(handle: IntHandle) -> None:
-    async def cancel() -> None:
-        task = asyncio.ensure_future(handle)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+async def cancel_a_task_of(waiting: Awaitable[object]) -> None:
+    task = asyncio.ensure_future(waiting)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
-    asyncio.run(cancel())
+
+def cancel_a_task_that_awaits(handle: IntHandle) -> None:
+    asyncio.run(cancel_a_task_of(handle))
 
 
 def cancel_a_task_that_iterates(handle: IntHandle) -> None:
-    async def cancel() -> None:
-        task = asyncio.create_task(iterate(handle))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    asyncio.run(cancel_a_task_of(iterate(handle)))
 
 
 def wait_too_short_in_a_loop(handle: IntHandle) -> None:

@@ -40,6 +40,9 @@ from tests.ragcache.engine.stepped_engine import (
     core_of,
     plain_context,
 )
+from tests.ragcache.engine.test_core_answers import Words
+from tests.ragcache.engine.test_device_runner import device_runner
+from tests.ragcache.models.test_positions import PARAMETERS
 from tests.tiny_models import VOCABULARY, random_tokens, tiny_model
 
 PROMPT = random_tokens(9, seed=2)
@@ -59,12 +62,6 @@ def reference_runner(causal: CausalLM) -> ModelRunner:
     own = copy(causal)
     own.backend = ReferenceAttentionBackend()
     return RaggedModelRunner(own)
-
-
-def device_runner(causal: CausalLM) -> ModelRunner:
-    from ragcache.engine.device_runner import DeviceModelRunner
-
-    return DeviceModelRunner(causal, prefill_tokens=64)
 
 
 RUNNERS = {"cpu": RaggedModelRunner, "reference": reference_runner, "device": device_runner}
@@ -164,19 +161,16 @@ def _behind(segment: Segment, positions: int) -> Segment:
     return replace(segment, start=segment.start + positions)
 
 
-class Words:
+class FailingWords(Words):
     """A slow tokenizer that cannot decode some token."""
 
     def __init__(self, unknown: int) -> None:
         self.unknown = unknown
 
-    def decode(self, ids: list[int], **_: bool) -> str:
+    def decode(self, ids: list[int], **options: bool) -> str:
         if self.unknown in ids:
             raise OverflowError("out of range integral type conversion attempted")
-        return "".join(f"word{token} " for token in ids)
-
-    def convert_ids_to_tokens(self, token_id: int) -> str:
-        return f"word{token_id}"
+        return super().decode(ids, **options)
 
 
 @pytest.mark.parametrize("make", [core_of, delayed_core])
@@ -185,7 +179,10 @@ def test_a_text_that_cannot_be_made_fails_its_request_alone(
     causal: CausalLM, make: Any, at: int | str
 ) -> None:
     [alone] = core_of(causal).run(Request(plain_context(PROMPT), 12))
-    words, made = Words(alone.token_ids[at] if isinstance(at, int) else -1), list[TextStream]()
+    words, made = (
+        FailingWords(alone.token_ids[at] if isinstance(at, int) else -1),
+        list[TextStream](),
+    )
 
     def text(stop: Sequence[str]) -> TextStream:
         if made and not isinstance(at, int):
@@ -205,13 +202,7 @@ def test_a_text_that_cannot_be_made_fails_its_request_alone(
 
 
 SWITCH = 64
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [4.0] * 8,
-    "original_max_position_embeddings": SWITCH,
-}
+LONGROPE = PARAMETERS | {"original_max_position_embeddings": SWITCH}
 
 
 def windowed(family: str) -> CausalLM:
