@@ -19,9 +19,9 @@ from typing import Any
 
 from ragcache.answers.policy import AnswerOutput, AnswerPolicy
 from ragcache.answers.quotations import AnswerSpan
-from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
+from ragcache.retrieval import Hit
 from ragcache.store import Lease
 
 
@@ -55,14 +55,12 @@ class Citation:
     """Score of the reranker, 0 to 1, if one was used."""
 
     @classmethod
-    def of(
-        cls, module: ModuleRow, score: float, scaffold: str = "", bm25: float | None = None,
-        cosine: float | None = None, rerank: float | None = None,
-    ) -> Citation:  # fmt: skip
-        """Return the citation of a stored module."""
+    def of(cls, hit: Hit, scaffold: str = "") -> Citation:
+        """Return the citation of a module that was found."""
+        module = hit.module
         return cls(
-            module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
-            cosine=cosine, page=module.page, headings=module.headings, rerank=rerank,
+            module.document, module.name, module.uri, hit.score, scaffold=scaffold, bm25=hit.bm25,
+            cosine=hit.cosine, page=module.page, headings=module.headings, rerank=hit.rerank,
         )  # fmt: skip
 
 

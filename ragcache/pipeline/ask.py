@@ -166,7 +166,5 @@ def _citations(
         single = not read or len(members) == 1
         scaffold = "" if single else " ".join(hit.module.name for hit in members)
         for hit in members:
-            module = hit.module
-            cited = Citation.of(module, hit.score, scaffold, hit.bm25, hit.cosine, hit.rerank)
-            sources.append((cited, number if read else None))
+            sources.append((Citation.of(hit, scaffold), number if read else None))
     return tuple(sources)

@@ -24,6 +24,7 @@ from ragcache.pipeline.prompt import (
     TokenPrompt,
 )
 from ragcache.recognition import RecognizedModule, Recognizer
+from ragcache.retrieval import Hit
 
 Conversation = Sequence[Message] | str
 """Messages, or a plain text to continue, which takes no chat template."""
@@ -107,7 +108,7 @@ class ChatPipeline:
             lambda start, length: self.encoder.fits_at(start, length, encoding),
         )  # fmt: skip
         found = [each.module for each in chat.found]
-        cited = [Citation.of(module, 1.0) for module in found]
+        cited = [Citation.of(Hit(module, 1.0)) for module in found]
         states = None
         if layout.spans and encoding is not None:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -40,12 +40,15 @@ def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
         yield items[start : start + PORTION]
 
 
+@dataclass(eq=False)
 class StateEncoder:
     """Makes the keys of one model's states, and encodes the states that a lease is missing."""
 
-    def __init__(self, model: LoadedModel, store: KVStore, encode: Encode, salt: str = "") -> None:
-        """Encode states of `model` into `store`. `salt` is part of all keys (`state_key`)."""
-        self.model, self.store, self.encode, self.salt = model, store, encode, salt
+    model: LoadedModel
+    store: KVStore
+    encode: Encode
+    salt: str = field(default="", kw_only=True)
+    """Part of all keys (`state_key`)."""
 
     def _state_key(
         self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None = None,
@@ -69,15 +72,14 @@ class StateEncoder:
                 lease.put(key, states)
 
 
+@dataclass(eq=False)
 class ModuleEncoder(StateEncoder):
     """Leases the states of the preamble and of a collection's modules."""
 
-    def __init__(
-        self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode, salt: str = ""
-    ) -> None:
-        super().__init__(model, store, encode, salt)
-        self.frame = frame
-        self._variants: dict[str, ModuleEncoder] = {}  # by the instructions of collections
+    frame: PromptFrame
+    """Texts before and after the modules of a prompt."""
+    _variants: dict[str, ModuleEncoder] = field(default_factory=dict, init=False)
+    """Encoders for the instructions of collections."""
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """Return the encoder for a chat template with other variables.
@@ -85,9 +87,7 @@ class ModuleEncoder(StateEncoder):
         If the variables change the preamble, rooted states have other keys.
         """
         frame = prompt_frame(self.model.tokenizer, self.frame.instruction, kwargs)
-        if frame == self.frame:
-            return self
-        return ModuleEncoder(self.model, frame, self.store, self.encode, self.salt)
+        return self if frame == self.frame else replace(self, frame=frame)
 
     def with_instruction(self, instruction: str | None) -> ModuleEncoder:
         """Return the encoder for a collection with this instruction.
@@ -105,9 +105,7 @@ class ModuleEncoder(StateEncoder):
             before = resolve_instruction(self.model.tokenizer, instruction)
             preamble = self.frame.preamble.removesuffix(f"{self.frame.instruction}\n\n")
             frame = replace(self.frame, preamble=f"{preamble}{before}\n\n", instruction=before)
-            self._variants[instruction] = ModuleEncoder(
-                self.model, frame, self.store, self.encode, self.salt
-            )
+            self._variants[instruction] = replace(self, frame=frame)
         return self._variants[instruction]
 
     @cached_property
@@ -233,6 +231,7 @@ class ScopeTokens:
         return self.position_ids[0] if self.position_ids else 0
 
 
+@dataclass(eq=False)
 class ScopeEncoder(StateEncoder):
     """Leases the states of a schema's modules.
 
@@ -240,11 +239,8 @@ class ScopeEncoder(StateEncoder):
     prompt reads the runs of the texts, never placeholders.
     """
 
-    def __init__(
-        self, model: LoadedModel, text: ChatTemplate, store: KVStore, encode: Encode, salt: str = ""
-    ) -> None:
-        super().__init__(model, store, encode, salt)
-        self.text = text
+    template: ChatTemplate
+    """Tokenizer of texts with marks."""
 
     def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
         """Return the tokens of one module, or of the modules of a scaffold."""
@@ -289,7 +285,7 @@ class ScopeEncoder(StateEncoder):
 
     def _ids(self, piece: Piece) -> list[int]:
         """Return the tokens of a text or, for an argument, its scaffold and placeholders."""
-        ids = self.text.encode(piece.text)
+        ids = self.template.encode(piece.text)
         if piece.kind == "module":
             return ids
         placeholder = _placeholder(self.model.tokenizer)

@@ -162,8 +162,8 @@ class Namespace:
         retrievers = Retrievers(catalog, database, shared.embedder, shared.reranker)
         retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
         frame = prompt_frame(model.tokenizer, shared.instruction, template.kwargs)
-        encoder = ModuleEncoder(model, frame, store, encode, salt)
-        scopes = ScopeEncoder(model, template, store, encode, salt)
+        encoder = ModuleEncoder(model, store, encode, frame, salt=salt)
+        scopes = ScopeEncoder(model, store, encode, template, salt=salt)
         tokens = ModuleTokens(catalog, model)
         ingestor = Ingestor(catalog, store, encoder, retriever, config)
         scaffolds = Scaffolds(ScaffoldRows(database, name))

@@ -128,7 +128,7 @@ def test_rooted_modules_see_the_preamble_and_isolated_do_not(
     other = replace(frame, preamble=frame.preamble.replace("documents", "pages"))
     states = {}
     for name, spoken in (("a", frame), ("b", other)):
-        encoder = ModuleEncoder(model, spoken, store, partial(encode, model.causal))
+        encoder = ModuleEncoder(model, store, partial(encode, model.causal), spoken)
         for mode in ("rooted", "isolated"):
             with encoder.lease([tokens], mode) as lease:
                 states[name, mode] = lease.states[1]
@@ -359,7 +359,7 @@ class FakeScaffolds(Scaffolds):
 @pytest.fixture
 def pipeline(reader: LoadedModel) -> AskPipeline:
     none = cast("Any", None)
-    encoder = ModuleEncoder(reader, prompt_frame(reader.tokenizer), none, none)
+    encoder = ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer))
     tokens = SimpleNamespace(
         of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
     )

@@ -342,7 +342,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
         InContextTokenizer(template),
         cast("Any", SimpleNamespace(find=lambda text: find(text, TABLE))),
         none,
-        ModuleEncoder(reader, prompt_frame(reader.tokenizer), none, none),
+        ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer)),
         cast("Any", tokens),
     )
 

@@ -83,7 +83,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     template = ChatTemplate(model)
     store = KVStore.open(tmp_path, database, 2**26)
     with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
-        scopes = ScopeEncoder(model, template, store, engine.encode)
+        scopes = ScopeEncoder(model, store, engine.encode, template)
         submitter = Submitter(model, engine, DeferredReleases(), OpenConfig(max_tokens=4))
         runner = PmlPipeline(SchemaTexts(database), scopes, template)
         runner.add(SCHEMA)
@@ -262,7 +262,7 @@ def stored(name: str, text: str) -> SchemaTexts:
 @pytest.fixture
 def pipeline(reader: LoadedModel) -> PmlPipeline:
     none, template = cast("Any", None), ChatTemplate(reader)
-    scopes = ScopeEncoder(reader, template, none, none)
+    scopes = ScopeEncoder(reader, none, none, template)
     return PmlPipeline(stored("trip", SCHEMA), scopes, template)
 
 
