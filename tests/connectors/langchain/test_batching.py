@@ -14,7 +14,8 @@ from langchain_core.rate_limiters import InMemoryRateLimiter
 
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, PromptTooLong
-from ragcache.pipeline import PendingAnswer, Submitter
+from ragcache.pipeline import PendingAnswer
+from ragcache.pipeline.submit import Submitter
 from ragcache_connectors.langchain import ChatRagCache
 from tests.connectors.langchain.conftest import DOCUMENT, wait_until_idle
 

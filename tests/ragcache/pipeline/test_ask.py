@@ -30,10 +30,17 @@ from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.params import SearchParams
-from ragcache.pipeline import AskedQuestion, AskPipeline, ChatTemplate, ModuleEncoder, TokenPrompt
-from ragcache.pipeline.ask import lay_out
-from ragcache.pipeline.module_states import Scaffolds
-from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
+from ragcache.pipeline import ChatTemplate
+from ragcache.pipeline.ask import AskPipeline, lay_out
+from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
+from ragcache.pipeline.prompt import (
+    AskedQuestion,
+    ModuleGroup,
+    ModuleStates,
+    PromptLayout,
+    TokenPrompt,
+    build_context,
+)
 from ragcache.retrieval import Hit, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore

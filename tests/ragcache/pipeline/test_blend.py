@@ -17,10 +17,10 @@ from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import PromptTooLong
 from ragcache.models import CausalLM, LoadedModel, prompt_frame, wrap_causal
 from ragcache.modes import ROOTED
-from ragcache.pipeline import TokenPrompt, blend
+from ragcache.pipeline import blend
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.blend import RUN, blend_prompt, choose_runs, most_blended
-from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
+from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.pipeline.conftest import DOCUMENTS, last_logits

@@ -22,8 +22,15 @@ from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
-from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
-from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, RenderedChat, lay_out_chat
+from ragcache.pipeline import ChatCall, ChatTemplate
+from ragcache.pipeline.chat import (
+    MIN_READ_TOKENS,
+    ChatPipeline,
+    InContextTokenizer,
+    RenderedChat,
+    lay_out_chat,
+)
+from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.pipeline.submit import request_maker
 from ragcache.recognition import Fingerprints, FingerprintTable, find

@@ -21,17 +21,12 @@ from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import OpenConfig
-from ragcache.pipeline import (
-    Answer,
-    ChatTemplate,
-    DeferredReleases,
-    PmlPipeline,
-    ScopeEncoder,
-    Submitter,
-    members,
-)
-from ragcache.pipeline.pml import SchemaStates, scope_at
+from ragcache.pipeline import Answer, ChatTemplate, members
+from ragcache.pipeline.answer import DeferredReleases
+from ragcache.pipeline.module_states import ScopeEncoder
+from ragcache.pipeline.pml import PmlPipeline, SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
+from ragcache.pipeline.submit import Submitter
 from ragcache.store import KVStore
 from ragcache_schemas import Plan, PMLWarning, parse_prompt, render_prompt_turns, resolve_prompt
 from tests.conftest import REPOSITORY

@@ -18,10 +18,10 @@ from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingP
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.params import GenerationParams, OpenConfig
-from ragcache.pipeline import Citation, DeferredReleases, Submitter, TokenPrompt
-from ragcache.pipeline.answer import Timestamps
-from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved
-from ragcache.pipeline.submit import prepare_answer, request_maker
+from ragcache.pipeline import Citation
+from ragcache.pipeline.answer import DeferredReleases, Timestamps
+from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved, TokenPrompt
+from ragcache.pipeline.submit import Submitter, prepare_answer, request_maker
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Lease
 from ragcache.structured import Grammar
