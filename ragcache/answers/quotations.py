@@ -38,7 +38,7 @@ class AnswerSpan:
     end: int | None
     """End of the answer in the document's text, exclusive, or None like `start`."""
     page: int | None = None
-    """Page or slide, from 1, in documents that have pages."""
+    """Page or slide, in documents that have pages."""
     headings: tuple[str, ...] = ()
     """Titles above the module, outermost first."""
     prefix: str = ""

@@ -40,7 +40,7 @@ def create_key(
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
     if ledger is None:
-        state.mkdir(parents=True, exist_ok=True)  # a key may come before the first document
+        state.mkdir(parents=True, exist_ok=True)  # keys may be created before the first document
     with _keys(state, ledger or f"sqlite:///{state / 'ledger.sqlite'}") as keys:
         row, secret = keys.create(name, role, namespace)
     if as_json:
@@ -57,7 +57,7 @@ def list_keys(
     ledger: ui.LedgerOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
-    """List keys, of each secret the first characters."""
+    """List keys, with the first characters of each secret."""
     with _keys(state, ledger) as keys:
         rows = keys.list()
     if as_json:
@@ -140,7 +140,7 @@ def list_all_modules(
 def expire_modules(
     modules: Annotated[list[int], typer.Argument(help="Ids, as in `ls --json`.", min=1)],
     after: Annotated[
-        float | None, typer.Option(min=0, help="Seconds from now until the states go.")
+        float | None, typer.Option(min=0, help="Seconds from now until the states expire.")
     ] = None,
     never: Annotated[bool, typer.Option("--never", help="Lift the limit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change.")] = False,
@@ -232,7 +232,7 @@ def stats(
         ui.console.print("", table, sep="\n")
 
 
-_KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
+_KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # printed whole in JSON only
 
 
 def verify(
@@ -328,7 +328,7 @@ def doctor(
 def _run_check(check: Callable[[], str]) -> tuple[bool, str]:
     try:
         return True, check()
-    except Exception as error:  # whatever it is, it is what the doctor found
+    except Exception as error:  # any error is a finding
         return False, f"{type(error).__name__}: {error}"
 
 
@@ -382,8 +382,11 @@ def _check_dtype(model: LoadedModel) -> str:
 
 
 def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> str:
-    """What the gate says of the modes: kept in the ledger, or measured now.
-    Raises `ModeRefused` where the default does not serve."""
+    """Return the verdicts of the gate on the modes, from the ledger or measured now.
+
+    Raises:
+        ModeRefused: The default mode is refused.
+    """
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
@@ -394,7 +397,7 @@ def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> 
         return "all serve, as force_modes is set; nothing was measured"
     with ExitStack() as stack:
         ledger = None
-        with suppress(StoreError):  # which the check of the state folder reports
+        with suppress(StoreError):  # reported by the check of the state folder
             ledger = Ledger(stack.enter_context(ui.open_ledger(state, settings.ledger)))
         engine = stack.enter_context(LLMEngine(model.causal))
         results = [each for each in ModeGate(model, engine, ledger).measure() if each is not None]
@@ -424,13 +427,14 @@ def serve(
         typer.Option(help="A model folder or hub name; without it, the embedded reader."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What it computes in: auto, float32, bfloat16 or float16.")
+        str | None,
+        typer.Option(help="Type of computations: auto, float32, bfloat16, float16."),
     ] = None,
     embedding: Annotated[
         str | None, typer.Option(help="auto, minilm, none (words only), or a model.")
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="What the model is to do with the documents.")
+        str | None, typer.Option(help="Instruction with which the model reads the documents.")
     ] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Replicas behind one gateway, on Ray (extra `ray`).")
@@ -464,7 +468,7 @@ def serve(
 
 
 def check_ray() -> None:
-    """Raises `MissingExtra` where Ray is not installed."""
+    """Raise `MissingExtra` if Ray is not installed."""
     if find_spec("ray") is None:
         raise MissingExtra("replicas run on Ray: pip install 'ragcache[ray]'")
 

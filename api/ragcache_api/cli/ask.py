@@ -99,12 +99,12 @@ QUESTIONS = (
     "What are fires in the boat hall fought with?",
 )
 UNANSWERABLE = "Who painted the ceiling of the chapel?"
-RUNS = 5  # of each mode, in turn; the medians are shown
+RUNS = 5  # runs of each mode, in turn; medians are printed
 
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """An answer from cached modules, and its median seconds to first token in both modes."""
+    """An answer from cached modules, with median seconds to first token in both modes."""
 
     answer: Answer
     cached_seconds: float
@@ -160,7 +160,8 @@ def demo(
     )
     for each in answers:
         _print_demo_answer(each)
-    _print_refusal(refused)
+    reason = ("finish reason", refused.finish_reason)
+    _print_rows(refused, reason, *_confidence_row(refused), _sources_row(refused))
     single_seconds = sum(each.answer.timings.total for each in answers)
     ui.console.print(
         f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
@@ -169,26 +170,24 @@ def demo(
 
 
 def example_handbook() -> Path:
-    """The handbook in the package; of a clone, that of the examples."""
+    """Return the folder of the handbook: in the package, or in `examples/` of a clone."""
     package = Path(ragcache_api.__file__).parent
     installed = package / "handbook"
     return installed if installed.is_dir() else package.parent.parent / "examples" / "handbook"
 
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:
-    """Asks in turn from cached modules and by an ordinary prefill."""
+    """Ask a question from cached modules and with an ordinary prefill, in turn."""
     from statistics import median  # slow to import
 
     times: dict[ReuseMode, list[float]] = {ROOTED: [], EXACT: []}
     answers = {}
-    unshared = GenerationParams(
-        share=False
-    )  # else a run may find the question's states of the last one
+    unshared = GenerationParams(share=False)  # or a run may reuse the question's own states
     for _ in range(RUNS):
         for mode, seconds in times.items():
             answers[mode] = rag.ask(
                 question, collection="handbook", mode=mode, generation=unshared,
-                relative_threshold=0.0,  # prompts of one length: four modules each
+                relative_threshold=0.0,  # four modules in each prompt
             )  # fmt: skip
             seconds.append(answers[mode].timings.first_token)
     return DemoAnswer(answers[ROOTED], *map(median, times.values()))
@@ -196,32 +195,28 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
 
 def _print_demo_answer(measured: DemoAnswer) -> None:
     answer = measured.answer
-    ui.console.print(answer.question, style="cyan", markup=False)
     cached, exact = map(ui.format_milliseconds, (measured.cached_seconds, measured.exact_seconds))
     times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
-    rows = (
-        ("answer", f"[bold]{escape(answer.text)}[/]"),
+    _print_rows(
+        answer,
         *_confidence_row(answer),
         *(("quoted from", ui.format_span(each, answer.text).strip()) for each in answer.spans[:1]),
-        ("sources", ", ".join(escape(source.module) for source in answer.sources)),
+        _sources_row(answer),
         ("mode", answer.mode),
         ("prompt", ui.format_reuse(answer)),
         ("first token", times),
     )
-    ui.console.print(ui.plain_table(rows=rows))
-    ui.console.print()
 
 
-def _print_refusal(answer: Answer) -> None:
+def _print_rows(answer: Answer, *rows: tuple[str, str]) -> None:
     ui.console.print(answer.question, style="cyan", markup=False)
-    rows = (
-        ("answer", f"[bold]{escape(answer.text)}[/]"),
-        ("finish reason", answer.finish_reason),
-        *_confidence_row(answer),
-        ("sources", ", ".join(escape(source.module) for source in answer.sources)),
-    )
-    ui.console.print(ui.plain_table(rows=rows))
+    first = ("answer", f"[bold]{escape(answer.text)}[/]")
+    ui.console.print(ui.plain_table(rows=(first, *rows)))
     ui.console.print()
+
+
+def _sources_row(answer: Answer) -> tuple[str, str]:
+    return "sources", ", ".join(escape(source.module) for source in answer.sources)
 
 
 def _confidence_row(answer: Answer) -> list[tuple[str, str]]:

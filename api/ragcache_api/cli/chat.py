@@ -33,8 +33,8 @@ def chat(
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
 
-    Each message is answered from the modules that it retrieves; what was said before is kept, and
-    forgotten from the front where it no longer fits the model's window.
+    Each message is answered from the modules that it retrieves. Earlier messages are kept; the
+    oldest are dropped once the conversation exceeds the model's window.
     """
     with ui.open_existing_rag(options, collection) as rag:
         talk = Talk(rag, collection, search, mode, params)
@@ -48,7 +48,7 @@ def chat(
 
 
 class Talk:
-    """A conversation: messages without the documents that each was answered from."""
+    """A conversation, as messages without the retrieved documents."""
 
     def __init__(
         self, rag: RagCache, collection: str | None, search: SearchParams, mode: ReuseMode,
@@ -59,7 +59,7 @@ class Talk:
         self._mode, self._generation = mode, generation
 
     def say(self, text: str) -> None:
-        """Answers a message and prints the answer as it comes, with its sources."""
+        """Answer a message. Prints the answer as it arrives, then its sources."""
         message = {"role": "user", "content": self._with_documents(text)}
         answer = self._answer(message)
         self.said += [
@@ -68,8 +68,11 @@ class Talk:
         ]
 
     def _answer(self, message: dict[str, str]) -> Answer:
-        """The answer after as much of the conversation as fits. Raises `PromptTooLong` where the
-        message alone does not."""
+        """Answer a message after as much of the conversation as fits the model's window.
+
+        Raises:
+            PromptTooLong: The message alone does not fit.
+        """
         while True:
             try:
                 stream = self._rag.stream_chat(
@@ -85,7 +88,7 @@ class Talk:
             return stream.answer
 
     def _with_documents(self, text: str) -> str:
-        """The message with the modules that it retrieves."""
+        """Return the message with the modules that it retrieves."""
         from ragcache.evaluation import PASTED
 
         if self._collection is None:
@@ -96,7 +99,7 @@ class Talk:
 
 
 def _typed() -> Iterator[str]:
-    """Lines of standard input up to an empty one; a terminal shows a prompt and edits lines."""
+    """Yield lines of standard input up to an empty one. A terminal shows a prompt."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             if not line.strip():

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, options, opening a state folder, printing.
+"""Consoles, common options, opening of state folders, and printing, for all commands.
 
 Torch, transformers and the database are imported inside functions only, so that `ragcache --help`
 starts without them.
@@ -22,16 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 from typer.models import OptionInfo
 
-from ragcache.config import (
-    NAMESPACE,
-    check_embedding,
-    check_reranker,
-)
-from ragcache.errors import (
-    ModelNotFound,
-    NoState,
-    UnreadableDocument,
-)
+from ragcache.config import NAMESPACE, check_embedding, check_reranker
+from ragcache.errors import ModelNotFound, NoState, UnreadableDocument
 from ragcache.modes import ISOLATED, WITHOUT_CONTEXT, ReuseMode, describe_kinds
 
 if TYPE_CHECKING:
@@ -41,12 +33,12 @@ if TYPE_CHECKING:
     from ragcache_api.cli.served import ServedAnswer
     from ragcache_api.settings import ServiceOptions
 
-UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
+UNWRAPPED_WIDTH = 10_000  # characters: logs and pipes keep paths on one line
 DEFAULT_STATE = Path("ragcache-state")
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
-    """A console that wraps lines on a terminal only."""
+    """Create a console that wraps lines on a terminal only."""
     width = None if stream.isatty() else UNWRAPPED_WIDTH
     return Console(stderr=stderr, width=width, highlight=False)
 
@@ -56,7 +48,7 @@ errors = _console(sys.stderr, stderr=True)
 
 
 def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """The option's value if it was given, else the service setting of the same name."""
+    """Return an option's value if it was given, or else the service setting of the same name."""
     from ragcache_api.settings import ServiceSettings
 
     name = str(parameter.name)
@@ -66,7 +58,7 @@ def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: A
 
 
 def _setting(name: str, text: str) -> Any:
-    """An option whose default is the service setting of its name."""
+    """Create an option whose default is the service setting of its name."""
     return typer.Option(
         f"--{name}", envvar=f"RAGCACHE_{name.upper()}", callback=_or_setting, help=text
     )
@@ -75,7 +67,7 @@ def _setting(name: str, text: str) -> Any:
 _LEDGER = "The URL of a database, where the ledger is not in the state folder."
 _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
-_DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
+_DTYPE = "Type of the model's computations: auto, float32, bfloat16 or float16."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
@@ -86,7 +78,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def mode_option(help: str) -> OptionInfo:
-    """The option `--mode`, whose parameter is a `ReuseMode`."""
+    """Create the option `--mode` for a parameter of type `ReuseMode`."""
     option: OptionInfo = typer.Option(
         "--mode", parser=str, callback=ReuseMode.parse, metavar="MODE", help=help
     )
@@ -125,7 +117,7 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
 def open_existing_rag(
     options: ServiceOptions, collection: str | None = None, **changes: Any
 ) -> RagCache:
-    """Open a state folder that exists, as `open_rag`.
+    """Open an existing state folder with a model; see `open_rag`.
 
     Raises:
         NoState: The folder does not exist. Raised before torch is imported.
@@ -142,14 +134,14 @@ def open_existing_rag(
 
 
 def check_collection(database: Database, collection: str, namespace: str = NAMESPACE) -> None:
-    """Raises `UnknownCollection` where the ledger has none of this name."""
+    """Raise `UnknownCollection` if the ledger has no collection of this name."""
     from ragcache.db import Catalog
 
     Catalog(database, "", None, namespace).version(collection)
 
 
 def check_model(name: str | None) -> None:
-    """Raises `ModelNotFound` for a path of a folder that does not exist; names of the hub pass."""
+    """Raise `ModelNotFound` for the path of a folder that does not exist. Hub names pass."""
     if name is None:
         return
     path = Path(name).expanduser()
@@ -165,7 +157,7 @@ def check_model(name: str | None) -> None:
 
 @contextmanager
 def open_ledger(state: Path, ledger: str | None = None) -> Iterator[Database]:
-    """The ledger at a URL, or else that of a state folder, which must exist. Raises `NoState`."""
+    """Open the ledger at a URL, or the ledger in an existing state folder. Raises `NoState`."""
     check_state(state, ledger)
     from ragcache.db import Database
 
@@ -178,7 +170,7 @@ def open_ledger(state: Path, ledger: str | None = None) -> Iterator[Database]:
 def inspect_store(
     state: Path, ledger: str | None, remote: str | None
 ) -> Iterator[tuple[Database, KVStore]]:
-    """The ledger and the store of a state folder, without background work."""
+    """Open the ledger and the store of a state folder, without background work."""
     with open_ledger(state, ledger) as database:
         from ragcache.store import KVStore, RemoteTier
 
@@ -188,20 +180,19 @@ def inspect_store(
 
 
 def check_state(state: Path, ledger: str | None) -> None:
-    """Raises `NoState` where neither the folder nor the settings name a ledger that may exist.
-    Nothing is imported."""
+    """Raise `NoState` if no ledger is given and the folder has none. Imports nothing."""
     if ledger is None and not (state / "ledger.sqlite").exists():
         raise NoState.in_folder(state)
 
 
 def format_scores(bm25: float | None, cosine: float | None, rerank: float | None = None) -> str:
-    """The scores of a hit, each by its name."""
+    """Format the scores of a hit with their names."""
     known = (("bm25", bm25), ("cosine", cosine), ("rerank", rerank))
     return " · ".join(f"{name} {score:.2f}" for name, score in known if score is not None)
 
 
 def read_text(file: Path) -> str:
-    """A text file's content. Raises `UnreadableDocument`."""
+    """Read a text file. Raises `UnreadableDocument`."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +200,7 @@ def read_text(file: Path) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Plain JSON on standard output, for programs; dataclasses become objects."""
+    """Print plain JSON on standard output, for programs. Dataclasses become objects."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_json_value))
 
 
@@ -219,7 +210,7 @@ def _json_value(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, if that is a terminal; yields `report(done, total)`."""
+    """Show a bar on standard error if it is a terminal. Yields `report(done, total)`."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not errors.is_terminal  # rich would leave an empty line in a log
     with Progress(*columns, console=errors, transient=True, disable=hidden) as progress:
@@ -232,7 +223,7 @@ def format_milliseconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes in the unit that reads best."""
+    """Format a number of bytes in the largest fitting unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:,.1f} {unit}"
@@ -240,15 +231,22 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_break_even(tokens: float | None, shortest: int) -> str:
-    """The length of a module from which loading is quicker; shortest: the least one measured."""
+    """Format the module length from which loading is faster than computing.
+
+    Args:
+        tokens: That length. Without one, loading is never faster.
+        shortest: The shortest length that was measured.
+    """
     if tokens is None:
         return "at no length"
     return "at each" if tokens <= shortest else f"from {tokens:.0f} tokens"
 
 
 def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1) -> Table:
-    """A table without lines, of which all but the first `left` columns are flush right; without
-    columns it has no header."""
+    """Create a table without lines. All columns after the first `left` are aligned right.
+
+    Without columns, it has no header.
+    """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
     for number, column in enumerate(columns):
         justify: Any = "left" if number < left else "right"
@@ -258,13 +256,17 @@ def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1
     return table
 
 
-_MOST_SPANS = 3  # of an answer that are printed
+_MOST_SPANS = 3  # spans of an answer that are printed
 _AROUND = 80  # characters of a line before and after a quotation
 
 
 def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) -> None:
-    """Prints an answer's text (by pieces; None does so on a terminal only), sources, mode, tokens
-    and times."""
+    """Print an answer's text, sources, mode, tokens and times.
+
+    Args:
+        stream: The answer.
+        pieces: Whether the text is printed as it arrives. By default on a terminal only.
+    """
     if console.is_terminal if pieces is None else pieces:
         _print_pieces(stream)
     else:
@@ -291,16 +293,27 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
 
 
 def print_unkept(rag: RagCache, remedy: str) -> None:
-    """Says on standard error how many states were encoded for the answers of this process alone: a
-    question keeps states in memory, which ends with the process. remedy: what keeps them."""
+    """Report on standard error how many encoded states are lost when the process ends.
+
+    Questions keep the states that they encode in memory only.
+
+    Args:
+        rag: The state folder.
+        remedy: Advice on how to keep the states, to end the message.
+    """
     if count := rag.internals.shared.store.count_unkept():
         what = "1 state was" if count == 1 else f"{count} states were"
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
 
 
 def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> str:
-    """The command that keeps what a question of this mode encoded of a collection, whose folder
-    was opened with these options."""
+    """Return the `ragcache warm` command that keeps the states for questions in a mode.
+
+    Args:
+        collection: The collection.
+        mode: The mode of the questions.
+        options: Options with which the folder was opened.
+    """
     words = ["ragcache", "warm", collection]
     if mode.encoding == WITHOUT_CONTEXT:
         words += ["--mode", str(ISOLATED)]
@@ -311,7 +324,7 @@ def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> s
 
 
 def format_span(span: AnswerSpan, text: str) -> str:
-    """A quotation marked in its line, and its place."""
+    """Format a quotation, marked in its line, with its place."""
     before = f"...{span.prefix[-_AROUND:]}" if len(span.prefix) > _AROUND else span.prefix
     after = f"{span.suffix[:_AROUND]}..." if len(span.suffix) > _AROUND else span.suffix
     place = escape(span.document)
@@ -322,7 +335,7 @@ def format_span(span: AnswerSpan, text: str) -> str:
 
 
 def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:
-    """Prints pieces of an answer as they come, without white space at the front."""
+    """Print pieces of an answer as they arrive, without leading white space."""
     begun = False
     for piece in stream:
         text = piece if begun else piece.lstrip()
@@ -332,7 +345,7 @@ def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:
 
 
 def format_reuse(answer: Answer) -> str:
-    """The tokens of the prompt: cached, shared and computed."""
+    """Format the numbers of cached, shared and computed tokens of a prompt."""
     reuse = answer.reuse
     shared = f"+ {reuse.shared_tokens} shared " if reuse.shared_tokens else ""
     return (

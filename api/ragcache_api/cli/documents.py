@@ -1,7 +1,8 @@
-"""`ragcache collections`, `documents`, `rm`, `retrieve` and `warm`: what is stored, unasked."""
+"""Commands on stored documents: list, remove, retrieve and warm them, and set instructions."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ragcache.db import DocumentRow
     from ragcache.retrieval import Hit
 
-_PAGE = 500  # rows that are read at once
+_PAGE = 500  # rows of one page
 CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Where to look.")]
 CollectionArgument = Annotated[str, typer.Argument(help="The collection.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would change.")]
@@ -87,7 +88,7 @@ def _document_values(row: DocumentRow) -> dict[str, object]:
 
 
 def _all_rows(page_at: Any) -> list[Any]:
-    """The rows of all pages."""
+    """Return the rows of all pages."""
     rows: list[Any] = []
     cursor = None
     while True:
@@ -125,11 +126,7 @@ def remove(
         catalog = Catalog(database, "", None, namespace)
         catalog.version(collection)
         known = catalog.documents(collection, None if everything else ids or [])
-        if unknown := [each for each in ids or [] if each not in known]:
-            raise DocumentError(
-                f"the collection {collection!r} has no document {unknown[0]!r}; nothing was "
-                f"removed. `ragcache documents {collection}` lists them"
-            )
+        _check_ids(collection, ids, known)
         taken = catalog.preview_deletion(collection, None if everything else list(known))
         if not dry_run:
             freed = (
@@ -154,22 +151,31 @@ def remove(
         ui.console.print(f"the collection {collection} {would}", markup=False)
 
 
+def _check_ids(collection: str, ids: list[str] | None, known: Collection[str]) -> None:
+    """Raise `DocumentError` for ids that are not known."""
+    if unknown := [each for each in ids or [] if each not in known]:
+        raise DocumentError(
+            f"the collection {collection!r} has no document {unknown[0]!r}; nothing was changed. "
+            f"`ragcache documents {collection}` lists them"
+        )
+
+
 def instruction(
     collection: CollectionArgument,
     text: Annotated[
         str | None, typer.Argument(help="The instruction; without it, the present one is printed.")
     ] = None,
     default: Annotated[
-        bool, typer.Option("--default", help="That of the folder again (--instruction).")
+        bool, typer.Option("--default", help="Use the folder's instruction again.")
     ] = False,
     state: ui.StateOption = ui.DEFAULT_STATE,
     ledger: ui.LedgerOption = None,
     namespace: ui.NamespaceOption = NAMESPACE,
 ) -> None:
-    """Say what the model is to do with the documents of a collection, for all who ask it.
+    """Set the instruction with which the model reads the documents of a collection.
 
-    States are kept by what was read before them: the next `ingest`, `warm` or questions encode the
-    modules again.
+    States depend on the instruction: the next `ingest`, `warm` or questions encode the modules
+    again.
     """
     check_namespace(namespace)
     check_instruction(text)
@@ -245,11 +251,7 @@ def warm(
     """Encode the states that no tier has any more, and keep them on the disk."""
     with ui.open_existing_rag(options, collection, embedding="none") as rag:
         known = {row.source_id for row in rag.documents.get(collection, ids or None)}
-        if unknown := [each for each in ids or [] if each not in known]:
-            raise DocumentError(
-                f"the collection {collection!r} has no document {unknown[0]!r}; "
-                f"`ragcache documents {collection}` lists them"
-            )
+        _check_ids(collection, ids, known)
         changes = rag.modules.warm(collection, ids or None, mode=mode, dry_run=dry_run)
     encoded = sum(change.action == "encode" for change in changes)
     if as_json:

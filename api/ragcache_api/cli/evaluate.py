@@ -27,28 +27,28 @@ TITLES = {
     "exact_match": "exact match", "f1": "F1", "rouge_l": "ROUGE-L", "retrieved": "retrieved",
     "kl_divergence": "KL", "agreement": "agreement",
 }  # fmt: skip
-"""The means of a mode as readers know them."""
+"""Names of a mode's means in the report."""
 
 TEMPORARY = "-"
-"""The collection of documents that are forgotten afterwards."""
+"""Name of a temporary collection, which is deleted afterwards."""
 
 OverOption = Annotated[
     str,
     typer.Option(
         "--over",
-        help="What questions are asked over: `all` documents, or each question's `own`.",
+        help="Documents that questions are asked over: `all`, or each question's `own`.",
     ),
 ]
 SampleOption = Annotated[
     int | None, typer.Option("--sample", min=1, help="Ask so many of the questions, drawn.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the sample and of the bootstraps.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the sample and the bootstraps.")]
 
 
 @expand_options
 def evaluate_command(
     collection: Annotated[
-        str, typer.Argument(help="The collection to ask; - for one that is forgotten afterwards.")
+        str, typer.Argument(help="The collection to ask; - for a temporary one.")
     ],
     questions: Annotated[
         Path,
@@ -76,13 +76,13 @@ def evaluate_command(
 ) -> None:
     """Mark the answers to known questions, mode by mode.
 
-    QUESTIONS are about the documents of COLLECTION, or the file brings its own. These are ingested
-    into COLLECTION, which must hold no others, and stay there: a second run encodes nothing. With
-    `-` they go to a temporary folder.
+    QUESTIONS are about the documents of COLLECTION, or the file has documents of its own. These are
+    ingested into COLLECTION, which must hold no others, and stay there: a second run encodes
+    nothing. With `-` they go to a temporary folder.
 
-    With --calibrate each question is asked with and without its document, in the first of the
-    modes. How confident this model's answers are, and below which confidence they are refused, is
-    kept with the collection.
+    With --calibrate, each question is asked with and without its document, in the first of the
+    modes. The calibration of this model's confidence, and the confidence below which answers are
+    refused, are kept with the collection.
     """
     _check_choice("--through", through, ("ask", "chat"))
     _check_choice("--over", over, ("all", "own"))
@@ -125,7 +125,7 @@ def evaluate_command(
 def _calibrate(
     rag: RagCache, collection: str, questions: Sequence[Question], as_json: bool, **options: Any
 ) -> None:
-    """Fits a calibration, keeps it with the collection, and prints what it does."""
+    """Fit a calibration, store it with the collection, and print its effect."""
     from ragcache.calibration import collect_examples, cross_validate, fit_calibration
 
     with ui.progress_bar("asking, with and without the documents") as progress:
@@ -155,7 +155,7 @@ def _calibrate(
 
 
 def _check_calibrates(collection: str, others: Mapping[str, bool]) -> None:
-    """others: options by their names, and whether they were given."""
+    """Check the options of `--calibrate`. `others` says which other options were given."""
     if collection == TEMPORARY:
         raise ConfigurationError("a calibration is kept with a collection; name one instead of -")
     if given := [name for name, is_given in others.items() if is_given]:
@@ -172,8 +172,10 @@ def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
 def _opened(
     options: ServiceOptions, collection: str, dataset: Dataset, drawn: Dataset
 ) -> Iterator[tuple[RagCache, str]]:
-    """The folder and the collection to ask, with the documents that the file brings. drawn: the
-    part of the dataset that is asked."""
+    """Open the folder and the collection to ask, and ingest the dataset's documents.
+
+    `drawn` is the part of the dataset that is asked.
+    """
     with ExitStack() as stack:
         if not dataset.documents:
             if collection == TEMPORARY:
@@ -195,8 +197,10 @@ def _opened(
 
 
 def _check_own(options: ServiceOptions, collection: str, dataset: Dataset) -> None:
-    """Raises `ConfigurationError` where a collection holds other documents than the file brings,
-    before a model is loaded."""
+    """Raise `ConfigurationError` if a collection has documents that the dataset lacks.
+
+    Loads no model.
+    """
     from ragcache.config import NAMESPACE
     from ragcache.db import Catalog
     from ragcache_api.settings import ServiceSettings
@@ -211,14 +215,14 @@ def _check_own(options: ServiceOptions, collection: str, dataset: Dataset) -> No
         raise ConfigurationError(
             f"the questions bring {len(own)} documents, and the collection {collection!r} holds "
             f"{len(others)} others, such as {others[0]!r}; name a new collection, or - for one "
-            "that is forgotten afterwards"
+            "that is deleted afterwards"
         )
 
 
 def _setting(
     rag: RagCache, path: Path, dataset: Dataset, drawn: Dataset, seed: int | None
 ) -> dict[str, Any]:
-    """What the report says of how it was made."""
+    """Return the setting of an evaluation, for its report."""
     import ragcache
     from ragcache.machine import describe_machine
 
@@ -235,14 +239,14 @@ def _setting(
 
 
 def format_mean(name: str, value: float | None) -> str:
-    """A mean in percent, or in nats; `-` where it is not known."""
+    """Format a mean in percent or in nats, or `-` if it is unknown."""
     if value is None:
         return "-"
     return f"{value:.4f}" if name == "kl_divergence" else f"{100 * value:.1f}"
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
-    """Prints the modes and how they compare."""
+    """Print the modes and their comparisons."""
     table = ui.plain_table("mode", "questions", *TITLES.values(), "TTFT", "cached", "computed")
     for report in evaluation.reports:
         table.add_row(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ragcache import Ingestion
     from ragcache.documents import SkippedFile
 
-INCOMPLETE = 3  # the exit status where some files could not be read
-_SHOWN = 20  # names of one reason
+INCOMPLETE = 3  # exit status if some files could not be read
+_SHOWN = 20  # names printed for one reason
 
 IncludeOption = Annotated[
     list[str] | None,
@@ -71,8 +71,8 @@ def sync(
 ) -> None:
     """Bring a collection up to date with a folder.
 
-    What changed is encoded, what vanished is removed and what moved is renamed. Documents from
-    elsewhere stay. Files that cannot be read are named and skipped; the exit status is then 3.
+    Changed files are encoded, missing ones removed and moved ones renamed. Documents from elsewhere
+    stay. Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, [folder])
     if not folder.is_dir():
@@ -87,7 +87,7 @@ def sync(
 
 
 def _check(collection: str, paths: Sequence[Path]) -> None:
-    """Checks the arguments before anything heavy is imported."""
+    """Check the arguments before torch is imported."""
     if not collection.strip():
         raise ConfigurationError("a collection needs a name")
     missing = [str(path) for path in paths if not path.exists()]
@@ -99,8 +99,10 @@ def _check(collection: str, paths: Sequence[Path]) -> None:
 
 @contextmanager
 def _bars() -> Iterator[dict[str, Callable[..., None]]]:
-    """A bar for each stage on standard error, if that is a terminal; yields the arguments of
-    `RagCache.ingest` that report to them."""
+    """Show a bar for each stage on standard error if it is a terminal.
+
+    Yields arguments of `RagCache.ingest` that report to the bars.
+    """
     columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(
@@ -116,7 +118,7 @@ def _bars() -> Iterator[dict[str, Callable[..., None]]]:
 
 
 def _report(done: Ingestion, *, as_json: bool) -> None:
-    """Prints the summary of an ingestion; exits with `INCOMPLETE` where files failed."""
+    """Print the summary of an ingestion. Exits with `INCOMPLETE` if files failed."""
     if as_json:
         ui.print_json(done)
     else:
@@ -146,7 +148,7 @@ def _print_summary(done: Ingestion) -> None:
 
 
 def _print_skipped(label: str, files: Iterable[SkippedFile]) -> None:
-    """Files with their reason, those of one reason on one line."""
+    """Print files by reason, one line for each reason."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for file in files:
         reasons[file.reason].append(file.name)

@@ -1,4 +1,4 @@
-"""`ragcache`: the table of its commands, and how their errors are printed."""
+"""The command `ragcache`: the table of its commands, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AFTER_CTRL_C = {
     "verify": "what was repaired stays so; the same command goes on",
     "warm": "states that were encoded are kept; the same command goes on",
 }
-"""What is left after Ctrl-C, by command; of all others the state folder is as it was."""
+"""State after Ctrl-C, by command. Other commands leave the state folder as it was."""
 
 
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
@@ -41,8 +41,8 @@ _COMMANDS = {
     "retrieve": ("documents.retrieve", "Find the best modules for a query, with their scores."),
     "collections": ("documents.collections", "List collections, with their sizes."),
     "documents": ("documents.documents", "List the documents of a collection."),
-    "instruction": ("documents.instruction", "Say what the model is to do with the documents of a "
-                    "collection, for all who ask it."),
+    "instruction": ("documents.instruction", "Set the instruction with which the model reads the "
+                    "documents of a collection."),
     "rm": ("documents.remove", "Remove documents, or a collection, with their states."),
     "warm": ("documents.warm", "Encode the states that no tier has any more."),
     "prompt": ("ask.prompt", "Answer a PML prompt over a schema that was added before."),
@@ -50,7 +50,7 @@ _COMMANDS = {
     "doctor": ("admin.doctor", "Check the installation, the model and the state folder."),
     "serve": ("admin.serve", "Serve a state folder over HTTP, with OpenAI's interface."),
     "stats": ("admin.stats", "Sum up collections, tiers and evictions of a state folder."),
-    "plan": ("measure.plan", "Say what caching a corpus will take and bring."),
+    "plan": ("measure.plan", "Estimate the costs and gains of caching a corpus."),
     "verify": ("admin.verify", "Check every row of the ledger against every blob."),
     "modules": ("admin.modules_app", "The modules and their states."),
     "keys": ("admin.keys_app", "The API keys of the service."),
@@ -58,13 +58,14 @@ _COMMANDS = {
     "schema": ("schema.app", "PML schemas: written ones and generated ones."),
     "bench": ("measure.bench_app", "Measure, as ratios of things run side by side in one process."),
 }  # fmt: skip
-"""Commands in the order of `ragcache --help`: module and object, and the line in the list. A module
-is imported when one of its commands runs, so that the list is printed at once."""
+"""Commands in the order of `ragcache --help`: module and object, and the line of help.
+
+A module is imported when one of its commands runs, so that the help is printed at once."""
 
 
 @cache
 def load_command(name: str) -> Any:
-    """The command or group of commands of a name."""
+    """Load a command or group of commands by its name."""
     module, _, attribute = _COMMANDS[name][0].partition(".")
     found = getattr(import_module(f"ragcache_api.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
@@ -75,15 +76,15 @@ def load_command(name: str) -> Any:
 
 
 class InterruptibleCommands(typer.core.TyperGroup):
-    """Commands that are loaded when they run, and say after Ctrl-C what is kept."""
+    """Commands that are loaded when they run. After Ctrl-C they report the state that is left."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Loads the command that was named."""
+        """Load the named command."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, load_command(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; ends with status 130 where it was interrupted."""
+        """Run the command. Exits with status 130 after Ctrl-C."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -93,8 +94,9 @@ class InterruptibleCommands(typer.core.TyperGroup):
 
 
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Imports make hundreds of thousands of objects and no garbage: at Python's 700 a fifth of a cold
-question's time went to looking for it, and as much again at its end."""
+"""Threshold of Python's garbage collector. Imports create hundreds of thousands of objects and no
+garbage: with the default of 700, collections took a fifth of a cold question's time, and as much
+again at its end."""
 
 app = typer.Typer(
     name="ragcache",
@@ -108,19 +110,19 @@ for _name, (_, _line) in _COMMANDS.items():
 
 
 def _leave_heap() -> None:
-    """What is left is not looked through when the process ends; Triton would call it a leak."""
+    """Skip the garbage collection at exit, except with Triton, which would report a leak."""
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def main() -> None:
-    """Runs a command; a named error becomes one line on standard error and exit status 1."""
+    """Run a command. Prints a ragcache error as one line, and exits with status 1."""
     spin_briefly()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     atexit.register(_leave_heap)
     try:
         app()
-    except Exception as error:  # the language's errors may not be imported, so none can be listed
+    except Exception as error:  # errors of PML are not imported here
         if not isinstance(error, RagCacheError) and not _is_pml_error(error):
             raise
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
@@ -129,7 +131,7 @@ def main() -> None:
 
 
 def _is_pml_error(error: Exception) -> bool:
-    """The language is imported only where a command reads some of it."""
+    """Return whether an error is from PML, which few commands import."""
     language = sys.modules.get("ragcache_schemas")
     return language is not None and isinstance(error, language.PMLError)
 

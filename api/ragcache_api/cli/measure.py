@@ -1,4 +1,4 @@
-"""Measuring commands: `ragcache bench` the speed, `ragcache plan` what caching a corpus takes."""
+"""Commands that measure: `ragcache bench` and `ragcache plan`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ bench_app = typer.Typer(
 
 
 def output_file(file: Path | None) -> Path | None:
-    """The file that is written at the end. Raises `ConfigurationError`, at the beginning, where
-    that is not possible."""
+    """Check early that a file can be written. Raises `ConfigurationError`."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
         raise ConfigurationError(f"{file} cannot be written: {what}")
@@ -40,7 +39,7 @@ JsonFile = Annotated[
                  help="Write the figures here, as JSON."),
 ]  # fmt: skip
 BenchDTypeOption = Annotated[
-    str, typer.Option("--dtype", help="What the model computes in; `auto` is the faster one.")
+    str, typer.Option("--dtype", help="Type of the model's computations; `auto` is the faster one.")
 ]
 
 PLANNING = Offer((
@@ -53,7 +52,7 @@ _KV_DTYPES = ("model", "int8")
 
 
 def run_benchmark(run: Benchmark) -> dict[str, Any]:
-    """Runs a benchmark with its progress on standard error."""
+    """Run a benchmark with its progress on standard error."""
     with ui.errors.status("starting") as status:
         return run(status.update)
 
@@ -61,7 +60,7 @@ def run_benchmark(run: Benchmark) -> dict[str, Any]:
 def print_figures(
     parts: Sequence[Table | str], result: dict[str, Any], json_file: Path | None
 ) -> None:
-    """Prints tables and sentences, and writes the figures if a file is given."""
+    """Print tables and sentences, and write the figures if a file is given."""
     for number, each in enumerate(parts):
         if number:
             ui.console.print()
@@ -104,7 +103,7 @@ def decode(
     dtype: BenchDTypeOption = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Decoding over shared documents: segments, beside a copy for each request."""
+    """Decoding over shared documents: segments, compared to a copy for each request."""
     from ragcache.bench.decode import DecodeSetting, bench_decode
 
     setting = DecodeSetting(requests=requests, dtype=dtype)
@@ -158,9 +157,9 @@ def plan(
     ] = 6,
     as_json: ui.JsonOption = False,
 ) -> None:
-    """Say what caching a corpus will take and bring, before it is ingested.
+    """Estimate the costs and gains of caching a corpus, before it is ingested.
 
-    The corpus is PATHS, or a collection that is stored. Nothing is changed.
+    The corpus is PATHS, or a stored collection. Nothing is changed.
     """
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")

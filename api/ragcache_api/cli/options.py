@@ -26,23 +26,24 @@ from ragcache_api.settings import ServiceOptions
 
 @dataclass(frozen=True)
 class Withhold:
-    """Options that a command leaves out, each with the reason."""
+    """Options that a command leaves out."""
 
     reasons: Mapping[str, str]
+    """Reason for each option that is left out."""
 
     def offered(self, model: type[Params]) -> list[str]:
-        """Names of the options that remain."""
+        """Return the names of the other options."""
         return [name for name in model.model_fields if name not in self.reasons]
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The only options that a command takes of a large set, such as the settings."""
+    """The only options that a command takes from a large set, such as the settings."""
 
     names: tuple[str, ...]
 
     def offered(self, model: type[Params]) -> list[str]:
-        """Names of the options, in the order of the set."""
+        """Return the names of the options, in the order of the set."""
         return [name for name in model.model_fields if name in self.names]
 
 
@@ -72,7 +73,7 @@ PANELS: dict[type[Params], str] = {
     GenerationParams: "Answer", SearchParams: "Search", ServiceOptions: "Folder and model",
 }  # fmt: skip
 ENCODING = Offer(("model", "dtype", "instruction", "state"))
-"""Options of commands that encode documents which are stored."""
+"""Options of commands that encode stored documents."""
 INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens"))
 """Options of commands that store documents."""
 ASKING = Offer((*ENCODING.names, "embedding", "reranker", "force_modes"))
@@ -110,7 +111,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option_set(annotation: Any) -> tuple[type[Params], list[str]] | None:
-    """The option set that a parameter takes, and the names of the options that it offers."""
+    """Return the option set of a parameter, and the names of the options that it offers."""
     base, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     if not (isinstance(base, type) and issubclass(base, Params)):
         return None
@@ -119,7 +120,7 @@ def _option_set(annotation: Any) -> tuple[type[Params], list[str]] | None:
 
 
 def _option(model: type[Params], name: str) -> inspect.Parameter:
-    """A command's parameter. Values stay text, so that the option set checks them all."""
+    """Create a parameter of a command. Values stay text, so that the option set checks them."""
     field, flags = model.model_fields[name], FLAGS.get(name, (f"--{name.replace('_', '-')}",))
     is_union = isinstance(field.annotation, UnionType) or get_origin(field.annotation) is Union
     kinds = get_args(field.annotation) if is_union else (field.annotation,)
@@ -145,7 +146,7 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
 
 
 def _help(model: type[Params], name: str, field: FieldInfo) -> str:
-    """The first sentence under the field, with bounds, default and variable."""
+    """Return the first sentence of a field, with its bounds, default and environment variable."""
     sentence = re.split(r"(?<=\.)\s", field.description or "")[0].replace("`", "")
     default = "" if field.default in (None, (), False) else f"default {field.default}"
     range_ = "" if re.search(r"\d{10}", bounds(field)) else bounds(field)
@@ -155,7 +156,7 @@ def _help(model: type[Params], name: str, field: FieldInfo) -> str:
 
 
 def _json_object(flag: str) -> Callable[[str], dict[str, Any]]:
-    """A parser of an option's JSON object. Raises `ConfigurationError`."""
+    """Return a parser of JSON objects, which raises `ConfigurationError`."""
 
     def parse(text: str) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""`ragcache schema`: schemas are added, shown as PML, and linted."""
+"""Commands on PML schemas: `ragcache schema`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def lint(
     model: ui.ModelOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
-    """Find what is wrong, doubtful or wasteful in files. Exit status 1 if anything is."""
+    """Find errors, doubtful passages and waste in files. Exit status 1 if there are any."""
     ui.check_model(model)
     findings, notes = _lint_files(files, load_template(model))
     found = [(file, finding) for file, each in findings.items() for finding in each]
@@ -97,8 +97,10 @@ def xsd() -> None:
 
 
 def load_template(model: str | None) -> ChatTemplate:
-    """The chat template of a model folder or hub name, by default the embedded reader, loaded
-    without weights. Raises `ModelNotFound`."""
+    """Load the chat template of a model folder or hub name, without weights.
+
+    Defaults to the embedded reader. Raises `ModelNotFound`.
+    """
     from ragcache.models import LoadedModel
     from ragcache.models.reader import READER, ReaderTokenizer
     from ragcache.pipeline import ChatTemplate
@@ -124,7 +126,7 @@ def _hub_tokenizer(model: str) -> Any:
 def _lint_files(
     files: Sequence[Path], template: ChatTemplate
 ) -> tuple[dict[Path, list[Finding]], list[str]]:
-    """The findings in each file, and notes on prompts whose schema is not among the files."""
+    """Return the findings in each file, and notes on prompts whose schema is in none of them."""
     from ragcache_schemas import (
         SchemaIndex,
         is_prompt,
@@ -158,7 +160,7 @@ def _lint_files(
 
 
 def _read_quietly(read: Callable[[bytes], T], text: bytes) -> T | None:
-    """None where the text is invalid: its findings say why."""
+    """Parse a text. An invalid one gives None, as its findings name the errors."""
     from ragcache_schemas import PMLError, PMLWarning
 
     with suppress(PMLError), warnings.catch_warnings():
@@ -168,7 +170,7 @@ def _read_quietly(read: Callable[[bytes], T], text: bytes) -> T | None:
 
 
 def _format_finding(finding: Finding, file: Path) -> StyledText:
-    """A finding with the line of the file that it is about and a mark under its column."""
+    """Format a finding with its line of the file and a mark under its column."""
     where = finding.location
     place = f"{file}:{where.line}:{where.column}" if where else str(file)
     out = StyledText.assemble(
@@ -187,7 +189,7 @@ def _format_finding(finding: Finding, file: Path) -> StyledText:
 
 
 def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
-    """A finding as plain values, for JSON."""
+    """Return a finding as plain values, for JSON."""
     where = finding.location
     line, column = (where.line, where.column) if where else (None, None)
     return {

@@ -14,11 +14,11 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ragcache.errors import ConfigurationError, ServiceFailed
 
-_SECONDS = 600.0  # of silence: a service sends a comment every 15
+_SECONDS = 600.0  # maximum silence; a service sends a comment every 15 s
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """A redirection is an error: the key is for the server that was named."""
+    """Refuses redirections: the key is for the named server only."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -28,8 +28,7 @@ _OPENER = build_opener(_NoRedirect)
 
 
 class ServedAnswer:
-    """The answer of `POST /v1/answers`: iterate for pieces of its text. `answer` has the attributes
-    of `ragcache.Answer`, except `choices`, when the iteration has ended."""
+    """The answer of `POST /v1/answers`. Iterate over it for pieces of its text."""
 
     def __init__(self, response: HTTPResponse) -> None:
         self._response = response
@@ -37,8 +36,17 @@ class ServedAnswer:
 
     @classmethod
     def ask(cls, server: str, key: str | None, body: Mapping[str, Any]) -> ServedAnswer:
-        """Sends a question. Raises `ConfigurationError` for an address that is none, and
-        `ServiceFailed` where the service cannot be reached or refuses it."""
+        """Send a question.
+
+        Args:
+            server: The URL of the service.
+            key: The API key, if the service needs one.
+            body: The body of the request. None values are left out.
+
+        Raises:
+            ConfigurationError: The URL is invalid.
+            ServiceFailed: The service cannot be reached, or refuses the question.
+        """
         if urlsplit(server).scheme not in ("http", "https"):
             raise ConfigurationError(
                 f"--server takes a URL such as http://127.0.0.1:8000, not {server!r}"
@@ -80,21 +88,21 @@ class ServedAnswer:
             raise ServiceFailed("the connection ended before the answer did")
 
     def result(self) -> Any:
-        """The whole answer."""
+        """Wait for the whole answer."""
         for _ in self:
             pass
         return self.answer
 
     @property
     def answer(self) -> Any:
-        """The answer when it has ended."""
+        """The finished answer, with the attributes of `ragcache.Answer` except `choices`."""
         return json.loads(
             json.dumps(self.values), object_hook=lambda given: SimpleNamespace(**given)
         )
 
 
 def _events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[tuple[str, Any]]:
-    """Names and values of server-sent events, each of which has one line of data."""
+    """Yield names and values of server-sent events with one line of data each."""
     name = ""
     for line in lines:
         field, _, value = line.decode("utf-8").rstrip("\r\n").partition(": ")
@@ -105,13 +113,13 @@ def _events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[tuple[str, Any]]:
 
 
 def _refusal(server: str, error: HTTPError) -> str:
-    """What a service said in an answer that is no 200."""
+    """Return a service's reason for refusing a request."""
     text = error.read(100_000)
     try:
-        told = _problem(json.loads(text))
+        reason = _problem(json.loads(text))
     except ValueError:
-        told = f"status {error.code}; is this a ragcache service?"
-    return f"{server}: {told}"
+        reason = f"status {error.code}; is this a ragcache service?"
+    return f"{server}: {reason}"
 
 
 def _problem(value: Mapping[str, Any]) -> str:

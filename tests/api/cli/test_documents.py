@@ -65,7 +65,7 @@ def test_a_collection_is_removed_on_request_only(run: Run, ingested: Path) -> No
     error_of(run("rm", "notes", "keys.md", "--all"), "ConfigurationError")
     message = error_of(run("rm", "notes", "keys.md", "absent.md"), "DocumentError")
     assert "'absent.md'" in message
-    assert "nothing was removed" in message
+    assert "nothing was changed" in message
     assert len(json_of(run("documents", "notes", "--json"))) == 3
     assert "the collection notes removed" in run("rm", "notes", "--all")[1]
     assert json_of(run("collections", "--json")) == []
