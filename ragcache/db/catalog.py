@@ -115,11 +115,6 @@ class Catalog:
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # they never change
 
-    @property
-    def answers(self) -> bool:
-        """Whether the ledger answered the last read (`Database.answers`)."""
-        return self._database.answers
-
     def collections(self) -> dict[str, int]:
         """Return the number of documents by collection."""
         statement = (

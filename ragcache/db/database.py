@@ -49,9 +49,6 @@ class Database:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.answers = True
-        """Whether the database answered the last read. Optional reads are skipped while it does
-        not: they may hang, and the store's upkeep tries again every second."""
         self._closed = False
         self._writes = sessionmaker(engine, expire_on_commit=False)
         shared = engine.dialect.name == "postgresql"
@@ -120,7 +117,7 @@ class Database:
         Raises as `transaction`.
         """
         self._check_open()
-        with self._noted(), self._reads.begin() as session:
+        with _named_errors(self.name), self._reads.begin() as session:
             yield session
 
     def fetch(self, statement: Select[*Ts], **parameters: object) -> Sequence[Row[*Ts]]:
@@ -129,7 +126,7 @@ class Database:
         Raises as `transaction`.
         """
         self._check_open()
-        with self._noted(), self._reading_once.connect() as connection:
+        with _named_errors(self.name), self._reading_once.connect() as connection:
             return connection.execute(statement, parameters).all()
 
     def changes(self) -> int | None:
@@ -140,17 +137,6 @@ class Database:
         """
         self._check_open()
         return self._watch.version()
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Set `answers` from the reads within the block."""
-        try:
-            with _named_errors(self.name):
-                yield
-        except LedgerUnavailable:
-            self.answers = False
-            raise
-        self.answers = True
 
     def close(self) -> None:
         self._closed = True
