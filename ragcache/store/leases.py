@@ -80,7 +80,8 @@ class _Encoding:
 class Lease:
     """States in use, which no tier evicts until the lease is released.
 
-    For one thread at a time."""
+    A lease is for one thread at a time. Any thread may release it.
+    """
 
     def __init__(
         self, manager: LeaseManager, keys: Sequence[KVKey], request: LeaseRequest, tick: int,

@@ -301,10 +301,10 @@ class MemoryTiers:
         return bool(sizes) and min(sizes) - _BLOCK <= free
 
     def room(self, nbytes: int, *, evict: bool = True) -> Allocate | None:
-        """Return an allocator of main memory to load `nbytes` into. None without room.
+        """Return an allocator of main memory to load `nbytes` into. Without room, None.
 
-        States loaded for the first tier are placed without a copy. In front of a device, host
-        memory is only a transfer buffer and evicts no states.
+        States loaded for the first tier are placed without a copy; `evict` allows evictions for
+        them. In front of a device, host memory is only a transfer buffer and evicts no states.
         """
         index = self._buffers()
         if index is None:

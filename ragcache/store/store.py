@@ -385,8 +385,8 @@ class KVStore:
     def _keep_reused(self) -> None:
         """Write states that questions used again to the disk, if they still have an owner.
 
-        States that lose their owner during the write are removed again. Preambles belong to the
-        store and need no row.
+        Preambles belong to the store itself. States that lose their owner during the write are
+        removed again.
         """
         with self._keeping:
             keys = self._leases.take_reused()

@@ -11,10 +11,10 @@ import pytest
 
 from ragcache.db import Database
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.states import KVKey
 from ragcache.states.quantization import restored
 from ragcache.store import DeviceTier, KVStore, Lease, memory_tiers
 from tests.ragcache.conftest import make_key, make_states, same
+from tests.ragcache.store.conftest import keys
 from tests.ragcache.store.played_streams import Streams
 
 TOKENS = 40
@@ -39,10 +39,6 @@ def store(tmp_path: Path, streams: Streams) -> Iterator[KVStore]:
     streams.log.clear()
     yield store
     store.close()
-
-
-def keys(*numbers: int) -> list[KVKey]:
-    return [make_key(number) for number in numbers]
 
 
 def check(lease: Lease, *numbers: int) -> None:

@@ -27,6 +27,7 @@ from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.verify import verify
 from ragcache.tiers import TIERS, TierSpec, TierTraits
 from tests.ragcache.conftest import full_lease, make_key, make_states, same
+from tests.ragcache.store.conftest import nothing
 
 ARCHIVE: dict[KVKey, StoredStates] = {}
 """Content of the tier, which outlives a store."""
@@ -72,10 +73,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPENERS, "archive", open_archive)
     monkeypatch.setattr(rag, "OpenConfig", partial(ArchiveConfig, force_modes=True))
     ARCHIVE.clear()
-
-
-def nothing(keys: object) -> Any:
-    raise AssertionError(f"asked to produce {keys}")
 
 
 def test_a_fifth_tier_is_written_read_evicted_and_verified(

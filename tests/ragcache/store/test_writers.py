@@ -14,11 +14,11 @@ from ragcache.db import Database
 from ragcache.errors import StoreFull
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, restored
-from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore, LeaseRequest
+from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore
 from tests.ragcache.conftest import make_key, make_states, same
+from tests.ragcache.store.conftest import INGEST, keys
 from tests.ragcache.store.played_streams import Streams
 
-INGEST = LeaseRequest("ingest")
 TOKENS = 20
 
 
@@ -63,8 +63,7 @@ def rows(store: KVStore) -> set[KVKey]:
 
 
 def put_all(store: KVStore, numbers: range) -> Any:
-    keys = [make_key(number) for number in numbers]
-    lease = store.lease(keys, INGEST)
+    lease = store.lease(keys(*numbers), INGEST)
     for key, number in zip(lease.claim(), numbers, strict=True):
         lease.put(key, make_states(number, TOKENS))
     return lease
@@ -75,11 +74,14 @@ def test_states_are_used_while_their_blobs_are_written(store: KVStore, disk: Gat
     assert lease.is_writing
     assert not lease.missing
     assert rows(store) == set()
-    with store.lease([make_key(1)]) as other:
+    with store.lease(keys(1, 9)) as other:
         assert other.source == {make_key(1): "device"}
+        assert other.claim() == keys(9)
+        other.put(make_key(9), make_states(9, TOKENS))
+        assert not other.is_writing, "states of questions stay in memory"
     disk.gate.set()
     lease.release()
-    assert rows(store) == {make_key(number) for number in range(3)}
+    assert rows(store) == set(keys(0, 1, 2))
     assert all(name.startswith("ragcache-writer") for name in disk.threads)
     for number in range(3):
         found = store.disk.get(make_key(number))
@@ -91,7 +93,7 @@ def test_the_copy_stays_in_the_host_tier_until_room_is_needed(
 ) -> None:
     disk.gate.set()
     put_all(store, range(2)).release()
-    assert set(store.host.keys()) == {make_key(0), make_key(1)}
+    assert set(store.host.keys()) == set(keys(0, 1))
     store.evict([make_key(0)], "device")
     with store.lease([make_key(0)]) as lease:
         assert lease.source == {make_key(0): "host"}
@@ -115,7 +117,7 @@ def test_a_lease_ends_with_the_failure_of_a_write(store: KVStore, disk: GatedDis
 def test_a_later_put_raises_what_failed_before(store: KVStore, disk: GatedDisk) -> None:
     disk.fails = True
     disk.gate.set()
-    lease = store.lease([make_key(n) for n in range(40)], INGEST)
+    lease = store.lease(keys(*range(40)), INGEST)
     with pytest.raises(StoreFull):  # noqa: PT012
         for number, key in enumerate(lease.claim()):
             lease.put(key, make_states(number, TOKENS))
@@ -125,7 +127,7 @@ def test_a_later_put_raises_what_failed_before(store: KVStore, disk: GatedDisk) 
 
 
 def test_copies_that_wait_are_bounded(store: KVStore, disk: GatedDisk) -> None:
-    lease = store.lease([make_key(n) for n in range(20)], INGEST)
+    lease = store.lease(keys(*range(20)), INGEST)
     done: list[int] = []
 
     def put() -> None:
@@ -162,17 +164,9 @@ def test_without_room_in_the_host_tier_blobs_are_written_at_once(
     store = open_store(tmp_path, host_bytes=100)
     lease = put_all(store, range(2))
     assert not lease.is_writing
-    assert rows(store) == {make_key(0), make_key(1)}
+    assert rows(store) == set(keys(0, 1))
     lease.release()
     store.close()
-
-
-def test_states_of_questions_are_not_written_by_writers(store: KVStore, disk: GatedDisk) -> None:
-    lease = store.lease([make_key(0)])
-    [key] = lease.claim()
-    lease.put(key, make_states(0, TOKENS))
-    assert not lease.is_writing
-    lease.release()
 
 
 def test_quantized_copies_become_the_blob(tmp_path: Path, disk: GatedDisk) -> None:
