@@ -104,7 +104,7 @@ class MemoryTiers:
         """Unix seconds at which states expire in every tier."""
         self.dropped: dict[KVKey, tuple[str, str | None]] = {}
         """Keys to remove after their last lease, with the reason and the tier. None as the tier
-        stands for all tiers.
+        means all tiers.
         """
         self._usage, self._counters = usage, counters
         self._unbudgeted: dict[KVKey, tuple[StoredStates, int]] = {}

@@ -306,8 +306,8 @@ class PersistentTiers:
                 break
         self._ledger.reserve(index.name, key, 0, budget)
         raise StoreBudgetExceeded(
-            f"the {index.name} tier may hold {budget:,} bytes; {nbytes:,} more do not fit beside "
-            f"what is pinned or in use. Raise {TIERS[index.name].budget_option}"
+            f"the {index.name} tier may hold {budget:,} bytes; {nbytes:,} more do not fit, because "
+            f"the rest is pinned or in use. Raise {TIERS[index.name].budget_option}"
         )
 
     def _refresh(self, index: TierIndex) -> bool:

@@ -207,8 +207,8 @@ class DeviceTier(MemoryTier):
                 if self._streams is not None:  # some copies may be queued
                     self._note_arrival(copies, [self._streams.record(self._streams.upload)])
                 raise StoreFull(
-                    f"{self.device} has no room to restore states beside the {self._used:,} bytes "
-                    "of its tier; lower device_bytes"
+                    f"{self.device} has no room to restore states: its tier takes {self._used:,} "
+                    "bytes; lower device_bytes"
                 ) from error
             for (key, _), copy in zip(entries, copies, strict=True):
                 self._states[key] = copy.states()
