@@ -187,6 +187,11 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
         (of_schema({"$ref": "#"}), None),
         (of_schema({"type": "integer", "minimum": 3, "maximum": 2}), None),
         (of_schema({"enum": ["a string" * 8] * 4096}), None),
+        pytest.param(
+            of_schema({"allOf": [{"pattern": f".*{n:010}.*"} for n in range(40)]}),
+            None,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_in_openais_shape(
