@@ -164,8 +164,8 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
     """An encoding of `rows` tokens behind a preamble, with the planner that the engine uses."""
     heads, generator = HeadLayout(8, 4, 128), torch.Generator("cuda").manual_seed(0)
     scheme = Scheme(8, 4, 128, 128)
-    step = make_step(scheme, "mixed", (64,), (Asking(0, 1, ((0, 3),)),), dtype=torch.bfloat16,
-                     device="cuda")  # fmt: skip
+    asked = (Asking(0, 1, ((0, 3),)),)
+    step = make_step(scheme, "mixed", (64,), asked, dtype=torch.bfloat16, device="cuda")
     kernels = make_kernels(step, 40_000)
 
     def normal(*sizes: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import ragcache_schemas as pml
-from tests.schemas.pml_trees import count_words
 
 HANDBOOK = pml.collection_schema(
     "handbook", "Use the documents.", 2, "handbook", epilogue="Answer:"
@@ -51,14 +50,3 @@ def test_expand_slots_reaches_nested_slots() -> None:
     written = pml.write_schema(pml.expand_slots(schema, {"c": [pml.Module("a")]}))
     assert '<module name="slot-1">' in written
     assert 'collection="c"' not in written
-
-
-def test_expanded_slots_keep_canonical_positions() -> None:
-    documents = (pml.document_module("a", ["x y"]), pml.document_module("b", ["z"]))
-    slots = pml.lay_out(HANDBOOK, count_words, "compact")
-    written = pml.lay_out(
-        pml.expand_slots(HANDBOOK, {"handbook": documents}), count_words, "compact"
-    )
-    for path in ("#0", "slot-1", "slot-2", "@question", "#1"):
-        assert slots[path].start == written[path].start
-    assert written["slot-1/a"].start == written["slot-2/b"].start == 3

@@ -138,13 +138,6 @@ def test_branch_not_taken_and_wildcard_case() -> None:
     assert weather("neither", "May").children == ()
 
 
-def test_compiled_trees_survive_writing_and_parsing() -> None:
-    for program, prompt in ((trip, trip("<5>", "rome")), (chat, chat("a&b", formal=True))):
-        assert pml.parse_schema(pml.write_schema(program.schema)) == program.schema
-        assert pml.parse_prompt(pml.write_prompt(prompt)) == prompt
-    assert "<b>" not in pml.write_schema(trip.schema)
-
-
 def test_turns() -> None:
     system, user = chat.schema.children
     assert system == pml.Chat(

@@ -79,6 +79,7 @@ SCHEMAS = [
     ('<schema name="s">¦<module name="m" src="x"/></schema>', InvalidAttribute, "'src'", "module"),
     ('<schema name="s">¦<module name="m" cache="x"/></schema>', InvalidAttribute, "x", "module"),
     ('<schema name="s">¦<param name="p"/></schema>', InvalidAttribute, "has none", "param"),
+    ('<schema name="s">¦<param name="p" len="0"/></schema>', InvalidAttribute, '"0"', "param"),
     ('<schema name="s">¦<param name="p" len="x"/></schema>', InvalidAttribute, '"x"', "param"),
     ('<schema name="s">¦<param name="p" len="1" length="2"/></schema>',
      InvalidAttribute, '"1" and "2"', "param"),
@@ -90,6 +91,7 @@ SCHEMAS = [
      InvalidAttribute, "xml:space", "module"),
     # names
     ('<schema name="s">¦<module name="a b"/></schema>', InvalidName, "'a b'", "module"),
+    ('<schema name="s">¦<module name="1a"/></schema>', InvalidName, "'1a'", "module"),
     ('¦<schema name=""/>', InvalidName, "''", "schema"),
     ('<schema name="s">¦<union slot="a b" collection="c"/></schema>', InvalidName, "slot", "union"),
     ('<schema name="s">¦<module name="XMLdoc"/></schema>', ReservedName, "'XMLdoc'", "module"),

@@ -226,8 +226,7 @@ def test_rows_are_walked_by_keyboard(page: Page) -> None:
 
 
 def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
-    features = [{"name": "prefers-color-scheme", "value": "dark"}]
-    page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    page.prefer("dark")
     page.open("overview")
     dark = page.color("html")
     page.click("[data-action=appearance]", "System")
@@ -237,7 +236,6 @@ def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert light == "rgba(246, 247, 249, 1)"
     page.open("overview")
     assert page.color("html") == light
-    page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_documents_and_their_collection_are_deleted(page: Page, server: httpx.Client) -> None:

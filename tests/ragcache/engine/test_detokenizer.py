@@ -215,13 +215,6 @@ def test_special_tokens_are_skipped_unless_they_are_wanted(reader: LoadedModel) 
     check_stream(tokenizer, ids, [tokenizer.eos_token])
 
 
-def test_an_incomplete_character_is_replaced_at_the_end(reader: LoadedModel) -> None:
-    ids = reader.encode_untrusted("🙂")
-    stream = TextStream(reader.tokenizer)
-    assert {stream.push(i) for i in ids[:-1]} == {""}
-    assert stream.finish() == "\ufffd"
-
-
 @given(st.text("ab", min_size=1, max_size=8), FEW_LETTERS)
 def test_text_is_sent_up_to_where_a_stop_string_may_still_begin(stop: str, seen: str) -> None:
     checker = StopChecker([stop])

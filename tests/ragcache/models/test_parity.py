@@ -80,15 +80,6 @@ def test_segments_equal_modules_run_where_they_stand(family: str, name: str) -> 
     torch.testing.assert_close(logits, reference(causal.model, PROMPTS[name]), **CLOSE)
 
 
-def test_the_same_states_may_be_read_twice(family: str) -> None:
-    causal = wrap_causal(tiny_model(family))
-    if causal.scheme.movable:
-        [states] = encode(causal, [EncodeJob(THIRD.token_ids)])
-        [logits] = last_logits(causal, [place([states, states], END)])
-        expected = reference(causal.model, PROMPTS["one twice"])
-        torch.testing.assert_close(logits, expected, **CLOSE)
-
-
 def test_an_answer_over_segments_continues_the_reference(family: str) -> None:
     """Decoding reads segments, shared pages and new tokens at once."""
     causal = wrap_causal(tiny_model(family))
@@ -114,22 +105,6 @@ def test_three_requests_in_one_ragged_batch_equal_one_by_one(family: str) -> Non
     together = last_logits(causal, contexts)
     alone = torch.cat([last_logits(causal, [context]) for context in contexts])
     torch.testing.assert_close(together, alone, **CLOSE)
-    requests = [Request(context, 4, frozenset()) for context in contexts]
-    batched = [completion.token_ids for completion in complete(causal, requests)]
-    single = [complete(causal, [request])[0].token_ids for request in requests]
-    assert batched == single
-
-
-def test_greedy_tokens_equal_generate(family: str) -> None:
-    model = tiny_model(family)
-    tokens = random_tokens(30)
-    ids = torch.tensor([tokens])
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    causal = wrap_causal(model)
-    context = assemble_context([], tokens, window=512, max_tokens=8)
-    [completion] = complete(causal, [Request(context, 8, frozenset())])
-    assert list(completion.token_ids) == out[0, 30:].tolist()
 
 
 def test_a_step_builds_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,9 @@ def test_visible_keys_are_covered_once(
         assert begin < end <= max(limits[first : first + count]), "no longer than needed"
 
 
+TWO_READS = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
+
+
 def lengths(plan: AttentionPlan) -> list[int]:
     return [end - begin for _, begin, end, *_ in plan.items.tolist()]
 
@@ -128,8 +131,7 @@ def test_long_items_come_first_and_those_in_eight_bits_last() -> None:
 
 
 def test_runs_are_cut_evenly_for_the_programs() -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
-    cut = build_plan(reads, rows=4, heads=HEADS, capacity=CAPACITY, programs=16, min_keys=128)
+    cut = build_plan(TWO_READS, rows=4, heads=HEADS, capacity=CAPACITY, programs=16, min_keys=128)
     assert lengths(cut) == [512] * 6 + [64] * 2, "3,200 keys x 2 heads / 16 programs = 400"
     assert [item[:3] for item in cut.items.tolist()] == [
         [base, begin, begin + length]
@@ -137,7 +139,7 @@ def test_runs_are_cut_evenly_for_the_programs() -> None:
         for base in (0, 1)
     ]
     assert all(begin % PIECE_TOKENS == 0 for begin in cut.items[:, 1].tolist())
-    least = build_plan(reads, rows=4, heads=HEADS, capacity=CAPACITY, min_keys=1600)
+    least = build_plan(TWO_READS, rows=4, heads=HEADS, capacity=CAPACITY, min_keys=1600)
     assert lengths(least) == [1664 - 64] * 2
 
 
@@ -163,12 +165,6 @@ def test_the_pool_is_base_zero_and_views_share_a_base() -> None:
     assert plan.base_number(*BASES[2]) == 0
 
 
-def test_no_reads_make_an_empty_plan() -> None:
-    tables = uploaded(build_plan([], rows=3, heads=HEADS, capacity=CAPACITY))
-    assert tables.views.counts.tolist() == [0] * 16
-    assert tables.views.row_ptr.tolist() == [0] * (CAPACITY.rows + 1)
-
-
 @pytest.mark.parametrize("small", [
     TableCapacity(rows=3, entries=999, items=999, bases=9, pages_per_row=1),
     TableCapacity(rows=9, entries=7, items=999, bases=9, pages_per_row=1),
@@ -176,15 +172,13 @@ def test_no_reads_make_an_empty_plan() -> None:
     TableCapacity(rows=9, entries=999, items=999, bases=1, pages_per_row=1),
 ])  # fmt: skip
 def test_what_does_not_fit_raises(small: TableCapacity) -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
     with pytest.raises(TableOverflow, match=r"4 rows, 2 bases, . items and . entries"):
-        build_plan(reads, rows=4, heads=HEADS, capacity=small, programs=4)
+        build_plan(TWO_READS, rows=4, heads=HEADS, capacity=small, programs=4)
 
 
 def test_runs_are_cut_less_where_pieces_would_not_fit() -> None:
-    reads = [KVRead(run_of(base, 0, 1600), [KVConsumer(0, 4)]) for base in (0, 1)]
     room = TableCapacity(rows=4, entries=16, items=1024, bases=2, pages_per_row=1)
-    plan = build_plan(reads, rows=4, heads=HEADS, capacity=room, programs=999, min_keys=128)
+    plan = build_plan(TWO_READS, rows=4, heads=HEADS, capacity=room, programs=999, min_keys=128)
     assert lengths(plan) == [896, 896, 704, 704]
     assert plan.entries == 16
 
