@@ -1,4 +1,4 @@
-"""`RagCache`: an open state folder with a model, which stores documents and answers questions."""
+"""`RagCache`: an open state folder with a model, for documents and questions."""
 
 from __future__ import annotations
 

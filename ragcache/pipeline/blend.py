@@ -49,7 +49,7 @@ def blend_prompt(
     prompt: TokenPrompt, percent: int, states: Sequence[StoredStates],
     token_ids: Sequence[Sequence[int]], model: CausalLM, encoder: Encoder,
 ) -> TokenPrompt:  # fmt: skip
-    """Return a prompt that computes the module tokens that deviate most, instead of reading them.
+    """Return a prompt in which the module tokens that deviate most are computed.
 
     Args:
         prompt: A prompt without gaps. Its spans of group 0 are the preamble.
@@ -77,7 +77,7 @@ def blend_prompt(
 
 
 def choose_runs(deviations: Sequence[Tensor], tokens: int) -> list[list[tuple[int, int]]]:
-    """Choose the runs with the largest mean deviation until they hold at least `tokens` tokens.
+    """Choose the runs with the largest mean deviation, enough for `tokens` tokens.
 
     Args:
         deviations: Deviation of each token, as a tensor [S] for each span.

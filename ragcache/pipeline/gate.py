@@ -1,4 +1,4 @@
-"""The gate: measures how far a mode's answers are from `exact` before the mode serves on a model.
+"""The gate: measures how far a mode is from `exact` before it serves on a model.
 
 Built-in prompts place small documents in several orders at several positions. The gate compares the
 distribution of each answer's first token in the mode with the distribution of the same prompt

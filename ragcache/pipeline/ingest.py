@@ -1,4 +1,4 @@
-"""Ingestion: compare documents with the stored ones, and split, encode and store changed ones.
+"""Ingestion: compare documents with stored ones; split, encode and store the changed.
 
 `Ingestor` runs in its caller's thread, when its turn in the collection's queue comes.
 `ragcache.pipeline.ingestion_jobs` runs it in the background.

@@ -1,4 +1,4 @@
-"""Ingestion in the background: a queue of requests in the ledger, and threads that run them.
+"""Background ingestion: a queue of requests in the ledger, and threads that run them.
 
 `IngestionJobs` queues the requests of one namespace. `IngestionWorkers` take the requests of all
 namespaces from the queue (`ragcache.db.Jobs`), one thread per request.

@@ -1,4 +1,4 @@
-"""From module texts to leased states: tokens, keys, scaffolds, and encoding of missing states.
+"""From module texts to leased states: tokens, keys, scaffolds, encoding.
 
 Modules of a collection are encoded one by one, or together as a scaffold. Modules of a schema are
 encoded at their positions in the schema and read piece by piece (Prompt Cache §3.3).
@@ -302,7 +302,7 @@ def _placeholder(tokenizer: object) -> int:
 
 
 class Scaffolds:
-    """The scaffolds of all collections of a namespace, by the ids of their modules. Thread-safe.
+    """The scaffolds of a namespace's collections, by the ids of their modules. Thread-safe.
 
     A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). If a selection
     holds all its modules next to each other in that order, the joint states are read in place of

@@ -1,4 +1,4 @@
-"""The components of an open state folder and of each namespace in it, and how they connect."""
+"""The components of an open state folder and of its namespaces, and how they connect."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def place(
     pieces: Sequence[Piece], groups: Sequence[ScopeGroup], group_of: Mapping[Path, int],
     template: ChatTemplate,
 ) -> tuple[list[CachedSpan], list[tuple[int, int]]]:  # fmt: skip
-    """Return the spans that are read, and the tokens to compute as (position, token), in order.
+    """Return the spans to read, and the tokens to compute as (position, token), in order.
 
     A cached piece becomes a span: a run of its module's states. All other pieces are computed
     together, and each token sees the tokens at earlier positions. A prompt that consists of imports
