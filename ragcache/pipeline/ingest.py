@@ -232,12 +232,12 @@ class Ingestor:
             return 0
         rows = [row for row in self.catalog.modules(collection) if row.document in documents]
         tokens = ModuleTokens(self.catalog, self.encoder.model).of(rows)
-        keys = [self.encoder.key(ids) for ids in tokens]
-        held = [any(key in index.entries for index in self.store.memory.every) for key in keys]
-        for row, key, is_held in zip(rows, keys, held, strict=True):
-            if not is_held:
+        lost = []
+        for row, ids in zip(rows, tokens, strict=True):
+            key = self.encoder.key(ids)
+            if not self.store.memory.is_known(key):
                 self.catalog.add_key(row.id, key)
-        lost = [ids for ids, is_held in zip(tokens, held, strict=True) if not is_held]
+                lost.append(ids)
         for part in portions(lost):
             with self.encoder.lease(part, origin="ingest"):
                 pass

@@ -135,8 +135,7 @@ class Modules:
         wanted = {encoder.key(ids, encoding): row for ids, row in zip(tokens, rows, strict=True)}
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
-        indexes = self.store.memory.every
-        missing = [key for key in wanted if not any(key in each.entries for each in indexes)]
+        missing = [key for key in wanted if not self.store.memory.is_known(key)]
         done += [StateChange(key, "encode", first, "", 0) for key in missing]
         if dry_run:
             return done

@@ -32,7 +32,8 @@ def model(boats: RagCache) -> ChatRagCache:
 def events(boats: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: what is submitted, and what is waited for."""
     seen: list[str] = []
-    submit, result, aresult = Submitter._submit, PendingAnswer.result, PendingAnswer.aresult
+    submit = Submitter._lease_and_submit
+    result, aresult = PendingAnswer.result, PendingAnswer.aresult
 
     def submitting(self: Any, *args: Any) -> Any:
         seen.append("submit")
@@ -46,7 +47,7 @@ def events(boats: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("wait")
         return aresult(self)
 
-    monkeypatch.setattr(Submitter, "_submit", submitting)
+    monkeypatch.setattr(Submitter, "_lease_and_submit", submitting)
     monkeypatch.setattr(PendingAnswer, "result", waiting)
     monkeypatch.setattr(PendingAnswer, "aresult", awaiting)
     return seen
