@@ -467,15 +467,10 @@ def serve(
         serve_app(rag, settings)
 
 
-def check_ray() -> None:
-    """Raise `MissingExtra` if Ray is not installed."""
-    if find_spec("ray") is None:
-        raise MissingExtra("replicas run on Ray: pip install 'ragcache[ray]'")
-
-
 def _serve_cluster(settings: ServiceSettings) -> None:
     settings.cluster_ledger()
-    check_ray()
+    if find_spec("ray") is None:
+        raise MissingExtra("replicas run on Ray: pip install 'ragcache[ray]'")
     from ragcache_api.cluster.app import serve_cluster
 
     serve_cluster(settings)
