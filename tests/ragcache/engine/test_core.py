@@ -245,12 +245,15 @@ class Run:
             for when, count in self.day.encodings:
                 if when == step:
                     self.encode(EncodeJob(random_tokens(count, seed=count), 7))
-            self.core.step()
-            self.clock.now += 0.4
+            self.step()
         while self.core.busy:
-            self.core.step()
-            self.clock.now += 0.4
-            assert self.core.stats.steps < 5000, "the engine does not come to an end"
+            self.step()
+
+    def step(self) -> None:
+        self.core.step()
+        self.clock.now += 0.4
+        assert self.core.running <= self.day.running
+        assert self.core.stats.steps < 5000, "the engine does not come to an end"
 
     def encode(self, job: EncodeJob) -> None:
         channel = StatesChannel(lambda: None)

@@ -228,18 +228,6 @@ def test_the_answers_of_one_request_share_its_prompt(
     assert one.token_ids == choices[0]
 
 
-def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None:
-    sampling = SamplingParams(temperature=3, seed=4)
-    request = Request(plain_context(PROMPT), 6, n=5, sampling=sampling)
-    narrow = core_of(causal, config_of(causal, running=2))
-    handle = narrow.submit(request)
-    while narrow.busy:
-        narrow.step()
-        assert narrow.running <= 2
-    [wide] = core_of(causal).run(request)
-    assert handle.result(0).choices == wide.choices
-
-
 def test_retained_blocks_never_keep_a_request_out(causal: CausalLM) -> None:
     sharing_core = core_of(causal, config_of(causal, blocks=8))
     for seed in range(6):

@@ -113,7 +113,7 @@ def test_states_that_are_no_numbers_fail_their_own_request_alone(
     expected = SteppedCore(make(causal), config).run(*neighbours)
     core = SteppedCore(make(causal), config)
     handles = [core.submit(request) for request in neighbours]
-    bad = [_behind(each, 7) for each in segments_of(causal, (5, 6))]
+    bad = [replace(each, start=each.start + 7) for each in segments_of(causal, (5, 6))]
     failing = core.submit(over((*shared, *bad), 2, 5))
     if when == "while they decode":
         core.step()
@@ -155,10 +155,6 @@ def test_blocks_of_states_that_are_no_numbers_are_not_read_again(
         shared.append(found.shared_tokens)
     assert shared == [0, 3 * BLOCK_SIZE]
     assert_all_blocks_free(core)
-
-
-def _behind(segment: Segment, positions: int) -> Segment:
-    return replace(segment, start=segment.start + positions)
 
 
 class FailingWords(Words):

@@ -18,7 +18,6 @@ from ragcache.engine.kv_cache import (
     BlockTable,
     ContiguousKV,
     EphemeralRoot,
-    KVSpan,
     NodePath,
     RadixCache,
     RequestKV,
@@ -426,14 +425,3 @@ def test_block_table_writes_rows_to_their_slots() -> None:
     keys[1][:, [23, 8, 9]], values[1][:, [23, 8, 9]] = 0, 0
     assert not keys.any(), "nothing else is"
     assert not values.any()
-
-
-def test_spans_of_the_same_memory_are_equal() -> None:
-    mine, yours = make_block_table([5, 2], filled=6), make_block_table([5, 3], filled=6)
-    yours.pool = mine.pool
-    (a, b), (c, d) = mine.spans(), yours.spans()
-    assert a.memory == c.memory
-    assert len({a.memory, b.memory, d.memory}) == 3
-    other = make_block_table([5], filled=4).spans()[0]
-    assert other.memory != a.memory, "another pool"
-    assert KVSpan(a.keys, a.values, a.begin, a.end - 1).memory != a.memory

@@ -481,21 +481,6 @@ def test_the_default_is_greedy_and_changes_no_logits() -> None:
     assert not SamplingParams(temperature=0.01).greedy
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "noticed"),
-    [
-        ("repetition_penalty", 0.5, "penalized"),
-        ("frequency_penalty", 0.5, "penalized"),
-        ("presence_penalty", 0.5, "penalized"),
-        ("top_k", 5, "filtered"),
-        ("top_p", 0.9, "filtered"),
-        ("min_p", 0.1, "filtered"),
-    ],
-)
-def test_each_penalty_and_filter_is_noticed(name: str, value: float, noticed: str) -> None:
-    assert getattr(SamplingParams(**{name: value}), noticed)  # type: ignore[arg-type]
-
-
 class Letters:
     """Gives each token a letter; token 0 is a part of a character."""
 

@@ -42,15 +42,6 @@ def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
     return SchedulableRequest(number, since, pending)
 
 
-@pytest.mark.parametrize(
-    ("free_slots", "tokens", "blocks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 5, 2), (9, 5, 0)]
-)
-def test_blocks_for_counts_tokens_beyond_the_free_slots(
-    free_slots: int, tokens: int, blocks: int
-) -> None:
-    assert SchedulableRequest(1, 0.0, tokens, free_slots).blocks_for(tokens, BLOCK_SIZE) == blocks
-
-
 def test_decoding_comes_first_and_a_prompt_takes_the_rest() -> None:
     prefilling = SchedulableRequest(0, 0.0, 50, free_slots=50)
     assert decide([prefilling, *(decoding(n) for n in (1, 2, 3))]).tokens == {

@@ -10,12 +10,12 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_tensor
 
-from ragcache.attention.ops import alibi_bias, rotate
+from ragcache.attention.ops import alibi_bias
 from ragcache.engine import EncodeJob, Request, Segment, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import wrap_causal
 from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes
 from tests.ragcache.models.reference import assert_moved_modules_are_exact, last_logits
 from tests.tiny_models import random_tokens, tiny_model
@@ -88,23 +88,6 @@ def test_a_part_of_every_head_turns(family: str, part: float | None, width: int)
     causal = wrap_causal(tiny_model(family, rope_parameters=rope))
     assert causal.scheme.name == f"rotary:default:{width // 2}"
     assert_moved_modules_are_exact(causal)
-
-
-def test_a_relocation_turns_the_query_back(causal: CausalLM) -> None:
-    """q·R(d)k = (R(-d)q)·k, with the frequencies of the model."""
-    frequency = causal.model.model.rotary_emb.inv_freq
-    rotation = causal.scheme.relocation(torch.tensor([3, -40]))
-    assert rotation is not None
-    torch.testing.assert_close(rotation.cos[0], (3 * frequency).cos())
-    torch.testing.assert_close(rotation.sin[0], (-3 * frequency).sin())
-    torch.testing.assert_close(rotation.sin[1], (40 * frequency).sin())
-    query, key = torch.randn(
-        2, 1, 2, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
-    )
-    back = causal.scheme.relocation(torch.tensor([-3, 40]))
-    assert back is not None
-    moved = rotate(key, back)
-    torch.testing.assert_close((rotate(query, rotation) * key).sum(-1), (query * moved).sum(-1))
 
 
 def test_schemes_without_rotation_turn_no_query() -> None:
