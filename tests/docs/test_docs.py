@@ -29,6 +29,7 @@ from ragcache_api.cli.main import app, load_command
 from ragcache_api.http import ServiceSettings
 from tests.api.http.server_process import start_server
 from tests.conftest import REPOSITORY, write_notes
+from tests.schemas.pml_trees import count_words
 
 GUIDES = REPOSITORY / "docs" / "guides"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -102,10 +103,6 @@ def pml_examples() -> list[PmlExample]:
         PmlExample(found[1], found[2], PML.count("\n", 0, found.start(2)) + 1)
         for found in BLOCK.finditer(PML)
     ]
-
-
-def count_words(text: str) -> int:
-    return len(text.split())
 
 
 def read(block: PmlExample, indexes: dict[str, pml.SchemaIndex]) -> None:

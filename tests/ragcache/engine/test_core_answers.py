@@ -69,12 +69,6 @@ def one(core: SteppedCore, **changes: object) -> RequestOutput:
     return completion
 
 
-def test_an_answer_ends_at_its_limit(core: SteppedCore, answer: tuple[int, ...]) -> None:
-    [choice] = one(core).choices
-    assert (choice.token_ids, choice.text) == (answer, "")
-    assert (choice.finish_reason, choice.stopped_by) == ("length", None)
-
-
 def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(
     core: SteppedCore, answer: tuple[int, ...]
 ) -> None:

@@ -218,7 +218,7 @@ def test_tokens_and_log_probabilities_equal_the_definition(kernels: bool) -> Non
 )
 @settings(max_examples=scaled(60))
 @given(
-    samplings=st.lists(SAMPLINGS, min_size=1, max_size=2 * CPU_ROWS + 1),
+    samplings=st.lists(SAMPLINGS, max_size=2 * CPU_ROWS + 1),
     seed=st.integers(0, 99),
     banned=st.booleans(),
     masked=st.booleans(),
@@ -247,11 +247,6 @@ def test_the_likeliest_is_the_first_of_equals_in_finite_rows(
     found = [getattr(each, "token", None) for each in pending.wait()]
     assert found == [4095, 8999, None, None, None, 8999, 0]
     assert pending.inputs.tolist() == [4095, 8999, 0, 0, 0, 8999, 0]
-
-
-@pytest.mark.parametrize("kernels", BOTH)
-def test_no_rows_give_no_tokens(kernels: bool) -> None:
-    assert Sampler(DEVICE, kernels=kernels).launch(torch.empty(0, V), []).wait() == []
 
 
 def test_a_seed_repeats_and_an_index_has_its_own_stream() -> None:
