@@ -462,7 +462,7 @@ def serve(
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
 
-        rag = RagCache.open(settings.state, warm_up=True, **settings.open_options())
+        rag = RagCache.open(settings.state, **settings.open_options() | {"warm_up": True})
     with rag:
         serve_app(rag, settings)
 

@@ -193,7 +193,7 @@ class Replica:
         every = ServiceSettings(**settings)
         folder = every.state / f"replica-{rank}"
         own = every.model_copy(update={"rate": None, "state": folder})  # the gateway counts rates
-        self._rag = RagCache.open(own.state, warm_up=True, **own.open_options())
+        self._rag = RagCache.open(own.state, **own.open_options() | {"warm_up": True})
         self._app = create_app(self._rag, own)
         self._session = self._rag.internals.shared.store.ledger.sessions.id
         self._draining = False
