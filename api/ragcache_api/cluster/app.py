@@ -122,7 +122,7 @@ class RayReplicas:
 
     async def statuses(self) -> list[ReplicaStatus]:
         if shared.PROCESS_TABLE.list_replicas is None:  # the first call makes the router
-            await self._call("is_draining")
+            await self._call("record_routing_stats")
         listing = shared.PROCESS_TABLE.list_replicas
         return [] if listing is None else listing()
 
@@ -220,10 +220,6 @@ class Replica:
     def set_draining(self, draining: bool, only: str) -> None:  # noqa: ARG002
         """Tell routers with the next statistics. `only` names the replica for `ModuleRouter`."""
         self._draining = draining
-
-    def is_draining(self) -> bool:
-        """Tell whether routers skip this replica."""
-        return self._draining
 
     def check_health(self) -> None:
         """Fail if the engine has ended, so that Ray replaces the replica."""
@@ -324,25 +320,21 @@ def deploy(served: serve.Application) -> None:
 @contextmanager
 def ray_serve(settings: ServiceSettings) -> Iterator[None]:
     """Run Ray Serve at the address of the settings within the block."""
-    _start_ray(settings)
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report its use
+        os.environ.setdefault(_PROXY_PATIENCE, "60")  # Ray's 5 s are too short on a busy machine
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower replicas' priority
+        bounds = settings.autoscale_bounds
+        most = bounds[1] if bounds else settings.replicas or 1
+        ray.init(
+            include_dashboard=False, num_cpus=most + _GATEWAY_CPUS,
+            object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True,
+        )  # fmt: skip
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
         yield
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def _start_ray(settings: ServiceSettings) -> None:
-    if "RAY_ADDRESS" in os.environ:
-        ray.init()
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report its use
-    os.environ.setdefault(_PROXY_PATIENCE, "60")  # Ray's 5 s are too short on a busy machine
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of replicas
-    bounds = settings.autoscale_bounds
-    most = bounds[1] if bounds else settings.replicas or 1
-    ray.init(
-        include_dashboard=False, num_cpus=most + _GATEWAY_CPUS,
-        object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True,
-    )  # fmt: skip

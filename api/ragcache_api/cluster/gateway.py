@@ -37,7 +37,7 @@ from ragcache_api.cluster.replicas import (
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
-from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
+from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller, wait_for_disconnect
 from ragcache_api.http.bodies import (
     AnsweredRequest,
     AnswerRequest,
@@ -196,7 +196,7 @@ class Gateway:
         request = ForwardedRequest.of(scope, body, reads, headers)
         response = ResumableResponse(request.path, is_resumable(asked))
         passing = asyncio.create_task(self._pass_on(request, response, send))
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
@@ -269,11 +269,6 @@ def _is_repeatable(request: ForwardedRequest) -> bool:
         or answered_by(request.path) is not None
         or UPLOADS.search(request.path) is not None
     )
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,13 @@ _OWN_SITES = ("same-origin", "none")  # `none`: the user typed or opened the add
 class Caller:
     """The sender of a request."""
 
-    name: str
-    """Name of the API key. Empty while no key exists."""
     role: str
     """`user` or `admin`."""
     namespace: str
     bucket: str
     """Name under which the caller's requests are counted against the rate."""
     key: int | None = None
-    """Id of the API key, if one was given."""
+    """Id of the API key. Unset while no key exists."""
 
     @property
     def is_operator(self) -> bool:
@@ -104,7 +102,7 @@ class AccessMiddleware:
         client = scope.get("client")
         address = client[0] if client else "unknown"
         caller = await self._identify(headers.get("authorization"), address)
-        if not caller.name:
+        if caller.key is None:
             self._check_origin(headers)
         if _ADMIN.match(path) and caller.role != "admin":
             raise HTTPProblem(403, "forbidden", "this key's role is not `admin`")
@@ -123,7 +121,7 @@ class AccessMiddleware:
         if verdict is None:
             verdict = await to_thread.run_sync(self._keys.check, secret, limiter=self._threads)
         if not verdict.exist:
-            return Caller("", "admin", NAMESPACE, address)
+            return Caller("admin", NAMESPACE, address)
         row = verdict.key
         if row is None:
             raise HTTPProblem(
@@ -132,7 +130,7 @@ class AccessMiddleware:
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},
             )  # fmt: skip
-        return Caller(row.name, row.role, row.namespace, f"key {row.id}", row.id)
+        return Caller(row.role, row.namespace, f"key {row.id}", row.id)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse calls of other sites' pages while no key exists. Raises `HTTPProblem` (403).
@@ -174,8 +172,19 @@ class RateLimit:
         """
         self._items: list[RateLimitItem] = parse_many(rate) if rate else []
         self._own = MovingWindowRateLimiter(MemoryStorage())
-        self._shared = None if storage is None else MovingWindowRateLimiter(_redis(storage))
+        self._shared: MovingWindowRateLimiter | None = None
         self._asked_from = 0.0
+        if storage is not None:
+            try:
+                redis = RedisStorage(
+                    f"async+{storage}", wrap_exceptions=True, implementation="redispy",
+                    key_prefix="ragcache", socket_timeout=_STORAGE_SECONDS,
+                    socket_connect_timeout=_STORAGE_SECONDS,
+                )  # fmt: skip
+            except PackageMissing as error:
+                text = "rates in Redis need redis: pip install 'ragcache[redis]'"
+                raise MissingExtra(text) from error
+            self._shared = MovingWindowRateLimiter(redis)
 
     async def hit(self, bucket: str) -> None:
         """Count a request of a caller. Raises `HTTPProblem` (429) with `Retry-After` in seconds."""
@@ -204,17 +213,6 @@ async def _hit(limiter: MovingWindowRateLimiter, item: RateLimitItem, bucket: st
     if await limiter.hit(item, bucket):
         return None
     return (await limiter.get_window_stats(item, bucket)).reset_time
-
-
-def _redis(url: str) -> RedisStorage:
-    try:
-        return RedisStorage(
-            f"async+{url}", wrap_exceptions=True, implementation="redispy",
-            key_prefix="ragcache", socket_timeout=_STORAGE_SECONDS,
-            socket_connect_timeout=_STORAGE_SECONDS,
-        )  # fmt: skip
-    except PackageMissing as error:
-        raise MissingExtra("rates in Redis need redis: pip install 'ragcache[redis]'") from error
 
 
 def check_length(declared: str | None, limit: int) -> None:
@@ -272,6 +270,12 @@ def bounded_receive(receive: Receive, limit: int, end: float) -> Receive:
         return message
 
     return receive_body
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Receive messages until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_large(limit: int) -> HTTPProblem:

@@ -232,11 +232,6 @@ class GenerationRequest(Asking):
         options["top_p"] = max(self.top_p, _LIKELIEST)
         return GenerationParams(**options, timeout=deadline)
 
-    @property
-    def with_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class ChatRequest(Surface, GenerationRequest):
     """The body of `POST /v1/chat/completions`."""

@@ -23,7 +23,7 @@ from ragcache import (
     SourceDocument,
     Timings,
 )
-from ragcache.db import Deletion, HeldState
+from ragcache.db import HeldState
 from ragcache.db.sql import page_of
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
@@ -191,21 +191,16 @@ class DeletedResponse(ResponseModel):
 class DeletionResponse(DeletedResponse):
     """The amounts that a deletion would take, for `dry_run`."""
 
+    deleted: int = Field(validation_alias="documents")
+    """Number of documents."""
     dry_run: Literal[True] = True
     modules: int
     states: int
     """Number of states that nothing else needs."""
-    bytes: int
+    bytes: int = Field(validation_alias="nbytes")
     """Bytes of these states in all tiers."""
     tiers: dict[str, int]
     """Bytes of these states by tier, on all machines."""
-
-    @classmethod
-    def of(cls, deletion: Deletion) -> DeletionResponse:
-        return cls(
-            deleted=deletion.documents, modules=deletion.modules, states=deletion.states,
-            bytes=deletion.nbytes, tiers=dict(deletion.tiers),
-        )  # fmt: skip
 
 
 TierName = Annotated[str, Field(min_length=1, max_length=20)]
@@ -520,13 +515,13 @@ MULTIPART = {
 class DocumentResponse(ResponseModel):
     """A stored document, without its text."""
 
-    id: str
+    id: str = Field(validation_alias="source_id")
     uri: str
     digest: str
     """Digest of the text, the metadata and the settings of the splitter."""
     modules: int
     """Number of modules that the text is split into."""
-    metadata: dict[str, Any]
+    metadata: dict[str, Any] = Field(validation_alias="attributes")
 
 
 class JobResponse(RowResponse):

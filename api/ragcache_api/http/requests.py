@@ -12,10 +12,10 @@ from secrets import token_urlsafe
 from typing import TypeVar
 
 from fastapi import Request
-from starlette.types import Receive
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
+from ragcache_api.http.auth import wait_for_disconnect
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.request_ids import request_id
 
@@ -211,9 +211,3 @@ async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds:
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Receive messages until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic, time
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from starlette.concurrency import run_in_threadpool
 
 from ragcache import RagCache
-from ragcache.engine import LogprobFormat
 from ragcache.errors import DeadlineExceeded
 from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
@@ -20,8 +17,6 @@ from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
 from ragcache_api.settings import ServiceSettings
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -53,17 +48,8 @@ class Service:
         return self.shared.model.name
 
     @property
-    def fingerprint(self) -> str:
-        """`system_fingerprint` of OpenAI's responses: a digest of weights and configuration."""
-        return f"fp_{self.shared.model.causal.fingerprint[:10]}"
-
-    @property
     def tokenizer(self) -> Any:
         return self.shared.model.tokenizer
-
-    @property
-    def logprobs(self) -> LogprobFormat:
-        return LogprobFormat(self.tokenizer)
 
     def rag_of(self, namespace: str) -> RagCache:
         """Return the state folder as seen from a namespace. Call it in the event loop only."""
@@ -116,8 +102,3 @@ async def _context(request: Request, service: ServiceDep) -> RequestContext:
 
 
 ContextDep = Annotated[RequestContext, Depends(_context)]
-
-
-async def off_loop(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a blocking function in a thread."""
-    return await run_in_threadpool(function, *arguments, **options)

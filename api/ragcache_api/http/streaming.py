@@ -22,9 +22,10 @@ from starlette.types import Message, Receive, Scope, Send
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.engine import TokenDelta
 from ragcache.errors import RequestCancelled
+from ragcache_api.http.auth import wait_for_disconnect
 from ragcache_api.http.errors import ErrorInfo, stream_error
 from ragcache_api.http.protocol import CompactResponse, compact
-from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect, wait_for_disconnect
+from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect
 from ragcache_api.http.service import RequestContext
 
 logger = logging.getLogger(__name__)

@@ -7,23 +7,22 @@ read the ledger are no coroutines: FastAPI runs them in threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from ragcache import SourceDocument
-from ragcache.engine import EngineStats
 from ragcache.errors import ConfigurationError
 from ragcache.machine import device_memory, host_memory, process_memory
 from ragcache.models import dtype_name
 from ragcache.planning import (
     Budgets,
-    Corpus,
     advise,
     corpus_of_collection,
     corpus_of_sources,
@@ -57,7 +56,7 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import ActiveRequest, stopping
 from ragcache_api.http.routes.answers import find_schema
-from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep
 from ragcache_schemas import write_schema
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
@@ -150,69 +149,61 @@ def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleChange:
-    """A change of one module's states."""
+async def _change(
+    module: PublicId, context: ContextDep, dry_run: Flag = False
+) -> Callable[..., ChangesResponse]:
+    """Return a function that calls a method of `RagCache.modules` for one module."""
 
-    context: RequestContext
-    module: str
-    """Public id of the module."""
-    dry_run: bool
-    """Whether the change is listed and not made."""
-
-    def apply(self, action: str, *arguments: Any, **options: Any) -> ChangesResponse:
-        """Call a method of `RagCache.modules` for the module."""
-        modules = self.context.rag.modules
-        row = modules.get(self.module).listing
+    def apply(action: str, *arguments: Any, **options: Any) -> ChangesResponse:
+        modules = context.rag.modules
+        row = modules.get(module).listing
         if action == "expire":
-            changes = modules.expire([row.id], *arguments, dry_run=self.dry_run)
+            changes = modules.expire([row.id], *arguments, dry_run=dry_run)
         else:
-            options |= {"names": [row.name], "dry_run": self.dry_run}
+            options |= {"names": [row.name], "dry_run": dry_run}
             changes = getattr(modules, action)(row.collection, **options)
-        return _changes(self.context, changes, self.dry_run)
+        return _changes(context, changes, dry_run)
+
+    return apply
 
 
-async def _change(module: PublicId, context: ContextDep, dry_run: Flag = False) -> ModuleChange:
-    return ModuleChange(context, module, dry_run)
-
-
-ChangeDep = Annotated[ModuleChange, Depends(_change)]
+ChangeDep = Annotated[Callable[..., ChangesResponse], Depends(_change)]
 
 
 @router.delete("/modules/{module}")
 def evict_module(change: ChangeDep, tier: Word = None) -> ChangesResponse:
     """Evict a module's states. Its document stays, and the next question encodes them again."""
-    return change.apply("evict", tier=tier)
+    return change("evict", tier=tier)
 
 
 @router.post("/modules/{module}/pin")
 def pin_module(change: ChangeDep) -> ChangesResponse:
     """Keep a module's states from being evicted for space or age."""
-    return change.apply("pin")
+    return change("pin")
 
 
 @router.delete("/modules/{module}/pin")
 def unpin_module(change: ChangeDep) -> ChangesResponse:
     """Let a module's states be evicted again."""
-    return change.apply("unpin")
+    return change("unpin")
 
 
 @router.post("/modules/{module}/warm")
 def warm_module(change: ChangeDep) -> ChangesResponse:
     """Bring a module's states to the first tier, and encode them if no tier has them."""
-    return change.apply("warm")
+    return change("warm")
 
 
 @router.post("/modules/{module}/move")
 def move_module(body: MoveRequest, change: ChangeDep) -> ChangesResponse:
     """Move a module's states to a tier, and out of the tiers above it."""
-    return change.apply("move", tier=body.tier)
+    return change("move", tier=body.tier)
 
 
 @router.post("/modules/{module}/expire")
 def expire_module(body: ExpireRequest, change: ChangeDep) -> ChangesResponse:
     """Limit how long a module's states are kept, unless they are pinned."""
-    return change.apply("expire", body.seconds)
+    return change("expire", body.seconds)
 
 
 @router.post("/evict")
@@ -238,26 +229,23 @@ def _changes(
 @router.get("/stats")
 async def get_stats(context: ContextDep) -> StatsResponse:
     """Return statistics since the service began."""
-    stats, service = await off_loop(context.rag.stats), context.service
+    stats, service = await run_in_threadpool(context.rag.stats), context.service
     record = service.recorder.stats_of(context.caller.namespace)
     computing = [active.computes for active in _requests_of_caller(context)]
     requests = {"running": sum(computing), "waiting": len(computing) - sum(computing)}
     requests |= {name: record.outcomes[name] for name in ("finished", "failed", "cancelled")}
-    operator = context.caller.is_operator
+    engine, operator = service.shared.engine.stats, context.caller.is_operator
+    rows = engine.prompt_tokens + engine.decoded_tokens + engine.encoded_tokens
+    figures = {
+        "steps": engine.steps, "batch_mean": rows / (engine.steps or 1),
+        "queued_s": engine.queued, "preempted": engine.preempted,
+    }  # fmt: skip
     return StatsResponse(
         model=service.model, uptime=time.time() - service.started, collections=stats.collections,
         requests=requests, tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
-        engine=_engine_figures(service.shared.engine.stats) if operator else {},
+        engine=figures if operator else {},
         evictions={tier: dict(each) for tier, each in stats.evictions.items()} if operator else {},
     )  # fmt: skip
-
-
-def _engine_figures(stats: EngineStats) -> dict[str, float]:
-    rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
-    return {
-        "steps": stats.steps, "batch_mean": rows / (stats.steps or 1), "queued_s": stats.queued,
-        "preempted": stats.preempted,
-    }  # fmt: skip
 
 
 @router.get("/tiers")
@@ -371,20 +359,17 @@ def verify_states(context: ContextDep, repair: Flag = False) -> VerifyResponse:
 def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
     """Estimate costs and gains of caching a corpus, from a sample that is measured now."""
     context.caller.require_operator()
-    shared, corpus = context.service.shared, _corpus(context, body)
+    shared = context.service.shared
+    if body.texts is not None and body.collection is None:
+        texts = [SourceDocument(str(n), text) for n, text in enumerate(body.texts, start=1)]
+        corpus = corpus_of_sources(shared.model, texts, context.service.settings.module_tokens)
+    elif body.collection is not None and body.texts is None:
+        corpus = corpus_of_collection(shared.model, context.rag.internals.catalog, body.collection)
+    else:
+        raise ConfigurationError("give either a collection or texts")
     budgets = Budgets.parse(body.host_bytes, body.device_bytes, body.disk_bytes)
     plan = make_plan(shared.model, corpus, budgets, shared.store.disk.folder, sample=body.sample)
     return plan.to_dict() | {"advice": advise(plan)}
-
-
-def _corpus(context: RequestContext, wanted: PlanRequest) -> Corpus:
-    model = context.service.shared.model
-    if wanted.texts is not None and wanted.collection is None:
-        texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
-        return corpus_of_sources(model, texts, context.service.settings.module_tokens)
-    if wanted.collection is not None and wanted.texts is None:
-        return corpus_of_collection(model, context.rag.internals.catalog, wanted.collection)
-    raise ConfigurationError("give either a collection or texts")
 
 
 class HealthResponse(ResponseModel):

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
-from ragcache import SourceDocument
-from ragcache.db import CollectionRow, DocumentRow
+from ragcache.db import CollectionRow
 from ragcache.documents import LoadedSources, SkippedFile, load_sources
 from ragcache.documents.formats import read_document
 from ragcache.documents.source import sanitize_document
@@ -43,7 +43,7 @@ from ragcache_api.http.protocol import (
     problems,
 )
 from ragcache_api.http.requests import stopping
-from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext
 from ragcache_api.http.streaming import EventStream, format_event
 
 router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=problems(507))
@@ -101,7 +101,7 @@ def delete_collection(
     """Delete a collection with its documents. With `dry_run`, report what would be deleted."""
     collections = context.rag.collections
     if dry_run:
-        return DeletionResponse.of(collections.preview_deletion(collection))
+        return DeletionResponse.model_validate(collections.preview_deletion(collection))
     return DeletedResponse(deleted=collections.delete(collection))
 
 
@@ -145,7 +145,7 @@ async def _submit(
     if context.service.requests.draining:
         raise stopping()
     submit = context.rag.jobs.submit
-    row = await off_loop(submit, collection, loaded, idempotency_key=key, sync=sync)
+    row = await run_in_threadpool(submit, collection, loaded, idempotency_key=key, sync=sync)
     job = JobResponse.model_validate(row)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
@@ -160,7 +160,9 @@ def delete_documents(
     With `dry_run`, report what would be deleted.
     """
     if dry_run:
-        return DeletionResponse.of(context.rag.collections.preview_deletion(collection, id))
+        return DeletionResponse.model_validate(
+            context.rag.collections.preview_deletion(collection, id)
+        )
     return DeletedResponse(deleted=context.rag.delete(collection, id))
 
 
@@ -170,8 +172,7 @@ def list_documents(
 ) -> PageOf[DocumentResponse]:
     """List the documents of a collection by id."""
     listed = context.rag.documents.page(collection, page.cursor, page.limit)
-    items = [_document_response(row) for row in listed.items]
-    return PageOf(items=items, next=listed.next, total=listed.total)
+    return PageOf[DocumentResponse].model_validate(listed)
 
 
 @router.get("/{collection}/documents/{document:path}")
@@ -180,7 +181,7 @@ def get_document(
 ) -> DocumentResponse:
     """Return a document, without its text."""
     for row in context.rag.documents.get(collection, [document]):
-        return _document_response(row)
+        return DocumentResponse.model_validate(row)
     raise _unknown(collection, document)
 
 
@@ -203,13 +204,6 @@ def _unknown(collection: str, document: str) -> HTTPProblem:
     return HTTPProblem(404, "unknown-document", detail)
 
 
-def _document_response(row: DocumentRow) -> DocumentResponse:
-    return DocumentResponse(
-        id=row.source_id, uri=row.uri, digest=row.digest, modules=row.modules,
-        metadata=dict(row.attributes),
-    )  # fmt: skip
-
-
 async def read_documents(request: Request) -> LoadedSources:
     """Read the documents of an upload.
 
@@ -219,9 +213,9 @@ async def read_documents(request: Request) -> LoadedSources:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await off_loop(_parse_files, await _form_files(request))
+        return await run_in_threadpool(_parse_files, await _form_files(request))
     if kind == "application/json":
-        return await off_loop(_parse_json, await request.body())
+        return await run_in_threadpool(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
 
 
@@ -244,7 +238,8 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
         for field, file in form.multi_items():
             if not isinstance(file, UploadFile):
                 raise HTTPProblem(400, "not-a-file", f"the field {field!r:.100} is no file")
-            found.append((file.filename or "", await file.read()))
+            name = (file.filename or "").replace("\\", "/").strip("/")
+            found.append((name, await file.read()))
     if not found:
         raise HTTPProblem(400, "no-files", "the form holds no file")
     return found
@@ -259,28 +254,18 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
     documents, skipped = [], []
     for name, raw in files:
         try:
-            documents.append(_parse_file(name, raw))
-        except UnreadableDocument as error:
-            skipped.append(SkippedFile(_usable(name), str(error), failed=True))
-        except MissingExtra as error:
-            skipped.append(SkippedFile(_usable(name), str(error)))
+            if not 0 < len(name) <= 1000:
+                raise UnreadableDocument("a file of the form has no usable name")
+            documents.append(sanitize_document(read_document(name, raw)))
+        except (UnreadableDocument, MissingExtra) as error:
+            failed = isinstance(error, UnreadableDocument)
+            skipped.append(SkippedFile(name, str(error), failed=failed))
     if not documents:
         detail = "; ".join(f"{file.name}: {file.reason}" for file in skipped)
         reasons = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
         raise HTTPProblem(422, "unreadable-document", detail, problems=reasons)
     present = frozenset(file.name for file in skipped)
     return replace(load_sources(documents), skipped=tuple(skipped), present=present)
-
-
-def _parse_file(name: str, raw: bytes) -> SourceDocument:
-    name = _usable(name)
-    if not name or len(name) > 1000:
-        raise UnreadableDocument("a file of the form has no usable name")
-    return sanitize_document(read_document(name, raw))
-
-
-def _usable(name: str) -> str:
-    return name.replace("\\", "/").strip("/")
 
 
 @jobs_router.get("")
@@ -312,7 +297,7 @@ def cancel_job(job: PublicId, context: ContextDep) -> JobResponse:
 
 
 async def _job(context: RequestContext, public_id: str) -> JobResponse:
-    return JobResponse.model_validate(await off_loop(context.rag.jobs.get, public_id))
+    return JobResponse.model_validate(await run_in_threadpool(context.rag.jobs.get, public_id))
 
 
 async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator[bytes, None]:

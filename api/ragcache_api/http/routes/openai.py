@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ragcache import (
@@ -25,7 +26,7 @@ from ragcache import (
     GenerationParams,
     structured,
 )
-from ragcache.engine import Choice, TokenDelta
+from ragcache.engine import Choice, LogprobFormat, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
 from ragcache_api.http.bodies import (
@@ -44,7 +45,7 @@ from ragcache_api.http.protocol import (
     openai_problems,
 )
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext, Service, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext, Service
 from ragcache_api.http.streaming import AnswerFormat, Opening, deltas_of, format_event, respond
 
 DONE = b"data: [DONE]\n\n"
@@ -114,7 +115,7 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     check_model(context.service, body.model)
     tokenizer = context.service.tokenizer
     if body.response_format or body.tools:  # checking a schema may take seconds
-        output = await off_loop(OutputFormat.of, body, tokenizer)
+        output = await run_in_threadpool(OutputFormat.of, body, tokenizer)
     else:
         output = OutputFormat.of(body, tokenizer)
     generation = output.apply(body.generation(context.deadline))
@@ -224,10 +225,11 @@ class _CompletionWriter(ABC):
         service = context.service
         self._fields = {
             "id": active.id, "object": self.kind, "created": int(time()), "model": service.model,
-            "system_fingerprint": service.fingerprint,
+            "system_fingerprint": f"fp_{service.shared.model.causal.fingerprint[:10]}",
         }  # fmt: skip
-        self._logprobs = service.logprobs
-        self._with_usage, self._with_sources = body.with_usage, body.collection is not None
+        self._logprobs = LogprobFormat(service.tokenizer)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._with_sources = body.collection is not None
         self._prefix = b"data: " + compact(self._fields | {"object": self.chunk_kind})[:-1] + b","
 
     def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -448,9 +450,7 @@ class DeltaReader:
 
     def feed(self, text: str) -> dict[str, Any]:
         """Take more text, and return the fields that can be sent now."""
-        if self._calls is not None:
-            return self._fields(self._calls.feed(text))
-        return self._text(text)
+        return self._text(text) if self._calls is None else self._fields(self._calls.feed(text))
 
     def finish(self) -> dict[str, Any]:
         """Return the fields of text that was held back."""
