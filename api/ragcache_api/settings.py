@@ -42,17 +42,17 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class ServiceOptions(OpenConfig):
-    """Options of the service and of the command line: those of `OpenConfig`, and their own.
+    """Options of the service and the command line, in addition to the fields of `OpenConfig`.
 
     Times are seconds. `ServiceSettings` also reads them from the environment.
     """
 
     model: str | None = None
-    """A model folder or hub name. The embedded reader by default."""
+    """A model folder, hub name or GGUF file. The embedded reader by default."""
     embedding: str = "auto"
     """Retrieval by meaning: `auto`, `minilm`, `none`, or a folder or hub name."""
     reranker: str | None = None
-    """A cross-encoder that orders what was found: a folder or hub name."""
+    """A cross-encoder that orders the retrieved modules: a folder or hub name."""
     state: Path = Path("ragcache-state")
     """The state folder."""
     replicas: Positive | None = None
@@ -132,8 +132,14 @@ class ServiceSettings(BaseSettings, Surface, ServiceOptions):
 
     @classmethod
     def read(cls, **given: Any) -> ServiceSettings:
-        """The settings from options (None is not one), the environment and the file. Raises
-        `ConfigurationError`."""
+        """Read the settings from options, the environment and the file.
+
+        Args:
+            **given: Options by name. An option that is None counts as not given.
+
+        Raises:
+            ConfigurationError: A setting is unknown or has a value that cannot be used.
+        """
         given = {name: value for name, value in given.items() if value is not None}
         try:
             return cls(**given)
@@ -142,7 +148,7 @@ class ServiceSettings(BaseSettings, Surface, ServiceOptions):
             name = str(place[0]) if place else ""
             raise ConfigurationError(
                 f"setting {name!r} ({_place(name, given)}): {explain(error, cls)}; "
-                "docs/guides/operate.md lists the settings"
+                "docs/guides/operate.md explains the settings"
             ) from None
         except TOMLDecodeError as error:
             raise ConfigurationError(f"{Path(FILE).resolve()} is no TOML: {error}") from None
@@ -154,24 +160,27 @@ class ServiceSettings(BaseSettings, Surface, ServiceOptions):
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource, *_: Any, **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
-        """Options come before the environment, and that before the file."""
+        """Options take precedence over the environment, and the environment over the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     def open_options(self) -> dict[str, Any]:
-        """Options of `RagCache.open` that were given."""
+        """Return the given options of `RagCache.open`."""
         return OpenConfig.part_of(self).given()
 
     @property
     def autoscale_bounds(self) -> tuple[int, int] | None:
-        """The fewest and the most replicas; None for a fixed number."""
+        """The fewest and the most replicas, if their number is not fixed."""
         if self.autoscale is None:
             return None
         first, last = sorted(map(int, self.autoscale.split("-")))
         return max(first, 1), last
 
     def cluster_ledger(self) -> str:
-        """The ledger of several replicas, which share it and a remote tier. Raises
-        `ConfigurationError` where they would not."""
+        """Return the URL of the ledger that several replicas share.
+
+        Raises:
+            ConfigurationError: The replicas would not share a ledger and a remote tier.
+        """
         if self.ledger is None or not self.ledger.startswith("postgresql"):
             raise ConfigurationError(
                 "several replicas share one ledger: set `ledger` to postgresql://USER@HOST/NAME "
