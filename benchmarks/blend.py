@@ -1,4 +1,4 @@
-"""What mode `blend:R` takes: first tokens and steps beside `rooted` and `exact`, on a GPU or a CPU.
+"""Cost of mode `blend:R` in first tokens and steps, compared with `rooted` and `exact`.
 
 A model of a shape with random weights, whose first layer says nothing of the others: which tokens
 are chosen does not change what it takes. Documents, their order and the question are new each time.

@@ -97,7 +97,7 @@ class SuiteRun:
             self._part(f"{name} close", session.close)
 
     def _part(self, name: str, run: Callable[[], Any]) -> Any:
-        """What a part returns; None where it failed, with its error in the document."""
+        """Run a part and return its result, or record its error in the document and return None."""
         self.progress(name)
         begin = time.perf_counter()
         if self.limit is not None:
@@ -130,7 +130,7 @@ def without_cudnn_attention() -> Iterator[None]:
 def new_document(
     shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload, device: str
 ) -> dict[str, Any]:
-    """What a run writes to its file, before anything was measured."""
+    """Return the document that a run writes to its file, before anything is measured."""
     return {
         "machine": describe_machine(),
         "device": device,
@@ -163,7 +163,7 @@ def bench_hugging_face(session: GpuSession) -> dict[str, Any]:
 
 
 def _peers() -> dict[str, str]:
-    """What is said of peers beside Hugging Face."""
+    """Return notes on peers other than Hugging Face."""
     measured = "its cascade is measured in the part attention"
     absent = "does not import here, so it is not measured"
     return {"FlashInfer": measured if find_spec("flashinfer") is not None else absent}

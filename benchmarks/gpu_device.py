@@ -185,7 +185,7 @@ class DecodeAttention:
             )  # fmt: skip
 
     def microseconds(self) -> float:
-        """Of a layer."""
+        """Microseconds of a layer."""
         return graph_microseconds(self.launch) / self.layers
 
 

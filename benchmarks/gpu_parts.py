@@ -290,8 +290,10 @@ class _LayeredCopies:
 
 
 def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
-    """What the device does in first tokens after four documents and in decoding over them. The
-    profiler itself costs time, mostly between kernels."""
+    """Profile the device in first tokens after four documents and in decoding over them.
+
+    The profiler itself costs time, mostly between kernels.
+    """
     if session.device == "cpu":
         return {"skipped": "there is no device"}
     load = session.load

@@ -88,7 +88,7 @@ class GpuSession:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the embedded reader."""
+        """Tokenizer of the embedded reader."""
         from transformers import AutoTokenizer
 
         from ragcache.models.reader import READER
@@ -225,7 +225,7 @@ def time_steps(session: GpuSession, contexts: Sequence[Context], new_tokens: int
 
 
 def counters_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """What each counter of an engine grew by."""
+    """Return the growth of each counter of an engine."""
     names = [field.name for field in fields(after)]
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 

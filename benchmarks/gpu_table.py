@@ -11,15 +11,18 @@ from shapes import SHAPES
 from ragcache.bench.harness import LlamaShape
 
 VLLM = "0.26.0 on one H200, 22 November 2026, same shapes and lengths; not run by this bench"
-"""Where the constants in the column of vLLM come from."""
+"""Origin of the constants in the column of vLLM."""
 
 ELEMENT = 2  # bytes of a bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device reached in this run: reading its memory, copying from pinned memory, and an
-    8192 x 8192 x 8192 product in bfloat16."""
+    """Speeds that the device reached in this run.
+
+    Measured by reading its memory, copying from pinned memory, and an 8192 x 8192 x 8192 product in
+    bfloat16.
+    """
 
     read_gb_s: float
     h2d_gb_s: float
@@ -125,7 +128,7 @@ def _serve_floor(kv_element: float) -> Floor:
         used = round(share * load.documents)
 
         def seconds(rows: int, own: int) -> float:
-            """Of a step of `rows` rows a request, which see `own` tokens of their request."""
+            """Return the seconds of a step: `rows` rows a request over `own` tokens of its own."""
             readers = load.requests * load.each * rows // used
             shared = [(load.preamble, load.requests * rows)]
             shared += [(load.document_tokens, readers)] * used
@@ -210,7 +213,7 @@ def _attention(
 
 
 def _order(rows: str) -> tuple[Target, Target]:
-    """Of the steps of the engine, and of attention alone."""
+    """Return the targets of the engine's steps and of attention alone."""
     must, goal = (1.15, 1.15), (1.05, 1.05)
     title, no = f"any order against one segment, {rows} rows", ("not possible", "not possible")
     return (

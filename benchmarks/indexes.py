@@ -115,7 +115,7 @@ def main(
     modules: Annotated[int, typer.Option(min=500, help="Modules of the collection.")] = 5_000,
     json_file: JsonFile = None,
 ) -> None:
-    """What questions wait for retrieval after changes of a large collection."""
+    """Time that questions wait for retrieval after changes of a large collection."""
     result = run_benchmark(lambda _: bench_indexes(modules)) | {"machine": describe_machine()}
     table = plain_table("at a question", "seconds", "of the processor")
     for name, wait in result["waits"].items():

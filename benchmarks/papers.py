@@ -1,5 +1,7 @@
-"""What the papers' workloads share: models of random weights, batches of requests through the
-engine, and figures beside those of a paper."""
+"""Shared parts of the papers' workloads.
+
+Models of random weights, batches of requests through the engine, and figures next to a paper's.
+"""
 
 from __future__ import annotations
 

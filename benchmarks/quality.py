@@ -1,4 +1,4 @@
-"""What answers are worth, set by set and mode by mode: the figures of docs/measurements/quality.md.
+"""Quality of answers, set by set and mode by mode: the figures of docs/measurements/quality.md.
 
     python benchmarks/quality.py --data DATA --json FILE
 
@@ -58,8 +58,10 @@ SETS = (
     QuestionSet("COVID-QA", "covid_qa.json", questions=12, over="own"),
     QuestionSet("QMSum", "qmsum.val.jsonl", questions=12, over="own"),
 )
-"""Of some the documents of all questions are too long to encode for a few: those are asked over
-each question's own."""
+"""Sets whose documents are too long to encode for a few questions.
+
+Their questions are asked over each question's own documents.
+"""
 
 
 Read = Callable[[DatasetBuilder, Any, int], None]

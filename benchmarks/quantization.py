@@ -1,4 +1,4 @@
-"""What eight bits cost: bytes saved, states that change, answers that begin otherwise.
+"""Cost of eight bits: bytes saved, states that change, answers that begin differently.
 
 python benchmarks/quantization.py --json FILE
 """

@@ -1,4 +1,4 @@
-"""What it is worth to compute some module tokens again in context, and which ones.
+"""Value of computing some module tokens again in context, and of the choice of tokens.
 
 Modules that were encoded apart do not see each other. `linked:N` computes the first tokens of each
 again; `blend:R` those whose values deviate most on the first layers (CacheBlend, Yao et al., 2024,
@@ -108,7 +108,7 @@ class RecomputedPrompt:
 
     @property
     def bounds(self) -> list[int]:
-        """Where each module begins, and where the last one ends."""
+        """First token of each module, and the end of the last module."""
         return list(accumulate(map(len, self.modules), initial=len(self.preamble)))
 
 
@@ -125,7 +125,7 @@ class Variant:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one prompt: logits of the first token, and the answer."""
+    """Result of one prompt: logits of the first token, and the answer."""
 
     logits: Tensor
     token_ids: list[int] = field(default_factory=list)
@@ -335,8 +335,10 @@ def _kl(expected: Tensor, given: Tensor) -> float:
 
 
 def cost_of(variant: str, share: float, layers: int) -> float:
-    """What is computed of the modules, as a share of all tokens in all layers. CacheBlend first
-    computes the first layer for all tokens, to see whose values it changes."""
+    """Return the computed share of the modules' tokens in all layers.
+
+    CacheBlend first computes the first layer for all tokens, to see whose values it changes.
+    """
     return (1 + share * (layers - 1)) / layers if variant.startswith("blend") else share
 
 

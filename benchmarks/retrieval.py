@@ -1,5 +1,6 @@
-"""What retrieval finds and what answers are made of it: by words, by meaning and by both, with and
-without modules far below the best one.
+"""Quality of retrieval and of the answers from it.
+
+By words, by meaning and by both, with and without modules far below the best one.
 
     python benchmarks/retrieval.py --data DATA --json FILE
 

@@ -1,4 +1,4 @@
-"""What the HTTP layer adds: to the first token, to the rate of many streams, to a long listing.
+"""Cost of the HTTP layer: on the first token, on the rate of many streams, on a long listing.
 
 The service and the calls that it is compared with run in one process, over one engine, in turn; its
 clients run in another.
@@ -249,8 +249,10 @@ def _text(draw: random.Random) -> str:
 def closed_loop(
     topics: Sequence[str], clients: int, requests: int, tokens: int
 ) -> list[list[Asked]]:
-    """What each client asks, one after another. Answers have from half of `tokens` to half more,
-    so that no two clients stay in step."""
+    """Draw the requests of each client, in order.
+
+    Answers have from half of `tokens` to half more, so that no two clients stay in step.
+    """
 
     def asked(client: int, number: int) -> Asked:
         part = (5 * client + 11 * number) % clients

@@ -1,4 +1,4 @@
-"""What weights in 8 and 4 bits save and cost: bytes, time of the processor, and answers.
+"""Savings and costs of weights in 8 and 4 bits: bytes, processor time, and answers.
 
     python benchmarks/weights.py --json FILE
 

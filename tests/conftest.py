@@ -141,7 +141,7 @@ def float_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _default_model(float_reader: Path) -> Iterator[None]:
-    """What is opened without a model reads with float32 too, and shares one reader."""
+    """Make folders that are opened without a model share one reader in float32."""
     from ragcache import rag
     from ragcache.models import load_model, loader
 
@@ -259,8 +259,10 @@ def little_to_collect() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting made stays: no collection of garbage looks through it but the interpreter's
-    at its end. Later ones are a tenth as many: tests make much that stays as long as a fixture."""
+    """Exempt the objects that collecting made from garbage collection, until the interpreter ends.
+
+    Later collections are a tenth as many: tests make many objects that live as long as a fixture.
+    """
     gc.freeze()
     atexit.register(gc.unfreeze)
     gc.set_threshold(7_000, 10, 20)

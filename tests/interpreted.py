@@ -44,7 +44,7 @@ _numpy_types: dict[str, Any] = {}
 
 
 def _numpy_type(dtype: Any) -> Any:
-    """Of a type of Triton's, by its name."""
+    """Return the numpy type of a Triton type, by its name."""
     if dtype.name not in _numpy_types:
         _numpy_types[dtype.name] = _numpy_type_of(dtype)
     return _numpy_types[dtype.name]
@@ -52,7 +52,7 @@ def _numpy_type(dtype: Any) -> Any:
 
 @cache
 def _shape(*sizes: int) -> tuple[Any, Any, int, str]:
-    """Of a block: for its type, for its tensors, the number of elements, and as a text."""
+    """Return the shape of a block: for its type, for its tensors, its size, and as a text."""
     numel = validate_block_shape(list(sizes))
     shape = core.tuple(sizes)
     return shape, core.tuple([core.constexpr(size) for size in sizes]), numel, str(shape)

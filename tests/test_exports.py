@@ -1,4 +1,4 @@
-"""What the packages export and load, the configuration, the OpenMP workers, and doctests."""
+"""Exports and imports of the packages, the configuration, the OpenMP workers, and doctests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PUBLIC = (
 
 
 def loaded_by(*programs: str) -> list[set[str]]:
-    """What a fresh process has imported after each of the programs, one after another."""
+    """Return the imports of a fresh process after each of the programs, one after another."""
     show = "print(*sys.modules)"
     lines = "\n".join(f"{program}\n{show}" for program in programs)
     command = [sys.executable, "-c", f"import sys\n{lines}"]

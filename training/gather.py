@@ -36,7 +36,7 @@ _WORD = re.compile(r"[\u3400-\u9fff]|[^\W\d_]+|\d+")
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from. paths: globs over the repository's files; skip: those left out;
+    """A repository that text comes from. paths: globs over the repository's files; skip: those left out;
     megabytes: how much of it is kept, documents chosen by the hash of their path."""
 
     repository: str

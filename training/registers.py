@@ -18,7 +18,7 @@ Value = Callable[[random.Random], str]
 
 @dataclass(frozen=True)
 class Fact:
-    """What an entry says of itself, and how it is asked for. `{n}` is the entry's name, `{v}` the
+    """A statement of an entry, and the questions for it. `{n}` is the entry's name, `{v}` the
     value, which the statements hold word for word."""
 
     value: Value

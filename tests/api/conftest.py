@@ -1,4 +1,4 @@
-"""What all tests of the programs share."""
+"""Fixtures of all tests of the programs."""
 
 from __future__ import annotations
 

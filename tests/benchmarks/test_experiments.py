@@ -160,7 +160,7 @@ def test_questions_after_changes_are_timed_beside_a_build() -> None:
 def test_what_is_computed_again_comes_nearer_to_exact(
     tiny_reader: LoadedModel, tmp_path: Path
 ) -> None:
-    """Where all tokens but the first module's are computed again, any choice of them is exact."""
+    """Computing all tokens but the first module's again is exact under any choice of tokens."""
     texts = (
         "The boat has one oar, which hangs on the wall of the shed behind the house.\n\n",
         "The oar is made of ash and was painted white by the man who keeps the boat.\n\n",

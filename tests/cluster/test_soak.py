@@ -26,7 +26,7 @@ NAMES = tuple(f"document{number}" for number in range(24))
 
 @dataclass
 class Soak:
-    """What was acknowledged. jobs: by name the last accepted job and its text; deleted: names whose
+    """Acknowledged changes. jobs: by name the last accepted job and its text; deleted: names whose
     deletion was acknowledged, and when."""
 
     services: Services

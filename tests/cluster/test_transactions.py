@@ -1,4 +1,4 @@
-"""What questions cost a ledger that several processes share, in transactions and rows."""
+"""Transactions and rows that questions cost a ledger of several processes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_first_use_of_others_states_costs_three_transactions(
     other.ingest(SHEDS)
 
     def ask(word: str, tier: str) -> Cost:
-        """Of the embedded reader, whose answers also read the documents that they quote."""
+        """Return the cost of a question to the reader, whose answers also read quoted documents."""
         options = GenerationParams(max_tokens=1)
         with counted(rag) as cost:
             answer = rag.ask(

@@ -218,8 +218,10 @@ def test_the_compose_file_keeps_to_its_specification() -> None:
 
 
 def test_kubernetes_resources_keep_to_its_schemas() -> None:
-    """Those of Kubernetes itself, the pods within KubeRay's, and Ray's for what is served; the
-    operators' own kinds have none that is published as a package."""
+    """Check Kubernetes' own kinds, the pods within KubeRay's, and Ray's schema of a service.
+
+    The operators' own kinds have no schema that is published as a package.
+    """
     from ray.serve.schema import ServeDeploySchema
 
     version = kubernetes_validate.latest_version()

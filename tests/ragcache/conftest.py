@@ -72,7 +72,7 @@ def full_lease(
 
 
 def postgres_url() -> str:
-    """Of a PostgreSQL to test with; skips the test where there is none."""
+    """Return the URL of a PostgreSQL to test with; without one, skip the test."""
     url = os.environ.get("RAGCACHE_TEST_POSTGRES_URL")
     if not url:
         pytest.skip("RAGCACHE_TEST_POSTGRES_URL is not set")
@@ -98,8 +98,7 @@ DATABASES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.slow))
 
 @pytest.fixture(params=DATABASES)
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
-    """Where an empty ledger can be opened, and again by another process: in turn in each kind of
-    database."""
+    """Yield the place of an empty ledger for several processes, in each kind of database."""
     if request.param == "sqlite":
         yield tmp_path / "ledger.sqlite3"
         return

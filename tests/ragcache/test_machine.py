@@ -1,4 +1,4 @@
-"""What is timed, how often, and how much memory a process may take."""
+"""Timed products, how often they are timed, and the memory that a process may take."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def documents(answer: Answer) -> set[str]:
 
 
 def test_an_answer_from_a_selection_searches_no_more(library: RagCache) -> None:
-    """What was retrieved for another question, in another order, is what this one reads."""
+    """The question reads the modules that were retrieved for another one, in another order."""
     found = library.retrieve("spare key", collection="notes", k=2, relative_threshold=0.0)
     turned = replace(found, hits=found.hits[::-1])
     answer = library.ask("What is there?", collection="notes", selection=turned, k=1)

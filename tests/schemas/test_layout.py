@@ -107,7 +107,7 @@ def widened(node: object) -> object:
 def check(
     nodes: tuple[object, ...], path: pml.Path, layout: pml.Layout, low: int, high: int
 ) -> int:
-    """That siblings follow each other and union members share their start; where they end."""
+    """Check that siblings follow each other and union members share their start; return the end."""
     for node in nodes:
         match node:
             case pml.Module():

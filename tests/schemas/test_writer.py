@@ -101,7 +101,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def problem(text: str) -> str | None:
-    """What the schema says against `text`."""
+    """Return the schema's objection to `text`, if it has one."""
     tree = etree.fromstring(text.encode(), etree.XMLParser(huge_tree=True))
     return None if XSD.validate(tree) else str(XSD.error_log.last_error)
 

@@ -45,7 +45,8 @@ def write(root: Path, source: str) -> Path:
         (root / package).mkdir()
         (root / package / "__init__.py").write_text("")
     (root / "docs" / "adr").mkdir(parents=True)
-    (root / "tests").mkdir()
+    for folder in TOOL["SCRIPTS"]:
+        (root / folder).mkdir()
     (root / "README.md").write_text("# Queue\n")
     file.write_text(source)
     return file
@@ -82,3 +83,13 @@ def test_paragraphs_leave_out_tables_code_and_decision_records(tmp_path: Path) -
     (tmp_path / "docs" / "page.md").write_text(page)
     (tmp_path / "docs" / "adr" / "0001.md").write_text("a long paragraph of an old decision\n")
     assert TOOL["longest_paragraph"](tmp_path) == (4, "docs/page.md: - four five six")
+
+
+def test_docstrings_of_scripts_and_tests_need_a_subject(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, GOOD)
+    (tmp_path / "benchmarks" / "queue.py").write_text('"""What a queue costs."""\n')
+    monkeypatch.chdir(tmp_path)
+    assert TOOL["main"]([]) == 1
+    assert "benchmarks/queue.py:1: What a queue costs." in capsys.readouterr().out

@@ -105,6 +105,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, **built)
 
     parameters = sorted([*plain, *added], key=lambda each: each.kind)
+    # Typer reads the signature and the annotations; mypy knows no `__signature__` of functions.
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {each.name: each.annotation for each in parameters}
     return expanded

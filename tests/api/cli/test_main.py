@@ -66,7 +66,7 @@ LIBRARIES = (
 
 
 def imported_by(*commands: list[object], status: int, among: tuple[str, ...]) -> list[list[str]]:
-    """What a new process has imported after its start, and after each command that it runs."""
+    """Return the imports of a new process after its start and after each command that it runs."""
     code = (
         "import sys\n"
         "from ragcache_api.cli.main import main\n"

@@ -1,4 +1,4 @@
-"""What browsers get: where `/` leads, and the API's description."""
+"""Pages for browsers: the redirect of `/`, and the API's description."""
 
 from __future__ import annotations
 

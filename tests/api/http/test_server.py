@@ -30,7 +30,7 @@ from tests.conftest import scaled
 
 
 async def statuses(app: App, client: str, number: int) -> list[int]:
-    """Of calls over connections from one address, each of which names another in a header."""
+    """Return the statuses of calls from one address, each of which names another in a header."""
     callers = [Caller() for _ in range(number)]
     for each, caller in enumerate(callers):
         await caller.call(app, "GET", "/v1/models", client=client, x_forwarded_for=f"10.0.0.{each}")

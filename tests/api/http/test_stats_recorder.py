@@ -1,4 +1,4 @@
-"""What the service remembers of requests."""
+"""Statistics of requests that the service keeps."""
 
 from __future__ import annotations
 

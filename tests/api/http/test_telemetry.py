@@ -1,4 +1,4 @@
-"""What a request leaves in a trace."""
+"""Spans of requests in a trace."""
 
 from __future__ import annotations
 

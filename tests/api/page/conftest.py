@@ -54,7 +54,7 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """What a person sees and does. Finding waits until there is something to find."""
+    """The page as a person sees and uses it. Finding waits until there is something to find."""
 
     def __init__(self, window: webdriver.Chrome, address: str) -> None:
         self.window, self.address = window, address
@@ -90,7 +90,7 @@ class Page:
         self.until(clicked)
 
     def names(self) -> list[str]:
-        """Of the modules in sight, as they are listed."""
+        """Return the names of the listed modules, in order."""
         rows = "[...document.querySelectorAll('.grid tr[data-id] .name')]"
         names: list[str] = self.window.execute_script(f"return {rows}.map(e => e.textContent)")
         return names
@@ -111,7 +111,7 @@ class Page:
         self.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def faults(self) -> list[str]:
-        """What the browser complained of: scripts that failed, and what the policy refused."""
+        """Return the browser's complaints: failed scripts, and requests refused by the policy."""
         return [
             each["message"] for each in self.window.get_log("browser") if each["level"] == "SEVERE"
         ]

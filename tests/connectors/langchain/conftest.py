@@ -23,7 +23,7 @@ DOCUMENT = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of LangChain's own suites, every third test is quick."""
+    """Mark two of three tests in LangChain's own suites as slow."""
     suites = [
         item for item in items
         if isinstance(item, pytest.Function) and item.cls

@@ -16,7 +16,7 @@ from tests.connectors.langchain.scripted_model import scripted_model
 
 
 class _Flags:
-    """Those that are off, with their reasons; the others are on."""
+    """Feature flags of the standard suite. Flags that are off have a reason; the others are on."""
 
     @property
     def supports_json_mode(self) -> bool:

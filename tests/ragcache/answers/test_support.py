@@ -1,4 +1,4 @@
-"""What of a question stands around its answer."""
+"""Words of a question around its answer."""
 
 from __future__ import annotations
 

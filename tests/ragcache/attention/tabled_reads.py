@@ -1,4 +1,4 @@
-"""What the rows of a step read, by a slow walk over its tables: their definition."""
+"""Definition of the tokens that the rows of a step read: a slow walk over its tables."""
 
 from __future__ import annotations
 

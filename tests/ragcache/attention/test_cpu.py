@@ -188,7 +188,7 @@ def test_scores_far_below_the_rows_own_weigh_nothing(dtype: torch.dtype) -> None
 def test_large_scores_in_a_causal_block_do_not_fall_back(
     handed_over: list[AttentionMetadata],
 ) -> None:
-    """What is large everywhere is no reason to fall back: only the difference counts."""
+    """Scores that are large everywhere are no reason to fall back: only the difference counts."""
     scene = make_scene(Shape((2,), ((3, ((0, 2, 0),)),), group=1), torch.float32)
     scene.query.copy_(torch.ones_like(scene.query) * 100)
     scene.key.copy_(torch.ones_like(scene.key))
@@ -305,7 +305,7 @@ def test_scores_in_blocks_of_rows_change_nothing(shape: Shape, most: int, alibi:
 def test_one_workspace_serves_any_size_and_dtype(
     workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does not fit goes to the fused kernel."""
+    """Queries that do not fit go to the fused kernel."""
     monkeypatch.setattr(cpu, "WORKSPACE", workspace)
     backend = CpuAttentionBackend()
     small = Shape((1, -3), ((2, ((0, 2, 5),)),))

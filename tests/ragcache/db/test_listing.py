@@ -226,7 +226,7 @@ def test_invalid_arguments_are_refused(filled: Database, cursor: str) -> None:
 
 @pytest.fixture
 def filled_evictions(database: Database) -> Database:
-    """Of states of a module of either namespace, of a schema of the other one, of nobody's."""
+    """Evict states of a module of either namespace, of a schema of the other one, and of nobody."""
     for number, namespace in enumerate(("default", "tenant")):
         modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
         document = NewDocument(namespace, "", "", modules)

@@ -183,7 +183,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Day:
-    """What happens to an engine. spare: blocks beyond those that the largest request needs."""
+    """Requests and events of an engine. spare: blocks beyond the largest request's need."""
 
     visits: list[Visit]
     encodings: list[tuple[int, int]]  # when, how many tokens

@@ -186,7 +186,7 @@ def test_a_failed_launch_ends_the_requests_not_the_engine(causal: CausalLM, afte
 
 
 class ForgetfulRunner(SmallBlockRunner):
-    """Has too little memory for some steps."""
+    """A runner that has too little memory for some steps."""
 
     failures = 0
     most_rows = 10**9

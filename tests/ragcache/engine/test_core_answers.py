@@ -1,4 +1,4 @@
-"""What ends an answer, what is reported of it, and what fails one request alone."""
+"""Ends of answers, reports on them, and failures of one request alone."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end(
 
 @torch.no_grad()
 def logits_after(tokens: list[int]) -> Tensor:
-    """Those of Hugging Face's own forward pass, [T, V]."""
+    """Return the logits of Hugging Face's own forward pass, [T, V]."""
     logits: Tensor = sharp_model()(torch.tensor([tokens])).logits[0]
     return logits
 

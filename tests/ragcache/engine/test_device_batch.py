@@ -75,8 +75,10 @@ NOWHERE = -1
 
 
 def defined_keys(chunks: Sequence[ScheduledChunk], gapless: bool) -> list[Counter[SeenKey]]:
-    """What each row sees: segments that begin at or before it, its past, and new tokens up to its
-    own."""
+    """Return the keys that each row sees by definition.
+
+    These are segments that begin at or before it, its past, and new tokens up to its own.
+    """
     found = []
     for each in chunks:
         private = each.private
@@ -100,7 +102,7 @@ def defined_keys(chunks: Sequence[ScheduledChunk], gapless: bool) -> list[Counte
 def tabled_keys(
     tables: AttentionTables, batch: DeviceBatch, gapless: bool
 ) -> list[Counter[SeenKey]]:
-    """What each row sees through the items and its tail."""
+    """Return the keys that each row sees through the items and its tail."""
     views = tables.views
     pool = POOL.keys.data_ptr()
     private = set(views.bases[:, 0].tolist()) - {each.keys.data_ptr() for each in MODULES}

@@ -122,7 +122,7 @@ def test_answers_are_those_of_the_ragged_runner(
 def logits_of_steps(
     runner: ModelRunner, segments: Sequence[Segment], steps: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Of the last rows of one request's steps, each of tokens at some positions."""
+    """Return the logits of the last rows of one request's steps."""
     private = BlockTable(runner.create_pool(2**19))
     blocks = private.pool.allocate_blocks(1)
     assert blocks is not None

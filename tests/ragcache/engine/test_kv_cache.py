@@ -97,7 +97,7 @@ def longest_run(numbers: set[int]) -> int:
 
 
 def expected(free: set[int], count: int, after: int | None) -> tuple[list[int], int]:
-    """What must follow `after`, and how many more are wanted, of the free numbers."""
+    """Return the free numbers that must follow `after`, and how many more are wanted."""
     front = []
     while after is not None and len(front) < count and after + 1 in free:
         after += 1

@@ -38,7 +38,7 @@ def sequence_of(tokens: Tokens[int], tenant: str | None = "a", n: int = 1) -> Se
 
 
 def compute(memory: KVCacheManager, sequence: Sequence, count: int | None = None) -> None:
-    """What a step does: room, the states themselves, the bookkeeping."""
+    """Play a step: make room, write the states, keep the books."""
     count = len(sequence.tokens) - sequence.computed if count is None else count
     memory.allocate_slots(sequence, count)
     private, begin = sequence.private, sequence.computed

@@ -41,7 +41,7 @@ class Graphs(list[fx.GraphModule]):
         return graph.forward
 
     def products(self) -> list[int]:
-        """Of linear layers, in each graph."""
+        """Number of products of linear layers in each graph."""
         return [
             sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) for graph in self
         ]

@@ -1,4 +1,4 @@
-"""What `auto` chooses for a model and its states, and that their answers are those of float32."""
+"""The dtypes that `auto` chooses for a model and its states, which answer as float32 does."""
 
 from __future__ import annotations
 

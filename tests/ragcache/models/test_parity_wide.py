@@ -35,7 +35,7 @@ class Pair:
     causal: CausalLM
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Of every token of a text."""
+        """Return the logits of every token of a text."""
         with torch.no_grad():
             found: torch.Tensor = self.plain(torch.tensor([tokens]), use_cache=False).logits[0]
         return found
@@ -105,7 +105,7 @@ def test_memory_of_a_pass_is_known(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_modules_in_any_order(pair: Pair, order: tuple[int, ...]) -> None:
-    """Where no layer has a window or shares states: Hugging Face's own cache cannot hold those."""
+    """Skips models with windows or shared states, which Hugging Face's cache cannot hold."""
     if pair.causal.windows or pair.causal.num_layers < pair.plain.config.num_hidden_layers:
         pytest.skip("the reference is a cache of whole layers")
     modules = [Module(random_tokens(n, seed=n)) for n in (24, 31, 17)]

@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
     "qwen2_5_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
 }  # fmt: skip
-"""Where the defaults of a configuration make no model that is served."""
+"""Values for configurations whose defaults make no model that is served."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "without a window": ("mistral", {"sliding_window": None}),
     "a window in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
@@ -79,7 +79,7 @@ def make_config(model_type: str, **changes: Any) -> Any:
 
 
 def difference(config: Any, **changes: Any) -> float:
-    """Of the family's tiny model, with changes of the recipe."""
+    """Return the difference of the family's tiny model, with changes of the recipe."""
     kind, family = text_class(config), family_of(config)
     family.check(config)
     return trial_difference(tiny_model(kind, tiny_config(config, family), 7))

@@ -32,7 +32,7 @@ def blobs(tmp_path: Path) -> int:
 
 @dataclass
 class FakeRows:
-    """What the ledger knows."""
+    """Rows of a ledger."""
 
     kept: dict[str, dict[Members, KVKey]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What an operator does with modules."""
+"""Operations of an operator on modules."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_reader_gives_no_answer_only_if_that_is_a_refusal(reader: LoadedModel)
 
 @dataclass
 class FakeLease:
-    """What a submitter uses of a lease."""
+    """The parts of a lease that a submitter uses."""
 
     source: dict[KVKey, str]
     states: tuple[KVStates, ...] = ()

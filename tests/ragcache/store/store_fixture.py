@@ -85,8 +85,11 @@ class Library:
         return list(self.catalog.keys(COLLECTION, [name]))
 
     def read(self, name: str) -> list[str]:
-        """What a question over one document reads: its texts, whose states are found to be right.
-        Returns where they came from."""
+        """Read the texts of one document as a question does, and check their states.
+
+        Returns:
+            The tier that each text came from.
+        """
         rows = [row for row in self.catalog.modules(COLLECTION) if row.document == name]
         keys = [key_of(row.text) for row in rows]
         with self.lease(keys, "question") as lease:

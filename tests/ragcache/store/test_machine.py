@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(lease=consumes(leases))
     def let_go(self, lease: Lease) -> None:
-        """What was leased stayed as it was, whatever happened to its document."""
+        """Check that leased states stayed as they were, whatever happened to their document."""
         for key, states in zip(lease.keys, lease.states, strict=True):
             assert same(states, states_of(key))
         lease.release()

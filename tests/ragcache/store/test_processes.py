@@ -156,7 +156,10 @@ def live(folder: Path, where: Path | str, seed: int, tell: Callable[[str], None]
 
 
 def settle(expected: dict[str, int], lines: list[str]) -> dict[str, set[int]]:
-    """What each document may be: what was acknowledged last, or what was under way. -1 is gone."""
+    """Return the versions that each document may have: the last acknowledged, or one under way.
+
+    -1 means that the document is gone.
+    """
     assert not [line for line in lines if line.startswith("failed")], lines
     possible = {name: {version} for name, version in expected.items()}
     for number, line in enumerate(lines):

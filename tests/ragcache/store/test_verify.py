@@ -73,7 +73,7 @@ FAULTS: dict[str, tuple[Callable[[KVStore], object], str, int, int]] = {
     "needed by nothing": (lambda s: s.put_states(make_key(9), make_states(9)), "unowned", 9, 4),
     "of another size": (lambda s: set_size(s, 4), "size", 4, 3),
 }
-"""What is broken, the kind and the key of the disagreement, and the states that are left."""
+"""The fault, the kind and the key of the disagreement, and the states that are left."""
 
 
 @pytest.mark.usefixtures("catalog")

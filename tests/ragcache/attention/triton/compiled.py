@@ -25,9 +25,11 @@ _NUMBERS = ("layer", "window")
 
 
 def count_instructions(kernels: ModuleType, case: dict[str, Any]) -> dict[str, int]:
-    """Of each kind, in the kernel of a case. LDL and STL are loads and stores of spilled registers,
-    LDGSTS asynchronous copies, HGMMA and HMMA products of a warp group and of a warp. shared: its
-    bytes of shared memory."""
+    """Count the instructions of each kind in the kernel of a case.
+
+    LDL and STL are loads and stores of spilled registers, LDGSTS asynchronous copies, HGMMA and
+    HMMA products of a warp group and of a warp. shared: its bytes of shared memory.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -23,7 +23,7 @@ POISON = 2**29  # an index that no memory has
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a model's attention is like."""
+    """Properties of a model's attention."""
 
     kv_heads: int = 2
     group: int = 2

@@ -1,4 +1,4 @@
-"""What every tier keeps to, and the device tier."""
+"""The contract of every tier, and of the device tier."""
 
 from __future__ import annotations
 
