@@ -75,10 +75,7 @@ NOWHERE = -1
 
 
 def defined_keys(chunks: Sequence[ScheduledChunk], gapless: bool) -> list[Counter[SeenKey]]:
-    """Return the keys that each row sees by definition.
-
-    These are segments that begin at or before it, its past, and new tokens up to its own.
-    """
+    """Return the keys that each row sees: segments up to it, its past, new tokens up to its own."""
     found = []
     for each in chunks:
         private = each.private

@@ -85,11 +85,7 @@ class Library:
         return list(self.catalog.keys(COLLECTION, [name]))
 
     def read(self, name: str) -> list[str]:
-        """Read the texts of one document as a question does, and check their states.
-
-        Returns:
-            The tier that each text came from.
-        """
+        """Lease one document as a question does, check its states, and return their tiers."""
         rows = [row for row in self.catalog.modules(COLLECTION) if row.document == name]
         keys = [key_of(row.text) for row in rows]
         with self.lease(keys, "question") as lease:

@@ -156,10 +156,7 @@ def live(folder: Path, where: Path | str, seed: int, tell: Callable[[str], None]
 
 
 def settle(expected: dict[str, int], lines: list[str]) -> dict[str, set[int]]:
-    """Return the versions that each document may have: the last acknowledged, or one under way.
-
-    -1 means that the document is gone.
-    """
+    """Return the versions that each document may have: acknowledged, or under way. -1 is gone."""
     assert not [line for line in lines if line.startswith("failed")], lines
     possible = {name: {version} for name, version in expected.items()}
     for number, line in enumerate(lines):
