@@ -53,11 +53,16 @@ class CalibrationExample:
 
 
 def collect_examples(
-    rag: RagCache, collection: str, questions: Sequence[Question], *,
-    mode: str | ReuseMode = ROOTED, k: int = DEFAULT_K,
+    rag: RagCache,
+    collection: str,
+    questions: Sequence[Question],
+    *,
+    mode: str | ReuseMode = ROOTED,
+    k: int = DEFAULT_K,
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
-    extractive: bool | None = None, progress: Callable[[int, int], None] | None = None,
-) -> list[CalibrationExample]:  # fmt: skip
+    extractive: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[CalibrationExample]:
     """Ask questions with and without the documents that answer them.
 
     Args:
@@ -86,9 +91,11 @@ def collect_examples(
         part, prompts = asked[start : start + _BATCH], []
         for question, left_out in part:
             params = HeldOutSearch(
-                k=k, filters=question.filters, relative_threshold=relative_threshold,
+                k=k,
+                filters=question.filters,
+                relative_threshold=relative_threshold,
                 left_out=left_out,
-            )  # fmt: skip
+            )
             prompts += rag.internals.ask.prepare_prompts(
                 [question.question], collection, params, ReuseMode.parse(mode)
             )
@@ -280,8 +287,12 @@ class RefusalReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, without the curves' points."""
         return {
-            "answerable": self.answerable, "unanswerable": self.unanswerable, "right": self.right,
-            "refused_right": self.refused_right, "refused_wrong": self.refused_wrong,
+            "answerable": self.answerable,
+            "unanswerable": self.unanswerable,
+            "right": self.right,
+            "refused_right": self.refused_right,
+            "refused_wrong": self.refused_wrong,
             "refused_answerable": self.refused_answerable,
-            "refused_unanswerable": self.refused_unanswerable, "area": self.area,
-        }  # fmt: skip
+            "refused_unanswerable": self.refused_unanswerable,
+            "area": self.area,
+        }

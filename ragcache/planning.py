@@ -62,9 +62,11 @@ class Corpus:
 
 
 def corpus_of_sources(
-    model: LoadedModel, sources: Iterable[DocumentSource] | DocumentSource, module_tokens: int,
+    model: LoadedModel,
+    sources: Iterable[DocumentSource] | DocumentSource,
+    module_tokens: int,
     progress: Progress = lambda *_: None,
-) -> Corpus:  # fmt: skip
+) -> Corpus:
     """Return the corpus of documents, split as in ingestion. Raises `DocumentError`."""
     documents = load_sources(sources).documents
     modules: list[array[int]] = []
@@ -139,11 +141,14 @@ def tier_sizes(
     counted = [(shape_of(model, tokens), n) for tokens, n in Counter(lengths).items()]
     return tuple(
         TierSize(
-            tier.name, tier.kv_dtype, sum(n * tier.size_of(states) for states, n in counted),
+            tier.name,
+            tier.kv_dtype,
+            sum(n * tier.size_of(states) for states, n in counted),
             budgets[tier.name],
         )
-        for tier in empty if tier.name in budgets
-    )  # fmt: skip
+        for tier in empty
+        if tier.name in budgets
+    )
 
 
 def break_even_tokens(
@@ -266,9 +271,15 @@ class CachePlan:
 
 
 def make_plan(
-    model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
-    instruction: str | None = None, progress: Callable[[str], None] = lambda _: None,
-) -> CachePlan:  # fmt: skip
+    model: LoadedModel,
+    corpus: Corpus,
+    budgets: Budgets,
+    folder: Path,
+    *,
+    sample: int = SAMPLE,
+    instruction: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> CachePlan:
     """Plan the caching of a corpus.
 
     Args:
@@ -331,9 +342,12 @@ def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
 
 
 def measure_sample(
-    model: CausalLM, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
+    model: CausalLM,
+    preamble: Sequence[int],
+    sample: Sequence[Sequence[int]],
+    folder: Path,
     progress: Callable[[str], None],
-) -> SampleTimes:  # fmt: skip
+) -> SampleTimes:
     """Measure encoding and loading of a sample, in a temporary folder on the disk of `folder`.
 
     Raises `StoreFull` or `StoreUnwritable`.
@@ -363,9 +377,12 @@ def measure_sample(
 
 
 def _measure_cut(
-    model: CausalLM, root: KVStates, tokens: Sequence[int],
-    disks: dict[str, DiskTier], host: HostTier,
-) -> tuple[Cut, bool]:  # fmt: skip
+    model: CausalLM,
+    root: KVStates,
+    tokens: Sequence[int],
+    disks: dict[str, DiskTier],
+    host: HostTier,
+) -> tuple[Cut, bool]:
     """Measure a module. Also returns whether it was loaded from the disk itself.
 
     The page cache could have held it instead.

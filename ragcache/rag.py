@@ -64,9 +64,13 @@ class Opener(Protocol[P]):
     """Type of `RagCache.open`: a folder, a model, and the fields of `OpenConfig` as keywords."""
 
     def __call__(
-        self, state: str | Path, model: str | Path | LoadedModel | None = None, /,
-        *args: P.args, **options: P.kwargs,
-    ) -> RagCache:  # fmt: skip
+        self,
+        state: str | Path,
+        model: str | Path | LoadedModel | None = None,
+        /,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> RagCache:
         """Open a state folder; see `OpenConfig` for the options."""
 
 
@@ -142,19 +146,33 @@ class RagCache:
         embedder = resolve_embedder(config.embedding)
         reranker = resolve_reranker(config.reranker)
         folder = _state_folder(Path(state))
-        loaded = model if isinstance(model, LoadedModel) else load_model(
-            model, device=config.device, dtype=config.dtype, states_dtype=config.states_dtype,
-            long_context=config.long_context, quantization=config.quantization,
-        )  # fmt: skip
+        loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(
+                model,
+                device=config.device,
+                dtype=config.dtype,
+                states_dtype=config.states_dtype,
+                long_context=config.long_context,
+                quantization=config.quantization,
+            )
+        )
         variables = _template_kwargs(loaded, config.chat_template_kwargs)
         preamble = resolve_instruction(loaded.tokenizer, config.instruction)
         tiers = open_tiers(config, loaded.causal.device)
         database = Database.open(config.ledger or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, parse_bytes(config.host_bytes), **tiers)
         shared = SharedServices.start(
-            database, store, loaded, config, embedder=embedder, reranker=reranker,
-            template_kwargs=variables, instruction=preamble,
-        )  # fmt: skip
+            database,
+            store,
+            loaded,
+            config,
+            embedder=embedder,
+            reranker=reranker,
+            template_kwargs=variables,
+            instruction=preamble,
+        )
         return cls(shared.namespace())
 
     open = _typed_by(OpenConfig, _open)
@@ -201,9 +219,11 @@ class RagCache:
         return RagCache(self._shared.namespace(namespace), closes=False)
 
     def ingest(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
-    ) -> Ingestion:  # fmt: skip
+    ) -> Ingestion:
         """Store documents and encode their modules.
 
         Documents that are stored already are skipped. Files that cannot be read are skipped, too,
@@ -233,9 +253,11 @@ class RagCache:
         return self._ingest(collection, sources, options, sync=False)
 
     def sync(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
         **options: Unpack[IngestOptions],
-    ) -> Ingestion:  # fmt: skip
+    ) -> Ingestion:
         """Store documents as `ingest` does, and remove documents that no longer exist.
 
         From folders, removes the documents whose files no longer exist. Without a folder among the
@@ -262,9 +284,13 @@ class RagCache:
         return self._ingest(collection, sources, options, sync=True)
 
     def _ingest(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
-        options: IngestOptions, *, sync: bool,
-    ) -> Ingestion:  # fmt: skip
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
+        options: IngestOptions,
+        *,
+        sync: bool,
+    ) -> Ingestion:
         check_options(options, IngestOptions, "sync" if sync else "ingest")
         check_collection(collection)
         include, exclude = options.get("include", ()), options.get("exclude", ())
@@ -385,9 +411,13 @@ class RagCache:
                 f"a selection is for one question, not for {len(questions)}; ask one by one"
             )
         prompts = ask.prepare_prompts(
-            questions, options["collection"], params, mode, options.get("chat_template_kwargs"),
+            questions,
+            options["collection"],
+            params,
+            mode,
+            options.get("chat_template_kwargs"),
             selection,
-        )  # fmt: skip
+        )
         return self.internals.submitter.run(prompts, options.get("generation"))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
@@ -467,9 +497,11 @@ class RagCache:
                 "min_confidence or tools"
             )
         call = ChatCall(
-            mode, options.get("recognize", True), options.get("tools"),
+            mode,
+            options.get("recognize", True),
+            options.get("tools"),
             options.get("chat_template_kwargs"),
-        )  # fmt: skip
+        )
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, generation)
 

@@ -117,9 +117,12 @@ def _weight(key: str, replica: str) -> bytes:
 
 
 def choose_replica(
-    modules: Sequence[RoutedModule], loads: Mapping[str, int], holds: Holdings,
-    costs: RoutingCosts, rng: random.Random | None = None,
-) -> str:  # fmt: skip
+    modules: Sequence[RoutedModule],
+    loads: Mapping[str, int],
+    holds: Holdings,
+    costs: RoutingCosts,
+    rng: random.Random | None = None,
+) -> str:
     """Return the replica that answers a request soonest.
 
     Candidates are the holders and the owners of the modules, the least loaded replica, and two
@@ -167,9 +170,7 @@ def choose_replica(
     return min(sorted(candidates), key=cost)
 
 
-def held_bytes(
-    modules: Iterable[RoutedModule], holds: Holdings, replica: str
-) -> tuple[int, int]:  # fmt: skip
+def held_bytes(modules: Iterable[RoutedModule], holds: Holdings, replica: str) -> tuple[int, int]:
     """Return the bytes of a request's modules in a replica's memory, and the bytes to fetch."""
     held = moved = 0
     for module in modules:

@@ -123,9 +123,12 @@ class AnsweredPrompt(Protocol):
 
 
 def answer_policies(
-    prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel, engine: LLMEngine,
+    prompt: AnsweredPrompt,
+    params: GenerationParams,
+    model: LoadedModel,
+    engine: LLMEngine,
     quotations: Quotations | None,
-) -> tuple[AnswerPolicy, ...]:  # fmt: skip
+) -> tuple[AnswerPolicy, ...]:
     """Return the policies of a prompt's answers, in the order in which they finish them.
 
     Args:
@@ -229,9 +232,13 @@ class ConfidencePolicy(AnswerPolicy):
 
     @classmethod
     def for_prompt(
-        cls, prompt: AnsweredPrompt, params: GenerationParams, model: LoadedModel,
-        engine: LLMEngine, extractive: bool,
-    ) -> ConfidencePolicy | None:  # fmt: skip
+        cls,
+        prompt: AnsweredPrompt,
+        params: GenerationParams,
+        model: LoadedModel,
+        engine: LLMEngine,
+        extractive: bool,
+    ) -> ConfidencePolicy | None:
         """Return the policy of a prompt whose answers have a confidence; other prompts have none.
 
         Answers have one if the caller asks for it, or if there is a calibration.
@@ -267,9 +274,15 @@ class ConfidencePolicy(AnswerPolicy):
         if "lift" in calibration.weights:
             score = partial(_score, engine, prompt.without_documents)
         return cls(
-            calibration, features, least, support, params.refusal, model.no_answer_id, score,
+            calibration,
+            features,
+            least,
+            support,
+            params.refusal,
+            model.no_answer_id,
+            score,
             params.logprobs,
-        )  # fmt: skip
+        )
 
     @property
     def holds(self) -> bool:

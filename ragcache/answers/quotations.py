@@ -68,12 +68,16 @@ class QuotableModule:
         end = text.find("\n", found.end)
         end = min(len(text) if end < 0 else end, found.end + CONTEXT)
         return AnswerSpan(
-            module.document, module.name,
+            module.document,
+            module.name,
             start=None if moved is None else found.begin + moved,
             end=None if moved is None else found.end + moved,
-            page=module.page, headings=module.headings,
-            prefix=text[line : found.begin], suffix=text[found.end : end], choice=choice,
-        )  # fmt: skip
+            page=module.page,
+            headings=module.headings,
+            prefix=text[line : found.begin],
+            suffix=text[found.end : end],
+            choice=choice,
+        )
 
 
 @dataclass(frozen=True)

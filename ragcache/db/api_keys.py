@@ -75,9 +75,11 @@ class ApiKeys:
     """
 
     def __init__(
-        self, database: Database, clock: Callable[[], float] = time.monotonic,
+        self,
+        database: Database,
+        clock: Callable[[], float] = time.monotonic,
         stale_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read keys that are up to `stale_seconds` old while the ledger does not answer."""
         self._read_keys = StaleCache[_Known](stale_seconds, clock)
         self._database, self._clock = database, clock
@@ -98,9 +100,13 @@ class ApiKeys:
         prefix, now = secret[:_SHOWN], time.time()
         with self._database.transaction() as session:
             row = ApiKeyTable(
-                name=name, role=role, namespace_id=namespace_id(session, namespace), prefix=prefix,
-                digest=_digest(secret), created_at=now,
-            )  # fmt: skip
+                name=name,
+                role=role,
+                namespace_id=namespace_id(session, namespace),
+                prefix=prefix,
+                digest=_digest(secret),
+                created_at=now,
+            )
             session.add(row)
             session.flush()
             made = ApiKeyRow(row.id, name, role, namespace, prefix, now, None, None)
@@ -205,6 +211,12 @@ def _select() -> Any:
 
 def _row(key: ApiKeyTable, namespace: str) -> ApiKeyRow:
     return ApiKeyRow(
-        key.id, key.name, key.role, namespace, key.prefix, key.created_at, key.last_used,
+        key.id,
+        key.name,
+        key.role,
+        namespace,
+        key.prefix,
+        key.created_at,
+        key.last_used,
         key.revoked_at,
-    )  # fmt: skip
+    )

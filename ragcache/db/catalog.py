@@ -96,9 +96,13 @@ class Catalog:
     """Rows of documents and modules in one namespace. Every method is one transaction."""
 
     def __init__(
-        self, database: Database, tokenizer: str, embedder: str | None,
-        namespace: str = DEFAULT_NAMESPACE, stale_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        database: Database,
+        tokenizer: str,
+        embedder: str | None,
+        namespace: str = DEFAULT_NAMESPACE,
+        stale_seconds: float = 0.0,
+    ) -> None:
         """Create the catalog of a namespace.
 
         Args:
@@ -143,9 +147,14 @@ class Catalog:
             return {row.source_id: DocumentRow.of(row, count) for row, count in found}
 
     def replace_documents(
-        self, collection: str, documents: Sequence[NewDocument], *, removed: Sequence[str] = (),
-        moved: Sequence[MovedDocument] = (), job: RunningJob | None = None,
-    ) -> list[KVKey]:  # fmt: skip
+        self,
+        collection: str,
+        documents: Sequence[NewDocument],
+        *,
+        removed: Sequence[str] = (),
+        moved: Sequence[MovedDocument] = (),
+        job: RunningJob | None = None,
+    ) -> list[KVKey]:
         """Store documents in one transaction. Replaces earlier documents of the same names.
 
         Args:
@@ -203,9 +212,12 @@ class Catalog:
             return self._contents(session, collection, version, known)
 
     def _contents(
-        self, session: Session, collection: str, version: CollectionVersion,
+        self,
+        session: Session,
+        collection: str,
+        version: CollectionVersion,
         known: Mapping[int, ModuleRow],
-    ) -> Contents:  # fmt: skip
+    ) -> Contents:
         if not known:
             kept, new = [], self._rows(session, collection)
         else:
@@ -226,9 +238,12 @@ class Catalog:
         return Contents(version, kept + new)
 
     def _rows(
-        self, session: Session, collection: str, column: Any = ModuleTable.id,
+        self,
+        session: Session,
+        collection: str,
+        column: Any = ModuleTable.id,
         values: Iterable[object] | None = None,
-    ) -> list[ModuleRow]:  # fmt: skip
+    ) -> list[ModuleRow]:
         """Return all modules of a collection, or the modules whose column has one of the values."""
         every = self._within(from_modules(ModuleTable, DocumentTable), collection)
         every = every.order_by(ModuleTable.id)
@@ -310,9 +325,12 @@ class Catalog:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
         newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
         columns = (
-            CollectionTable.id, CollectionTable.revision, newest.scalar_subquery(),
-            CollectionTable.instruction, CollectionTable.calibrations,
-        )  # fmt: skip
+            CollectionTable.id,
+            CollectionTable.revision,
+            newest.scalar_subquery(),
+            CollectionTable.instruction,
+            CollectionTable.calibrations,
+        )
         found = session.execute(self._within(select(*columns), collection)).one_or_none()
         if found is None:
             collection_id(session, collection, self.namespace)
@@ -341,9 +359,11 @@ class Catalog:
             insert_for_module(session, EncodingTable, module_id, key=key)
 
     def keys(
-        self, collection: str, source_ids: Sequence[str] | None = None,
+        self,
+        collection: str,
+        source_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
-    ) -> dict[KVKey, int]:  # fmt: skip
+    ) -> dict[KVKey, int]:
         """Read the keys of states of modules, each with the id of one module that has it.
 
         Reads all modules of the collection, or the modules of the given documents and names. Raises

@@ -139,19 +139,26 @@ def insert_rows(
 ) -> None:
     """Store a document whose name is free in the collection."""
     row = DocumentTable(
-        collection_id=owner, source_id=document.source_id, uri=document.uri,
-        digest=document.digest, attributes=dict(document.attributes),
-    )  # fmt: skip
+        collection_id=owner,
+        source_id=document.source_id,
+        uri=document.uri,
+        digest=document.digest,
+        attributes=dict(document.attributes),
+    )
     session.add(row)
     session.flush()
     session.add(DocumentTextTable(document_id=row.id, text=document.text))
     modules = [
         ModuleTable(
-            document_id=row.id, ordinal=number, name=module.name, text=module.text,
-            details=dict(module.details), places=list(module.places),
+            document_id=row.id,
+            ordinal=number,
+            name=module.name,
+            text=module.text,
+            details=dict(module.details),
+            places=list(module.places),
         )
         for number, module in enumerate(document.modules)
-    ]  # fmt: skip
+    ]
     session.add_all(modules)
     session.flush()
     for stored, module in zip(modules, document.modules, strict=True):

@@ -137,10 +137,17 @@ class Jobs:
         """
         nbytes = sum(map(len, request.documents))
         again = {
-            "session": self.session, "status": "queued", "error": "", "modules": 0, "done": 0,
-            "started_at": None, "finished_at": None, "options": dict(request.options),
-            "report": dict(request.report), "nbytes": nbytes,
-        }  # fmt: skip
+            "session": self.session,
+            "status": "queued",
+            "error": "",
+            "modules": 0,
+            "done": 0,
+            "started_at": None,
+            "finished_at": None,
+            "options": dict(request.options),
+            "report": dict(request.report),
+            "nbytes": nbytes,
+        }
         new = self._new(request.target) | again
         new |= {"idempotency_key": request.idempotency_key, "request_digest": request.digest}
         with self.database.transaction() as session:
@@ -242,9 +249,12 @@ class Jobs:
     def begin(self, target: str, modules: int, *, status: str = "running") -> int:
         """Insert a job of this session, and return its id."""
         row = JobTable(
-            **self._new(target), session=self.session, status=status, modules=modules,
+            **self._new(target),
+            session=self.session,
+            status=status,
+            modules=modules,
             started_at=time.time() if status == "running" else None,
-        )  # fmt: skip
+        )
         with self.database.transaction() as session:
             session.add(row)
             session.flush()
@@ -449,6 +459,16 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
 
 def _row(row: JobTable, states: int) -> JobRow:
     return JobRow(
-        row.id, row.public_id, row.target, row.status, row.done, row.modules, states, row.error,
-        row.created_at, row.started_at, row.finished_at, row.report,
-    )  # fmt: skip
+        row.id,
+        row.public_id,
+        row.target,
+        row.status,
+        row.done,
+        row.modules,
+        states,
+        row.error,
+        row.created_at,
+        row.started_at,
+        row.finished_at,
+        row.report,
+    )

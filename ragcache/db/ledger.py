@@ -45,9 +45,14 @@ EVICTIONS_KEPT = 100_000
 
 # Columns that recording states again updates, in persistent tiers and in memory tiers.
 _RECORDED = (
-    "nbytes", "kv_dtype", "tokens", "mode", "root", "model",
+    "nbytes",
+    "kv_dtype",
+    "tokens",
+    "mode",
+    "root",
+    "model",
     "expires_at",
-)  # fmt: skip
+)
 _IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens")
 
 

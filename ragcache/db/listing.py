@@ -142,19 +142,26 @@ def collection_page(
 ) -> Page[CollectionRow]:
     """Return the collections of a namespace, by name. Raises `InvalidRequest`."""
     inside = DocumentTable.collection_id == CollectionTable.id
-    rows = select(
-        CollectionTable.name,
-        _count(DocumentTable).where(inside).scalar_subquery(),
-        _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
-    ).join(NamespaceTable).where(NamespaceTable.name == namespace)  # fmt: skip
+    rows = (
+        select(
+            CollectionTable.name,
+            _count(DocumentTable).where(inside).scalar_subquery(),
+            _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
+        )
+        .join(NamespaceTable)
+        .where(NamespaceTable.name == namespace)
+    )
     with database.reading() as session:
         return read_page(session, rows, CollectionTable.name, CollectionRow, cursor, limit)
 
 
 def document_page(
-    database: Database, namespace: str, collection: str, cursor: str | None = None,
+    database: Database,
+    namespace: str,
+    collection: str,
+    cursor: str | None = None,
     limit: int = 100,
-) -> Page[DocumentRow]:  # fmt: skip
+) -> Page[DocumentRow]:
     """Return the documents of a collection, by id.
 
     Raises `InvalidRequest`, or `UnknownCollection`.
@@ -225,9 +232,12 @@ def module_detail(database: Database, module: int | str, namespace: str) -> Modu
     """
     id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
     columns = (
-        ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes,
+        ModuleTable.id,
+        ModuleTable.text,
+        DocumentTable.uri,
+        DocumentTable.attributes,
         ModuleTable.details,
-    )  # fmt: skip
+    )
     statement = _in_namespace(namespace, *columns).where(id_column == module)
     with database.reading() as session:
         found = session.execute(statement).one_or_none()
@@ -262,9 +272,12 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
     """Return the modules of these ids, in their order, without deleted ones."""
     found: dict[int, ModuleListing] = {}
     names = from_modules(
-        ModuleTable.id, ModuleTable.public_id, ModuleTable.name,
-        DocumentTable.source_id.label("document"), CollectionTable.name.label("collection"),
-    )  # fmt: skip
+        ModuleTable.id,
+        ModuleTable.public_id,
+        ModuleTable.name,
+        DocumentTable.source_id.label("document"),
+        CollectionTable.name.label("collection"),
+    )
     for ids in chunks(modules):
         states = _states(session, ids)
         for row in session.execute(names.where(ModuleTable.id.in_(ids))):
@@ -289,7 +302,11 @@ def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[A
 
 def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
     return ModuleListing(
-        module.id, module.public_id, module.name, module.document, module.collection,
+        module.id,
+        module.public_id,
+        module.name,
+        module.document,
+        module.collection,
         tokens=max((s.tokens for s in states), default=0),
         nbytes=max((s.nbytes for s in states), default=0),
         tiers=tuple(sorted({s.tier for s in states})),
@@ -297,20 +314,34 @@ def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
         used_at=max((s.used_at for s in states), default=0.0) or None,
         pinned=any(s.pinned for s in states),
         expires_at=min((s.expires_at for s in states if s.expires_at is not None), default=None),
-    )  # fmt: skip
+    )
 
 
 def _held(row: Any) -> HeldState:
     return HeldState(
-        row.key, row.tier, row.mode, row.kv_dtype, row.tokens, row.nbytes, row.hits,
-        row.used_at or None, row.pinned, row.expires_at,
-    )  # fmt: skip
+        row.key,
+        row.tier,
+        row.mode,
+        row.kv_dtype,
+        row.tokens,
+        row.nbytes,
+        row.hits,
+        row.used_at or None,
+        row.pinned,
+        row.expires_at,
+    )
 
 
 def module_page(
-    database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
-    descending: bool = False, cursor: str | None = None, limit: int = 100,
-) -> Page[ModuleListing]:  # fmt: skip
+    database: Database,
+    namespace: str,
+    wanted: ModuleFilter,
+    sort: str = "id",
+    *,
+    descending: bool = False,
+    cursor: str | None = None,
+    limit: int = 100,
+) -> Page[ModuleListing]:
     """Return a page of a namespace's modules. Raises `InvalidRequest` or `UnknownCollection`."""
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")

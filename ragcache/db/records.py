@@ -28,9 +28,11 @@ class Records:
             return float(session.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
 
     def update(
-        self, keys: Sequence[str], group_ids: Sequence[str | None] | None = None,
+        self,
+        keys: Sequence[str],
+        group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record that keys were written now, with their groups.
 
         Raises:
@@ -60,9 +62,13 @@ class Records:
         return [key in found for key in keys]
 
     def keys(
-        self, *, before: float | None = None, after: float | None = None,
-        group_ids: Sequence[str] | None = None, limit: int | None = None,
-    ) -> list[str]:  # fmt: skip
+        self,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        group_ids: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> list[str]:
         """Return keys by the time of their last writing, the oldest first.
 
         Args:

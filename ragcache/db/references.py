@@ -100,13 +100,17 @@ def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
 
 
 def _owned(
-    session: Session, keys: list[KVKey], modules: Set[int] = frozenset(),
+    session: Session,
+    keys: list[KVKey],
+    modules: Set[int] = frozenset(),
     scaffolds: Set[int] = frozenset(),
-) -> set[KVKey]:  # fmt: skip
+) -> set[KVKey]:
     """Return the keys that have an owner besides these modules and scaffolds."""
     owned: set[KVKey] = set()
-    leaving = {EncodingTable: (EncodingTable.module_id, modules),
-               ScaffoldTable: (ScaffoldTable.id, scaffolds)}  # fmt: skip
+    leaving = {
+        EncodingTable: (EncodingTable.module_id, modules),
+        ScaffoldTable: (ScaffoldTable.id, scaffolds),
+    }
     for table in _OWNERS:
         column, gone = leaving.get(table, (literal(-1), frozenset()))
         rows = session.execute(select(table.key, column).where(table.key.in_(keys)))

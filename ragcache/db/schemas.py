@@ -59,9 +59,11 @@ class SchemaTexts:
         with self._database.transaction() as session:
             freed = self._delete(session, name) or []
             row = SchemaTable(
-                namespace_id=namespace_id(session, self.namespace), name=name, text=schema.text,
+                namespace_id=namespace_id(session, self.namespace),
+                name=name,
+                text=schema.text,
                 placement=schema.placement,
-            )  # fmt: skip
+            )
             session.add(row)
             session.flush()
             _own(session, row.id, keys)

@@ -174,9 +174,13 @@ class Sessions:
     def _row(self, session: Session) -> SessionTable:
         me = ProcessIdentity.here()
         return SessionTable(
-            id=self.id, machine=me.machine, pid=me.pid, started=me.started,
-            heartbeat=clock(session), generation=self.generation,
-        )  # fmt: skip
+            id=self.id,
+            machine=me.machine,
+            pid=me.pid,
+            started=me.started,
+            heartbeat=clock(session),
+            generation=self.generation,
+        )
 
 
 def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:

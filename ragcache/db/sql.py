@@ -207,9 +207,15 @@ def count_rows(session: Session, rows: Select[Any]) -> int:
 
 
 def read_page(
-    session: Session, rows: Select[Any], column: Any, make: Callable[..., ItemT],
-    cursor: str | None, limit: int, *known: ColumnElement[bool], counted: bool = True,
-) -> Page[ItemT]:  # fmt: skip
+    session: Session,
+    rows: Select[Any],
+    column: Any,
+    make: Callable[..., ItemT],
+    cursor: str | None,
+    limit: int,
+    *known: ColumnElement[bool],
+    counted: bool = True,
+) -> Page[ItemT]:
     """Read a page of a list, sorted by a unique column.
 
     Args:

@@ -151,10 +151,14 @@ class StateTable(Base):
     __table_args__ = (
         Index("states_by_tier", "tier", "key"),
         Index("states_by_last_use", "last_use", "key"),
-        Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
-              postgresql_where=text("expires_at IS NOT NULL")),
+        Index(
+            "states_expiring",
+            "expires_at",
+            sqlite_where=text("expires_at IS NOT NULL"),
+            postgresql_where=text("expires_at IS NOT NULL"),
+        ),
         {"sqlite_with_rowid": False},
-    )  # fmt: skip
+    )
     key: Mapped[KVKey] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     place: Mapped[str] = mapped_column(primary_key=True, default=SHARED)

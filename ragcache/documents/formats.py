@@ -28,12 +28,36 @@ TEXT_SUFFIXES = frozenset(
     ".md .markdown .mdx .txt .text .rst .adoc .org .tex .log .srt .vtt".split()
 )
 LANGUAGES = {
-    ".py": "python", ".pyi": "python", ".js": "js", ".jsx": "js", ".mjs": "js", ".ts": "ts",
-    ".tsx": "ts", ".java": "java", ".kt": "kotlin", ".scala": "scala", ".go": "go", ".rs": "rust",
-    ".rb": "ruby", ".php": "php", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp",
-    ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp", ".cs": "csharp", ".lua": "lua", ".hs": "haskell",
-    ".ex": "elixir", ".exs": "elixir", ".ps1": "powershell", ".proto": "proto", ".sol": "sol",
-}  # fmt: skip
+    ".py": "python",
+    ".pyi": "python",
+    ".js": "js",
+    ".jsx": "js",
+    ".mjs": "js",
+    ".ts": "ts",
+    ".tsx": "ts",
+    ".java": "java",
+    ".kt": "kotlin",
+    ".scala": "scala",
+    ".go": "go",
+    ".rs": "rust",
+    ".rb": "ruby",
+    ".php": "php",
+    ".swift": "swift",
+    ".c": "c",
+    ".h": "c",
+    ".cc": "cpp",
+    ".cpp": "cpp",
+    ".cxx": "cpp",
+    ".hpp": "cpp",
+    ".cs": "csharp",
+    ".lua": "lua",
+    ".hs": "haskell",
+    ".ex": "elixir",
+    ".exs": "elixir",
+    ".ps1": "powershell",
+    ".proto": "proto",
+    ".sol": "sol",
+}
 """Languages of source code, by suffix, as LangChain's splitters name them."""
 _PLAIN_CODE = frozenset(
     ".sh .bash .zsh .fish .sql .r .jl .m .dart .vue .svelte .css .scss .yaml .yml .toml .ini .cfg "
@@ -42,19 +66,30 @@ _PLAIN_CODE = frozenset(
 CODE = "code"  # language of code without a splitter of its own
 
 _SIGNATURES = {
-    b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive or an office document",
-    b"\x89PNG": "a picture", b"GIF8": "a picture", b"\xff\xd8\xff": "a picture",
-    b"\x1f\x8b": "a gzip archive", b"7z\xbc\xaf": "a 7z archive", b"BZh": "a bzip2 archive",
-    b"\xfd7zXZ": "an xz archive", b"Rar!": "a RAR archive", b"\x7fELF": "a program",
-    b"OggS": "sound", b"ID3": "sound", b"{\\rtf": "RTF; save it as .docx",
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive or an office document",
+    b"\x89PNG": "a picture",
+    b"GIF8": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\x1f\x8b": "a gzip archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"Rar!": "a RAR archive",
+    b"\x7fELF": "a program",
+    b"OggS": "sound",
+    b"ID3": "sound",
+    b"{\\rtf": "RTF; save it as .docx",
     b"\xd0\xcf\x11\xe0": "a file of an old Office; save it as .docx, .xlsx or .pptx",
     b"SQLite format 3": "a database",
-}  # fmt: skip
+}
 _BOMS = (
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +217,11 @@ def _read_json(raw: bytes, suffix: str) -> _Content:
     text = decode_text(raw)
     try:
         lines = suffix != ".json"
-        value = [json.loads(each) for each in text.splitlines() if each.strip()] if lines else (
-            json.loads(text))  # fmt: skip
+        value = (
+            [json.loads(each) for each in text.splitlines() if each.strip()]
+            if lines
+            else (json.loads(text))
+        )
     except ValueError:  # comments, or another format of the same suffix
         return _Content([DocumentPart(text, language=CODE)])
     return _Content([DocumentPart("\n\n".join(_json_blocks(value, 1)))])

@@ -91,9 +91,10 @@ class _File:
 
 
 def load_sources(
-    sources: Iterable[DocumentSource] | DocumentSource, files: FileFilter | None = None,
+    sources: Iterable[DocumentSource] | DocumentSource,
+    files: FileFilter | None = None,
     progress: ReadProgress = lambda *_: None,
-) -> LoadedSources:  # fmt: skip
+) -> LoadedSources:
     """Read all sources.
 
     The id of a file is its path in the given folder. A file given by its own path has its path in
@@ -160,10 +161,11 @@ class _Loader:
             )
         self.folders = [path for path, mode in modes.items() if stat.S_ISDIR(mode)]
         found = {
-            path: self._walk(path) if path in self.folders
+            path: self._walk(path)
+            if path in self.folders
             else [_File(path, _own_id(path, self.folders))]
             for path in modes
-        }  # fmt: skip
+        }
         self.total = sum(_size(file.path) for files in found.values() for file in files)
         return found
 

@@ -302,13 +302,18 @@ def _value(cell: Any) -> str:
 def _trimmed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the rows without columns that are empty in all of them."""
     width = max(map(len, rows), default=0)
-    used = [column for column in range(width) if any(row[column : column + 1] != [""] and
-            column < len(row) for row in rows)]  # fmt: skip
+    used = [
+        column
+        for column in range(width)
+        if any(row[column : column + 1] != [""] and column < len(row) for row in rows)
+    ]
     return [[row[column] if column < len(row) else "" for column in used] for row in rows]
 
 
-_PACKAGE = {"c": "urn:oasis:names:tc:opendocument:xmlns:container",
-            "p": "http://www.idpf.org/2007/opf"}  # fmt: skip
+_PACKAGE = {
+    "c": "urn:oasis:names:tc:opendocument:xmlns:container",
+    "p": "http://www.idpf.org/2007/opf",
+}
 
 
 def read_epub(raw: bytes) -> list[DocumentPart]:
@@ -369,6 +374,12 @@ def _library(name: str) -> Any:
 
 
 READERS: dict[str, Callable[[bytes], list[DocumentPart]]] = {
-    ".pdf": read_pdf, ".docx": read_docx, ".docm": read_docx, ".pptx": read_pptx,
-    ".pptm": read_pptx, ".xlsx": read_xlsx, ".xlsm": read_xlsx, ".epub": read_epub,
-}  # fmt: skip
+    ".pdf": read_pdf,
+    ".docx": read_docx,
+    ".docm": read_docx,
+    ".pptx": read_pptx,
+    ".pptm": read_pptx,
+    ".xlsx": read_xlsx,
+    ".xlsm": read_xlsx,
+    ".epub": read_epub,
+}

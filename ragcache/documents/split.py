@@ -25,9 +25,16 @@ SPLIT_VERSION = 3
 """Raise when the same text would split differently, so that documents are ingested again."""
 
 _SEPARATORS = [
-    r"\n(?=# )", r"\n(?=## )", r"\n(?=#{3,6} )", r"\n\n+", r"\n",
-    r"(?<=[.!?])\s+", r"(?<=[。！？])", r"\s", r"",
-]  # fmt: skip
+    r"\n(?=# )",
+    r"\n(?=## )",
+    r"\n(?=#{3,6} )",
+    r"\n\n+",
+    r"\n",
+    r"(?<=[.!?])\s+",
+    r"(?<=[。！？])",
+    r"\s",
+    r"",
+]
 _END = "\n\n"  # ends every text, so that modules can be concatenated
 _SPARE = 2  # a first word may take more tokens without the space before it
 MIN_TOKENS = 32
@@ -87,9 +94,11 @@ class _Piece:
 
 
 def split_document(
-    document: SourceDocument, limit: int, tokenize: Callable[[str], list[int]],
+    document: SourceDocument,
+    limit: int,
+    tokenize: Callable[[str], list[int]],
     progress: Callable[[int], None] = lambda _: None,
-) -> list[SplitModule]:  # fmt: skip
+) -> list[SplitModule]:
     """Split a document into modules. Each of its parts is split separately.
 
     Args:
@@ -178,9 +187,13 @@ def split_text(text: str, limit: int, count_tokens: Count) -> list[str]:
 
 
 def _split(
-    text: str, limit: int, count: Count, above: Sequence[Heading] = (), language: str = "",
+    text: str,
+    limit: int,
+    count: Count,
+    above: Sequence[Heading] = (),
+    language: str = "",
     places: Places = (),
-) -> list[_Piece]:  # fmt: skip
+) -> list[_Piece]:
     """Split a text into the pieces of `split_text`.
 
     Args:

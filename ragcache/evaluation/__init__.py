@@ -22,8 +22,22 @@ from ragcache.evaluation.runs import (
 )
 
 __all__ = [
-    "PASTED", "Comparison", "Dataset", "Evaluation", "EvaluationReport", "Interval", "MarkedAnswer",
-    "Question", "ask_questions", "bootstrap_interval", "compare_reports",
-    "evaluate_modes", "exact_match", "f1", "load_dataset", "normalize", "paired_bootstrap",
+    "PASTED",
+    "Comparison",
+    "Dataset",
+    "Evaluation",
+    "EvaluationReport",
+    "Interval",
+    "MarkedAnswer",
+    "Question",
+    "ask_questions",
+    "bootstrap_interval",
+    "compare_reports",
+    "evaluate_modes",
+    "exact_match",
+    "f1",
+    "load_dataset",
+    "normalize",
+    "paired_bootstrap",
     "rouge_l",
-]  # fmt: skip
+]

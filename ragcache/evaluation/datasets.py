@@ -98,9 +98,13 @@ class DatasetBuilder:
         return name
 
     def add_question(
-        self, name: object, question: object, answers: Iterable[object],
-        documents: Sequence[str] = (), document: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: object,
+        question: object,
+        answers: Iterable[object],
+        documents: Sequence[str] = (),
+        document: str | None = None,
+    ) -> None:
         """Add a question.
 
         Args:

@@ -107,16 +107,19 @@ class EvaluationReport:
         means["agreement"] = means.pop("agrees")
         prompts = sum(each.prompt_tokens for each in marked)
         return cls(
-            mode=mode, questions=len(marked),
+            mode=mode,
+            questions=len(marked),
             first_token_seconds=median(each.first_token_seconds for each in marked),
             cached_share=sum(each.cached_tokens for each in marked) / max(1, prompts),
             computed_tokens=fmean(each.computed_tokens for each in marked),
             intervals={
                 "agreement" if name == "agrees" else name: bootstrap_interval(known, seed)
-                for name, known in marks.items() if known
+                for name, known in marks.items()
+                if known
             },
-            marked=tuple(marked), **means,  # type: ignore[arg-type]  # the marks are always known
-        )  # fmt: skip
+            marked=tuple(marked),
+            **means,  # type: ignore[arg-type]  # the marks are always known
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +155,16 @@ class Evaluation:
 
 
 def evaluate_modes(
-    rag: RagCache, collection: str, questions: Sequence[Question],
-    modes: Sequence[str | ReuseMode], *, setting: Mapping[str, Any] | None = None, seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None, **options: Any,
-) -> Evaluation:  # fmt: skip
+    rag: RagCache,
+    collection: str,
+    questions: Sequence[Question],
+    modes: Sequence[str | ReuseMode],
+    *,
+    setting: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Evaluation:
     """Ask the same questions in several modes, and compare the modes.
 
     Mode `exact`, if included, is asked first: first tokens of the others are compared with it.
@@ -191,12 +200,18 @@ def evaluate_modes(
 
 
 def ask_questions(
-    rag: RagCache, collection: str, questions: Sequence[Question], *,
-    mode: str | ReuseMode, k: int = DEFAULT_K,
-    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD, through: Through = "ask",
-    extractive: bool | None = None, reference: Sequence[Choice] | None = None,
+    rag: RagCache,
+    collection: str,
+    questions: Sequence[Question],
+    *,
+    mode: str | ReuseMode,
+    k: int = DEFAULT_K,
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
+    through: Through = "ask",
+    extractive: bool | None = None,
+    reference: Sequence[Choice] | None = None,
     progress: Progress | None = None,
-) -> tuple[list[MarkedAnswer], list[Choice]]:  # fmt: skip
+) -> tuple[list[MarkedAnswer], list[Choice]]:
     """Ask one question after another, and mark the answers.
 
     Times to first tokens are therefore times of a single request. Questions share no states. If
@@ -261,11 +276,21 @@ def _mark(question: Question, answer: Answer, exact: Choice | None) -> MarkedAns
         fidelity = compare_first_tokens([exact], [choice])
         divergence, agrees = fidelity.kl_divergence, fidelity.agreements[0]
     return MarkedAnswer(
-        question, text, exact_match(text, accepted), f1(text, accepted), rouge_l(text, accepted),
-        _retrieved(question, answer), next(iter(choice.token_ids), None),
-        answer.timings.first_token, answer.reuse.prompt_tokens, answer.reuse.cached_tokens,
-        answer.reuse.computed_tokens, answer.finish_reason, divergence, agrees,
-    )  # fmt: skip
+        question,
+        text,
+        exact_match(text, accepted),
+        f1(text, accepted),
+        rouge_l(text, accepted),
+        _retrieved(question, answer),
+        next(iter(choice.token_ids), None),
+        answer.timings.first_token,
+        answer.reuse.prompt_tokens,
+        answer.reuse.cached_tokens,
+        answer.reuse.computed_tokens,
+        answer.finish_reason,
+        divergence,
+        agrees,
+    )
 
 
 def _retrieved(question: Question, answer: Answer) -> bool | None:
@@ -284,9 +309,10 @@ def compare_reports(reports: Sequence[EvaluationReport], seed: int = 0) -> tuple
     reference = next(named, reports[0])
     return tuple(
         _compare(report, reference, mark, seed)
-        for report in reports if report is not reference
+        for report in reports
+        if report is not reference
         for mark in MARKS
-    )  # fmt: skip
+    )
 
 
 def _compare(

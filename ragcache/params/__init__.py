@@ -6,6 +6,15 @@ from ragcache.params.open import OpenConfig
 from ragcache.params.search import SearchKind, SearchParams
 
 __all__ = [
-    "REFUSAL", "GenerationParams", "OpenConfig", "Params", "SearchKind", "SearchParams", "Size",
-    "Surface", "explain", "parse_bytes", "parse_optional_bytes",
-]  # fmt: skip
+    "REFUSAL",
+    "GenerationParams",
+    "OpenConfig",
+    "Params",
+    "SearchKind",
+    "SearchParams",
+    "Size",
+    "Surface",
+    "explain",
+    "parse_bytes",
+    "parse_optional_bytes",
+]

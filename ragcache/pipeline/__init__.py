@@ -18,7 +18,23 @@ from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
 from ragcache.pipeline.pml import generated_schema, members
 
 __all__ = [
-    "Answer", "AnswerSpan", "AnswerStream", "AsyncAnswerStream", "ChatCall", "ChatTemplate",
-    "Citation", "Conversation", "Ingestion", "Message", "Modules", "Namespace", "PendingAnswer",
-    "Reuse", "SharedServices", "Stats", "Timings", "generated_schema", "members",
-]  # fmt: skip
+    "Answer",
+    "AnswerSpan",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "ChatCall",
+    "ChatTemplate",
+    "Citation",
+    "Conversation",
+    "Ingestion",
+    "Message",
+    "Modules",
+    "Namespace",
+    "PendingAnswer",
+    "Reuse",
+    "SharedServices",
+    "Stats",
+    "Timings",
+    "generated_schema",
+    "members",
+]

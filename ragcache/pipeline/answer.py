@@ -59,9 +59,17 @@ class Citation:
         """Return the citation of a module that was found."""
         module = hit.module
         return cls(
-            module.document, module.name, module.uri, hit.score, scaffold=scaffold, bm25=hit.bm25,
-            cosine=hit.cosine, page=module.page, headings=module.headings, rerank=hit.rerank,
-        )  # fmt: skip
+            module.document,
+            module.name,
+            module.uri,
+            hit.score,
+            scaffold=scaffold,
+            bm25=hit.bm25,
+            cosine=hit.cosine,
+            page=module.page,
+            headings=module.headings,
+            rerank=hit.rerank,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +181,13 @@ class PreparedAnswer:
         completion, times = finished.output, self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
         reuse = Reuse(
-            self.prompt_tokens, self.cached_tokens, self.prompt_tokens - kept,
-            completion.shared_tokens, self.bytes_moved, self.created_tokens,
-        )  # fmt: skip
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.prompt_tokens - kept,
+            completion.shared_tokens,
+            self.bytes_moved,
+            self.created_tokens,
+        )
         timings = Timings(
             retrieve=times.retrieved - times.called,
             assemble=times.assembled - times.retrieved,
@@ -185,10 +197,17 @@ class PreparedAnswer:
             rerank=times.rerank,
         )
         return Answer(
-            self.question, completion.choices[0].text.strip(), self.sources, self.mode,
-            completion.finish_reason, reuse, timings, completion.choices,
-            finished.spans, next(iter(finished.confidences), None),
-        )  # fmt: skip
+            self.question,
+            completion.choices[0].text.strip(),
+            self.sources,
+            self.mode,
+            completion.finish_reason,
+            reuse,
+            timings,
+            completion.choices,
+            finished.spans,
+            next(iter(finished.confidences), None),
+        )
 
 
 class DeferredReleases:
@@ -220,9 +239,12 @@ class PendingAnswer:
     """
 
     def __init__(
-        self, prepared: PreparedAnswer, handle: RequestHandle[TokenDelta, RequestOutput],
-        lease: Lease | None, deferred: DeferredReleases,
-    ) -> None:  # fmt: skip
+        self,
+        prepared: PreparedAnswer,
+        handle: RequestHandle[TokenDelta, RequestOutput],
+        lease: Lease | None,
+        deferred: DeferredReleases,
+    ) -> None:
         self.prepared, self.handle = prepared, handle
         self._output: AnswerOutput | None = None
         self._lease_end = weakref.finalize(self, deferred.put, lease)

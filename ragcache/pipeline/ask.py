@@ -40,9 +40,14 @@ class AskPipeline:
     today: Callable[[], date] = date.today
 
     def prepare_prompts(
-        self, questions: Sequence[str], collection: str, params: SearchParams, mode: ReuseMode,
-        template_kwargs: Mapping[str, Any] | None = None, selection: Selection | None = None,
-    ) -> list[TokenPrompt]:  # fmt: skip
+        self,
+        questions: Sequence[str],
+        collection: str,
+        params: SearchParams,
+        mode: ReuseMode,
+        template_kwargs: Mapping[str, Any] | None = None,
+        selection: Selection | None = None,
+    ) -> list[TokenPrompt]:
         """Retrieve modules for each question, and build its prompt.
 
         Args:
@@ -94,15 +99,22 @@ class AskPipeline:
         states = None
         if selection.hits and mode.encoding is not None:
             states = ModuleStates(
-                encoder, self.catalog, tuple(layout.groups), mode.encoding,
-                self.scaffolds, question.collection,
-            )  # fmt: skip
+                encoder,
+                self.catalog,
+                tuple(layout.groups),
+                mode.encoding,
+                self.scaffolds,
+                question.collection,
+            )
         citations = _citations(selection, groups, read=mode.reads_states)
         retrieved = Retrieved(tuple(hit.module for hit in selection.hits), citations, selection)
         return replace(
-            layout.prompt(), states=states, question=question, retrieved=retrieved,
+            layout.prompt(),
+            states=states,
+            question=question,
+            retrieved=retrieved,
             without_documents=lambda: (*encoder.preamble_ids, *asked),
-        )  # fmt: skip
+        )
 
     def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return all template variables of a call that sets some."""

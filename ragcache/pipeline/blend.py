@@ -46,9 +46,13 @@ def most_blended(prompt: TokenPrompt, percent: int) -> int:
 
 
 def blend_prompt(
-    prompt: TokenPrompt, percent: int, states: Sequence[StoredStates],
-    token_ids: Sequence[Sequence[int]], model: CausalLM, encoder: Encoder,
-) -> TokenPrompt:  # fmt: skip
+    prompt: TokenPrompt,
+    percent: int,
+    states: Sequence[StoredStates],
+    token_ids: Sequence[Sequence[int]],
+    model: CausalLM,
+    encoder: Encoder,
+) -> TokenPrompt:
     """Return a prompt in which the module tokens that deviate most are computed.
 
     Args:
@@ -128,9 +132,11 @@ def _module_spans(prompt: TokenPrompt) -> list[CachedSpan]:
 
 
 def _in_context(
-    prompt: TokenPrompt, states: Sequence[StoredStates], token_ids: Sequence[Sequence[int]],
+    prompt: TokenPrompt,
+    states: Sequence[StoredStates],
+    token_ids: Sequence[Sequence[int]],
     end: int,
-) -> tuple[Segment | None, list[int]]:  # fmt: skip
+) -> tuple[Segment | None, list[int]]:
     """Return the preamble, if its states are read, and all tokens between it and `end`."""
     placed = dict(prompt.computed_tokens)
     for span in _module_spans(prompt):
@@ -179,9 +185,10 @@ def _turned(model: CausalLM, keys: Tensor, delta: int, layer: int) -> Tensor:
 
 
 def _with_own(
-    prompt: TokenPrompt, chosen: dict[CachedSpan, list[tuple[int, int]]],
+    prompt: TokenPrompt,
+    chosen: dict[CachedSpan, list[tuple[int, int]]],
     token_ids: Sequence[Sequence[int]],
-) -> TokenPrompt:  # fmt: skip
+) -> TokenPrompt:
     """Return the prompt with chosen runs computed. Runs count from the begin of their span."""
     spans: list[CachedSpan] = []
     own: list[tuple[int, int]] = []
@@ -194,14 +201,19 @@ def _with_own(
             tokens = token_ids[span.group][first : span.begin + end]
             own += enumerate(tokens, span.start + begin)
     return replace(
-        prompt, spans=tuple(spans), computed_tokens=tuple(sorted((*prompt.computed_tokens, *own))),
+        prompt,
+        spans=tuple(spans),
+        computed_tokens=tuple(sorted((*prompt.computed_tokens, *own))),
         recomputed=prompt.recomputed + len(own),
-    )  # fmt: skip
+    )
 
 
 def _cut(span: CachedSpan, begin: int, end: int) -> CachedSpan:
     """Return tokens begin:end of a span, counted from its begin."""
     return replace(
-        span, begin=span.begin + begin, end=span.begin + end, start=span.start + begin,
+        span,
+        begin=span.begin + begin,
+        end=span.begin + end,
+        start=span.start + begin,
         offset=span.offset + begin,
-    )  # fmt: skip
+    )

@@ -103,10 +103,13 @@ class ChatPipeline:
         read = [] if encoding is None else chat.found
         layout = PromptLayout(self.encoder.preamble_ids)
         groups = lay_out_chat(
-            layout, replace(chat, found=read), self.tokens.of([each.module for each in read]),
-            self.tokenizer, mode,
+            layout,
+            replace(chat, found=read),
+            self.tokens.of([each.module for each in read]),
+            self.tokenizer,
+            mode,
             lambda start, length: self.encoder.fits_at(start, length, encoding),
-        )  # fmt: skip
+        )
         found = [each.module for each in chat.found]
         cited = [Citation.of(Hit(module, 1.0)) for module in found]
         states = None
@@ -114,10 +117,12 @@ class ChatPipeline:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)
         citations = zip(cited, groups or [None] * len(cited), strict=True)
         return replace(
-            layout.prompt(), states=states, question=question,
+            layout.prompt(),
+            states=states,
+            question=question,
             retrieved=Retrieved(tuple(found), tuple(citations)),
             without_documents=lambda: tuple(self._without_modules(chat)),
-        )  # fmt: skip
+        )
 
     def _without_modules(self, chat: RenderedChat) -> Iterator[int]:
         """Yield the tokens of a conversation without the modules in it."""
@@ -149,9 +154,13 @@ class ChatPipeline:
 
 
 def lay_out_chat(
-    layout: PromptLayout, chat: RenderedChat, tokens: Sequence[tuple[int, ...]],
-    tokenizer: InContextTokenizer, mode: ReuseMode, fits_at: FitsAt,
-) -> list[int | None]:  # fmt: skip
+    layout: PromptLayout,
+    chat: RenderedChat,
+    tokens: Sequence[tuple[int, ...]],
+    tokenizer: InContextTokenizer,
+    mode: ReuseMode,
+    fits_at: FitsAt,
+) -> list[int | None]:
     """Lay out a conversation. The text between modules is tokenized on its own.
 
     Args:
@@ -180,9 +189,13 @@ def lay_out_chat(
 
 
 def _place(
-    layout: PromptLayout, module: int, token_ids: tuple[int, ...], agreed: Agreement,
-    mode: ReuseMode, fits_at: FitsAt,
-) -> int | None:  # fmt: skip
+    layout: PromptLayout,
+    module: int,
+    token_ids: tuple[int, ...],
+    agreed: Agreement,
+    mode: ReuseMode,
+    fits_at: FitsAt,
+) -> int | None:
     """Continue with a module, and return its group. Without usable states it is computed."""
     layout.compute(agreed.before)
     start = layout.length - agreed.begin

@@ -88,9 +88,11 @@ class ChatTemplate:
         return self.mark(render_undated(tokenizer, chat, generate=generate, kwargs=self.kwargs))
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Render a chat up to the begin of the answer, with marks for control tokens.
 
         Control tokens in messages become ordinary text. Tokens that are not special, such as

@@ -55,60 +55,85 @@ DOCUMENTS = (
         "# The ferry\n\nThe ferry Odalys crosses the sound at 7:40 and at 16:15. A return ticket "
         "costs 11 crowns. Bicycles travel free on weekdays. Tickets are sold by Henrike Solberg at "
         "the landing stage.",
-        ("What does a return ticket for the ferry cost?", "Who sells the tickets of the ferry?",
-         "When does the ferry cross the sound?"),
+        (
+            "What does a return ticket for the ferry cost?",
+            "Who sells the tickets of the ferry?",
+            "When does the ferry cross the sound?",
+        ),
     ),
     GateDocument(
         "# The mill\n\nThe windmill on Carrow Hill was built in 1783 by Anselm Prout. It grinds "
         "rye on Tuesdays and barley on Fridays. The miller, Jorun Askvik, keeps the key in a blue "
         "tin.",
-        ("Who built the windmill?", "What does the mill grind on Fridays?",
-         "Where does the miller keep the key?"),
+        (
+            "Who built the windmill?",
+            "What does the mill grind on Fridays?",
+            "Where does the miller keep the key?",
+        ),
     ),
     GateDocument(
         "# The orchard\n\nThe orchard has 214 trees: pears along the wall, quinces by the well. "
         "The harvest begins on 9 September. Pickers are paid 16 crowns an hour by Teodor Lanz.",
-        ("How many trees does the orchard have?", "When does the harvest begin?",
-         "Who pays the pickers?"),
+        (
+            "How many trees does the orchard have?",
+            "When does the harvest begin?",
+            "Who pays the pickers?",
+        ),
     ),
     GateDocument(
         "# The school\n\nThe school stands in Weaver Lane and has 58 pupils. Lessons end at half "
         "past one. Ottilie Brandt teaches geography, and the bell is rung by the caretaker, Piet "
         "Moorman.",
-        ("In which lane does the school stand?", "Who teaches geography?",
-         "When do lessons end?"),
+        ("In which lane does the school stand?", "Who teaches geography?", "When do lessons end?"),
     ),
     GateDocument(
         "# The bakery\n\nThe bakery opens at five and sells rye bread for 4 crowns. Its oven burns "
         "birch wood. On Sundays Salome Winther bakes cardamom buns, which are gone by eight.",
-        ("What does rye bread cost?", "Which wood does the oven of the bakery burn?",
-         "Who bakes cardamom buns?"),
+        (
+            "What does rye bread cost?",
+            "Which wood does the oven of the bakery burn?",
+            "Who bakes cardamom buns?",
+        ),
     ),
     GateDocument(
         "# The lighthouse\n\nThe lighthouse at Skarn Point flashes every 12 seconds. It is 31 "
         "meters high and painted red and white. Its keeper, Matthis Oberg, writes a weather report "
         "at dawn.",
-        ("How high is the lighthouse?", "Who is the keeper of the lighthouse?",
-         "How often does the lighthouse flash?"),
+        (
+            "How high is the lighthouse?",
+            "Who is the keeper of the lighthouse?",
+            "How often does the lighthouse flash?",
+        ),
     ),
     GateDocument(
         "# The market\n\nThe market is held on the second Thursday of the month in Copper Square. "
         "A stall costs 25 crowns. Complaints go to Brigida Fenn, whose office is above the "
         "pharmacy.",
-        ("Where is the market held?", "What does a stall cost?",
-         "Where is the office of Brigida Fenn?"),
+        (
+            "Where is the market held?",
+            "What does a stall cost?",
+            "Where is the office of Brigida Fenn?",
+        ),
     ),
     GateDocument(
         "# The bridge\n\nThe stone bridge over the Lemm has seven arches and carries 3 tonnes at "
         "most. It was mended in 1956 after the flood. Ludo Karst inspects it each spring by boat.",
-        ("How many arches does the bridge have?", "When was the bridge mended?",
-         "Who inspects the bridge?"),
+        (
+            "How many arches does the bridge have?",
+            "When was the bridge mended?",
+            "Who inspects the bridge?",
+        ),
     ),
-)  # fmt: skip
+)
 
 ORDERS = (
-    (0, 3, 5, 6), (1, 4, 7, 2), (3, 6, 1, 4), (7, 2, 0, 5), (5, 0, 6, 1), (2, 7, 4, 3),
-)  # fmt: skip
+    (0, 3, 5, 6),
+    (1, 4, 7, 2),
+    (3, 6, 1, 4),
+    (7, 2, 0, 5),
+    (5, 0, 6, 1),
+    (2, 7, 4, 3),
+)
 """Documents of each prompt, by index into `DOCUMENTS`.
 
 Orders come in three pairs without common documents, so that each document takes three of the four

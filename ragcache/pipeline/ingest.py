@@ -133,9 +133,14 @@ class Ingestor:
     config: OpenConfig
 
     def ingest(
-        self, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
-        sync: bool = False, preparing: Preparing | None = None,
-    ) -> Ingestion:  # fmt: skip
+        self,
+        collection: str,
+        loaded: LoadedSources,
+        progress: Progress | None = None,
+        *,
+        sync: bool = False,
+        preparing: Preparing | None = None,
+    ) -> Ingestion:
         """Store documents by id, after the earlier jobs of the collection have ended.
 
         Args:
@@ -159,9 +164,15 @@ class Ingestor:
             )
 
     def store_sources(
-        self, job: int, collection: str, loaded: LoadedSources, progress: Progress | None = None, *,
-        sync: bool = False, preparing: Preparing | None = None,
-    ) -> Ingestion:  # fmt: skip
+        self,
+        job: int,
+        collection: str,
+        loaded: LoadedSources,
+        progress: Progress | None = None,
+        *,
+        sync: bool = False,
+        preparing: Preparing | None = None,
+    ) -> Ingestion:
         """Store documents as `ingest` does, for a job that is running.
 
         States are on disk before a row refers to them. All rows change in one transaction, which
@@ -188,9 +199,15 @@ class Ingestor:
         return self.store.jobs.within(self.catalog.namespace)
 
     def _attempt(
-        self, job: int, collection: str, loaded: LoadedSources, progress: Progress | None, *,
-        sync: bool, preparing: Preparing | None,
-    ) -> Ingestion:  # fmt: skip
+        self,
+        job: int,
+        collection: str,
+        loaded: LoadedSources,
+        progress: Progress | None,
+        *,
+        sync: bool,
+        preparing: Preparing | None,
+    ) -> Ingestion:
         changes = self._compare(collection, loaded, sync=sync)
         report = changes.report(loaded, sync=sync)
         prepared = self._prepare(changes.changed, preparing)
@@ -202,9 +219,12 @@ class Ingestor:
         if stores:
             rows, encoded = self._encode(job, prepared, progress)
             freed = self.catalog.replace_documents(
-                collection, rows, removed=report["removed"], moved=changes.moved,
+                collection,
+                rows,
+                removed=report["removed"],
+                moved=changes.moved,
                 job=RunningJob(job, self._jobs.session),
-            )  # fmt: skip
+            )
             self.store.discard(freed)
             self.retriever.indexes.update(collection)
         encoded += self._encode_lost(collection, changes.unchanged)
@@ -340,9 +360,13 @@ class Ingestor:
                 NewModule(name, module.text, module.token_ids, key, vector, details, module.places)
             )
         return NewDocument(
-            document.id, document.uri, self._digest(document), rows, document.metadata,
+            document.id,
+            document.uri,
+            self._digest(document),
+            rows,
+            document.metadata,
             document.text,
-        )  # fmt: skip
+        )
 
 
 def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,9 +426,12 @@ def _with_known_ids(
 
 
 def _gone(
-    loaded: LoadedSources, documents: Sequence[SourceDocument], known: Mapping[str, DocumentRow], *,
+    loaded: LoadedSources,
+    documents: Sequence[SourceDocument],
+    known: Mapping[str, DocumentRow],
+    *,
     sync: bool,
-) -> Iterator[DocumentRow]:  # fmt: skip
+) -> Iterator[DocumentRow]:
     """Yield the stored documents that the sources no longer hold.
 
     From folders: documents whose files do not exist or have another id now. Without folders, and

@@ -128,9 +128,13 @@ class IngestionJobs:
     workers: IngestionWorkers
 
     def submit(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource | LoadedSources,
-        *, idempotency_key: str | None = None, sync: bool = False,
-    ) -> JobRow:  # fmt: skip
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource | LoadedSources,
+        *,
+        idempotency_key: str | None = None,
+        sync: bool = False,
+    ) -> JobRow:
         """Read documents into the ledger, queue their ingestion, and return.
 
         Args:
@@ -164,9 +168,13 @@ class IngestionJobs:
         documents = [_content_of(each) for each in loaded.documents]
         options = _options_of(loaded, sync=sync)
         request = JobRequest(
-            collection_target(collection), _digest_of(collection, documents, sync=sync), documents,
-            options, {"skipped": [asdict(each) for each in loaded.skipped]}, idempotency_key,
-        )  # fmt: skip
+            collection_target(collection),
+            _digest_of(collection, documents, sync=sync),
+            documents,
+            options,
+            {"skipped": [asdict(each) for each in loaded.skipped]},
+            idempotency_key,
+        )
         job, _ = self.rows.queue(request, parse_bytes(self.ingestor.config.ingestion_bytes))
         row = self.rows.get(job)
         self.workers.wake()
@@ -264,9 +272,11 @@ def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
     if not (sync or loaded.files):
         return {}
     return {
-        "sync": sync, "folders": loaded.folders, "files": sorted(loaded.files),
+        "sync": sync,
+        "folders": loaded.folders,
+        "files": sorted(loaded.files),
         "present": sorted(loaded.present),
-    }  # fmt: skip
+    }
 
 
 def _loaded_of(job: TakenJob) -> LoadedSources:

@@ -51,15 +51,25 @@ class StateEncoder:
     """Part of all keys (`state_key`)."""
 
     def _state_key(
-        self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None = None,
+        self,
+        token_ids: Sequence[int],
+        mode: str,
+        start: int,
+        root: KVKey | None = None,
         offsets: Sequence[int] | None = None,
-    ) -> KVKey:  # fmt: skip
+    ) -> KVKey:
         causal = self.model.causal
         return state_key(
-            model=causal.fingerprint, tokenizer=self.model.tokenizer_fingerprint,
-            scheme=causal.scheme.name, mode=mode, token_ids=token_ids, start=start,
-            root=root, offsets=offsets, salt=self.salt,
-        )  # fmt: skip
+            model=causal.fingerprint,
+            tokenizer=self.model.tokenizer_fingerprint,
+            scheme=causal.scheme.name,
+            mode=mode,
+            token_ids=token_ids,
+            start=start,
+            root=root,
+            offsets=offsets,
+            salt=self.salt,
+        )
 
     def _request(self, origin: Origin, mode: str, root: KVKey | None = None) -> LeaseRequest:
         return LeaseRequest(origin, mode, root, self.model.causal.fingerprint)
@@ -133,9 +143,12 @@ class ModuleEncoder(StateEncoder):
         return self._state_key(token_ids, encoding, self._first if start is None else start, root)
 
     def lease(
-        self, modules: Sequence[Sequence[int]], encoding: Encoding = AFTER_PREAMBLE,
-        origin: Origin = "question", starts: Sequence[int] | None = None,
-    ) -> Lease:  # fmt: skip
+        self,
+        modules: Sequence[Sequence[int]],
+        encoding: Encoding = AFTER_PREAMBLE,
+        origin: Origin = "question",
+        starts: Sequence[int] | None = None,
+    ) -> Lease:
         """Lease the states of the preamble and of each module. Encodes missing ones.
 
         Args:

@@ -55,10 +55,17 @@ class Modules:
     tokens: ModuleTokens
 
     def page(
-        self, collection: str | None = None, document: str | None = None,
-        tier: str | None = None, pinned: bool | None = None, search: str | None = None,
-        sort: str = "id", descending: bool = False, cursor: str | None = None, limit: int = 100,
-    ) -> Page[ModuleListing]:  # fmt: skip
+        self,
+        collection: str | None = None,
+        document: str | None = None,
+        tier: str | None = None,
+        pinned: bool | None = None,
+        search: str | None = None,
+        sort: str = "id",
+        descending: bool = False,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[ModuleListing]:
         """List a page of the modules that match. Uses of the last second may be missing.
 
         Args:
@@ -77,9 +84,14 @@ class Modules:
         """
         wanted = ModuleFilter(collection, document, tier, pinned, search)
         return module_page(
-            self._database, self.catalog.namespace, wanted, sort, descending=descending,
-            cursor=cursor, limit=limit,
-        )  # fmt: skip
+            self._database,
+            self.catalog.namespace,
+            wanted,
+            sort,
+            descending=descending,
+            cursor=cursor,
+            limit=limit,
+        )
 
     def all(self, collection: str | None = None) -> list[ModuleListing]:
         """List all modules of a collection, with size, tiers and uses of their states.
@@ -100,9 +112,14 @@ class Modules:
         return module_detail(self._database, module, self.catalog.namespace)
 
     def warm(
-        self, collection: str, documents: Sequence[str] | None = None, *,
-        mode: str | ReuseMode = ROOTED, dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[StateChange]:  # fmt: skip
+        self,
+        collection: str,
+        documents: Sequence[str] | None = None,
+        *,
+        mode: str | ReuseMode = ROOTED,
+        dry_run: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[StateChange]:
         """Bring states to the first tier, and encode states that no tier holds.
 
         Args:
@@ -147,16 +164,24 @@ class Modules:
         return done
 
     def pin(
-        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
+        self,
+        collection: str,
+        documents: Sequence[str] | None = None,
+        *,
+        dry_run: bool = False,
         names: Sequence[str] | None = None,
-    ) -> list[StateChange]:  # fmt: skip
+    ) -> list[StateChange]:
         """Protect states from eviction, for lack of room or by a time limit, until `unpin`."""
         return admin.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
-        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
+        self,
+        collection: str,
+        documents: Sequence[str] | None = None,
+        *,
+        dry_run: bool = False,
         names: Sequence[str] | None = None,
-    ) -> list[StateChange]:  # fmt: skip
+    ) -> list[StateChange]:
         """Allow states to be evicted again."""
         keys = self._keys(collection, documents, names)
         return admin.pin(self.store, keys, False, dry_run=dry_run)
@@ -185,17 +210,27 @@ class Modules:
         return admin.expire(self.store, keys, seconds, dry_run=dry_run)
 
     def move(
-        self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
-        dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[StateChange]:  # fmt: skip
+        self,
+        collection: str,
+        tier: str,
+        documents: Sequence[str] | None = None,
+        *,
+        dry_run: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[StateChange]:
         """Bring states to a tier, and remove them from the tiers above it."""
         keys = self._keys(collection, documents, names)
         return admin.move(self.store, keys, tier, dry_run=dry_run)
 
     def evict(
-        self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
-        dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[StateChange]:  # fmt: skip
+        self,
+        collection: str,
+        documents: Sequence[str] | None = None,
+        *,
+        tier: str | None = None,
+        dry_run: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[StateChange]:
         """Remove states from a tier or, by default, from all tiers.
 
         The documents stay. A later question encodes their modules again.

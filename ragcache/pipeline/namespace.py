@@ -61,10 +61,17 @@ class SharedServices:
 
     @classmethod
     def start(
-        cls, database: Database, store: KVStore, model: LoadedModel, config: OpenConfig, *,
-        embedder: Embeddings | None = None, reranker: Reranker | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
-    ) -> SharedServices:  # fmt: skip
+        cls,
+        database: Database,
+        store: KVStore,
+        model: LoadedModel,
+        config: OpenConfig,
+        *,
+        embedder: Embeddings | None = None,
+        reranker: Reranker | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        instruction: str = INSTRUCTION,
+    ) -> SharedServices:
         """Connect a store with a model, and start the engine.
 
         Args:
@@ -78,9 +85,11 @@ class SharedServices:
             instruction: Instruction of every preamble, already checked.
         """
         limits = EngineConfig.for_device(
-            model.causal.device, pool_bytes=parse_optional_bytes(config.private_bytes),
-            queue=config.queue, warm_up=config.warm_up,
-        )  # fmt: skip
+            model.causal.device,
+            pool_bytes=parse_optional_bytes(config.private_bytes),
+            queue=config.queue,
+            warm_up=config.warm_up,
+        )
         engine = LLMEngine(model.causal, limits)
         try:
             store.bind_device(engine.stream, keep_free=GPU_RESERVE + limits.encode_bytes)
@@ -88,12 +97,20 @@ class SharedServices:
             engine.close()
             raise
         shared = cls(
-            database, model, engine, store, DeferredReleases(), embedder,
-            config, ChatTemplate(model, template_kwargs), instruction,
+            database,
+            model,
+            engine,
+            store,
+            DeferredReleases(),
+            embedder,
+            config,
+            ChatTemplate(model, template_kwargs),
+            instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
             IngestionWorkers(store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)),
-            ModeGate(model, engine, store.ledger, config.force_modes), reranker,
-        )  # fmt: skip
+            ModeGate(model, engine, store.ledger, config.force_modes),
+            reranker,
+        )
         store.on_heartbeat.append(shared.workers.wake)
         return shared
 
@@ -169,18 +186,26 @@ class Namespace:
         scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
         return cls(
-            name, shared, catalog, ingestor,
+            name,
+            shared,
+            catalog,
+            ingestor,
             AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(
-                model, shared.engine, shared.deferred, config, name,
-                Quotations(model), shared.gate,
+                model,
+                shared.engine,
+                shared.deferred,
+                config,
+                name,
+                Quotations(model),
+                shared.gate,
             ),
             Modules(catalog, store, encoder, tokens),
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
-        )  # fmt: skip
+        )
 
     def encoder_of(self, collection: str) -> ModuleEncoder:
         """Return the encoder of a collection's modules, with the collection's instruction."""
@@ -224,6 +249,9 @@ class Stats:
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
             evictions=store.ledger.evictions(),
             host_budget_bytes=store.host.budget_bytes or 0,
-            encoded=counted.encoded, corrupt=counted.corrupt, unreadable=counted.unreadable,
-            unclaimed=counted.unclaimed, host_evictions=counted.evictions["host", "pressure"],
-        )  # fmt: skip
+            encoded=counted.encoded,
+            corrupt=counted.corrupt,
+            unreadable=counted.unreadable,
+            unclaimed=counted.unclaimed,
+            host_evictions=counted.evictions["host", "pressure"],
+        )

@@ -195,11 +195,13 @@ class PmlPipeline:
         text = "".join(p.text for p in plan.pieces if p.kind == "new").strip()
         cited = zip(citations, map(group_of.get, plan.modules), strict=True)
         return TokenPrompt(
-            tuple(own), tuple(spans), max(plan.length, own[-1][0] + 1),
+            tuple(own),
+            tuple(spans),
+            max(plan.length, own[-1][0] + 1),
             states if mode.reads_states else None,
             question=AskedQuestion(text, mode, "prompt"),
             retrieved=Retrieved(citations=tuple(cited)),
-        )  # fmt: skip
+        )
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[ScopeGroup]:
         """Return the modules of a plan in the groups in which they are encoded.
@@ -240,9 +242,11 @@ class PmlPipeline:
 
 
 def place(
-    pieces: Sequence[Piece], groups: Sequence[ScopeGroup], group_of: Mapping[Path, int],
+    pieces: Sequence[Piece],
+    groups: Sequence[ScopeGroup],
+    group_of: Mapping[Path, int],
     template: ChatTemplate,
-) -> tuple[list[CachedSpan], list[tuple[int, int]]]:  # fmt: skip
+) -> tuple[list[CachedSpan], list[tuple[int, int]]]:
     """Return the spans to read, and the tokens to compute as (position, token), in order.
 
     A cached piece becomes a span: a run of its module's states. All other pieces are computed
@@ -287,9 +291,13 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
     """Return the union schema of a collection, whose slots take `members`."""
     return collection_schema(
-        module_name(collection), frame.preamble, slots, collection,
-        question_lead=frame.question, epilogue=frame.epilogue,
-    )  # fmt: skip
+        module_name(collection),
+        frame.preamble,
+        slots,
+        collection,
+        question_lead=frame.question,
+        epilogue=frame.epilogue,
+    )
 
 
 def members(modules: Sequence[ModuleRow]) -> list[Module]:

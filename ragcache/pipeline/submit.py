@@ -41,9 +41,12 @@ MakeRequest = Callable[[Context], Request]
 
 
 def request_maker(
-    params: GenerationParams, model: LoadedModel, default_tokens: int, tenant: Hashable,
+    params: GenerationParams,
+    model: LoadedModel,
+    default_tokens: int,
+    tenant: Hashable,
     policies: Sequence[AnswerPolicy] = (),
-) -> MakeRequest:  # fmt: skip
+) -> MakeRequest:
     """Check the options of an answer, and return a function that makes the engine's request.
 
     The request is made later, when its context is known.
@@ -68,14 +71,21 @@ def request_maker(
 
     def make_request(context: Context) -> Request:
         request = Request(
-            context, max_tokens=most, min_tokens=params.min_tokens, stop=stop,
-            stop_ids=model.stop_ids, sampling=sampling, n=params.n, ignore_eos=params.ignore_eos,
+            context,
+            max_tokens=most,
+            min_tokens=params.min_tokens,
+            stop=stop,
+            stop_ids=model.stop_ids,
+            sampling=sampling,
+            n=params.n,
+            ignore_eos=params.ignore_eos,
             text=lambda stop: TextStream(model.tokenizer, stop, params.skip_special_tokens),
             constraint=constraint,
             suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
             tenant=tenant if params.share else None,
-            priority=params.priority, timeout=params.timeout,
-        )  # fmt: skip
+            priority=params.priority,
+            timeout=params.timeout,
+        )
         for policy in policies:
             request = policy.change_request(request)
         return request
@@ -183,9 +193,12 @@ class Submitter:
         tenant = self.namespace if prompt.cacheable else None
         request = request_maker(generation, self.model, default, tenant, policies)
         checker.check_sizes(
-            own=computed - recomputed, documents=prompt.read_tokens + prompt.recomputed,
-            recomputed=recomputed, end=prompt.end, max_tokens=generation.token_limit(default),
-        )  # fmt: skip
+            own=computed - recomputed,
+            documents=prompt.read_tokens + prompt.recomputed,
+            recomputed=recomputed,
+            end=prompt.end,
+            max_tokens=generation.token_limit(default),
+        )
         return request
 
     def _lease_and_submit(
@@ -225,9 +238,11 @@ class Submitter:
 
 
 def prepare_answer(
-    prompt: TokenPrompt, lease: Lease | None, assembled: float,
+    prompt: TokenPrompt,
+    lease: Lease | None,
+    assembled: float,
     policies: Sequence[AnswerPolicy] = (),
-) -> PreparedAnswer:  # fmt: skip
+) -> PreparedAnswer:
     """Return the parts of the answer that are known before it is generated.
 
     Args:
@@ -249,11 +264,12 @@ def prepare_answer(
         mode=prompt.answer_mode,
         prompt_tokens=len(prompt.computed_tokens) + prompt.read_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
-        created_tokens=tokens["encoded"], tokens=tokens,
+        created_tokens=tokens["encoded"],
+        tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.question.times, assembled=assembled),
         policies=tuple(policies),
-    )  # fmt: skip
+    )
 
 
 def _record_owners(states: PromptStates, lease: Lease) -> None:

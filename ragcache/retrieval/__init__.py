@@ -14,7 +14,17 @@ from ragcache.retrieval.retriever import (
 from ragcache.retrieval.search import VectorIndex, fuse
 
 __all__ = [
-    "BM25Index", "CrossEncoderReranker", "Filters", "HeldOutSearch", "Hit", "Reranker",
-    "Retriever", "Retrievers", "Selection", "VectorIndex", "compile_filters", "embedder_name",
+    "BM25Index",
+    "CrossEncoderReranker",
+    "Filters",
+    "HeldOutSearch",
+    "Hit",
+    "Reranker",
+    "Retriever",
+    "Retrievers",
+    "Selection",
+    "VectorIndex",
+    "compile_filters",
+    "embedder_name",
     "fuse",
-]  # fmt: skip
+]

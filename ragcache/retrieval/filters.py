@@ -24,8 +24,11 @@ Test = Callable[[Attributes], bool]
 _DEPTH = 32  # most levels of nesting
 _ABSENT = object()
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le,
-}  # fmt: skip
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
 _OPERATORS = ("$eq", "$ne", "$in", "$nin", *_ORDERS, "$exists", "$not")
 _JUNCTIONS = ("$and", "$or", "$not")
 

@@ -82,9 +82,12 @@ class Retriever:
     """
 
     def __init__(
-        self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,
+        self,
+        catalog: Catalog,
+        embedder: Embeddings | None = None,
+        vectors: Vectors | None = None,
         reranker: Reranker | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.embedder, self.reranker = embedder, reranker
         self.indexes = CollectionIndexes(catalog, embedder, vectors)
 
@@ -144,9 +147,14 @@ class Retriever:
         return self.embedder
 
     def _select(
-        self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams,
-        wanted: Test | None, version: CollectionVersion,
-    ) -> Selection:  # fmt: skip
+        self,
+        query: str,
+        vector: np.ndarray | None,
+        collection: str,
+        params: SearchParams,
+        wanted: Test | None,
+        version: CollectionVersion,
+    ) -> Selection:
         dimension = None if vector is None else len(vector)
         index = self.indexes.index_at(collection, version, dimension)
         while params.search == "dense" and index.missing:
@@ -237,9 +245,10 @@ def _allowed(
     if wanted is None and not left_out:
         return None
     return {
-        number for number, row in modules.items()
+        number
+        for number, row in modules.items()
         if row.document not in left_out and (wanted is None or wanted(row.metadata))
-    }  # fmt: skip
+    }
 
 
 def _diverse(ranking: Ranking, index: CollectionIndex, params: SearchParams) -> list[int]:
@@ -269,16 +278,20 @@ class Retrievers:
     """
 
     def __init__(
-        self, catalog: Catalog, database: Database, embedder: Embeddings | None,
+        self,
+        catalog: Catalog,
+        database: Database,
+        embedder: Embeddings | None,
         reranker: Reranker | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._catalog, self._database, self._reranker = catalog, database, reranker
         self._known: dict[str, Retriever] = {}
         self._finding = threading.Lock()
         self._first = (
-            Retriever(catalog, reranker=reranker) if embedder is None
+            Retriever(catalog, reranker=reranker)
+            if embedder is None
             else self.retriever_for(embedder)
-        )  # fmt: skip
+        )
 
     def retriever_for(self, embedder: Embeddings | None = None) -> Retriever:
         """Return the retriever of an embedder.

@@ -35,9 +35,12 @@ class Arrival:
     """
 
     def __init__(
-        self, events: Sequence[CopyEvent], ends: Sequence[int] = (), sources: object = None,
+        self,
+        events: Sequence[CopyEvent],
+        ends: Sequence[int] = (),
+        sources: object = None,
         stream: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create the arrival of one batch of copies.
 
         Args:
@@ -136,9 +139,17 @@ States with equal keys are interchangeable.
 
 
 def state_key(
-    *, model: str, tokenizer: str, scheme: str, mode: str, token_ids: Sequence[int], start: int,
-    root: KVKey | None, offsets: Sequence[int] | None = None, salt: str = "",
-) -> KVKey:  # fmt: skip
+    *,
+    model: str,
+    tokenizer: str,
+    scheme: str,
+    mode: str,
+    token_ids: Sequence[int],
+    start: int,
+    root: KVKey | None,
+    offsets: Sequence[int] | None = None,
+    salt: str = "",
+) -> KVKey:
     """Return the key of the states of `token_ids`, encoded from position `start`.
 
     Args:

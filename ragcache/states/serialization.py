@@ -33,9 +33,12 @@ _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 16
 _CHUNK = 1 << 20  # bytes that are read, then hashed while they are in the processor's cache
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
     torch.int8: "I8",
-}  # fmt: skip
+}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -53,9 +56,11 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         table[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     facts = {
-        "format": str(FORMAT_VERSION), "key": key, "start": str(states.start),
+        "format": str(FORMAT_VERSION),
+        "key": key,
+        "start": str(states.start),
         "dtype": _NAMES[model_dtype(states)],
-    }  # fmt: skip
+    }
     contents = [_bytes(tensor) for tensor in tensors.values()]
     digest = _described(table, facts)
     for content in contents:

@@ -7,6 +7,17 @@ from ragcache.store.store import KVStore, open_tiers
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 __all__ = [
-    "DeviceTier", "DiskTier", "EvictionIndex", "HostTier", "KVStore", "Lease", "LeaseRequest",
-    "Origin", "RemoteTier", "Tier", "TierStatus", "open_tiers", "tier_status",
-]  # fmt: skip
+    "DeviceTier",
+    "DiskTier",
+    "EvictionIndex",
+    "HostTier",
+    "KVStore",
+    "Lease",
+    "LeaseRequest",
+    "Origin",
+    "RemoteTier",
+    "Tier",
+    "TierStatus",
+    "open_tiers",
+    "tier_status",
+]

@@ -167,8 +167,15 @@ def tier_status(store: KVStore) -> list[TierStatus]:
             pinned = [key for key in store.memory.pinned if key in entries]
             pinned_bytes = sum(entries.get(key).nbytes for key in pinned)
         tier, hits = index.tier, store.counters.hits[index.name]
-        found.append(TierStatus(
-            index.name, tier.used_bytes, tier.budget_bytes, pinned_bytes, states, hits,
-            tier.traits.persistent,
-        ))  # fmt: skip
+        found.append(
+            TierStatus(
+                index.name,
+                tier.used_bytes,
+                tier.budget_bytes,
+                pinned_bytes,
+                states,
+                hits,
+                tier.traits.persistent,
+            )
+        )
     return found

@@ -84,9 +84,13 @@ class Lease:
     """
 
     def __init__(
-        self, manager: LeaseManager, keys: Sequence[KVKey], request: LeaseRequest, tick: int,
+        self,
+        manager: LeaseManager,
+        keys: Sequence[KVKey],
+        request: LeaseRequest,
+        tick: int,
         below: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.keys = tuple(keys)
         """Keys in the caller's order."""
         self.request = request
@@ -183,9 +187,14 @@ class LeaseManager:
     """
 
     def __init__(
-        self, memory: MemoryTiers, persistent: PersistentTiers, ledger: Ledger,
-        flights: SingleFlight, counters: Counters, claim_patience: float = CLAIM_PATIENCE,
-    ) -> None:  # fmt: skip
+        self,
+        memory: MemoryTiers,
+        persistent: PersistentTiers,
+        ledger: Ledger,
+        flights: SingleFlight,
+        counters: Counters,
+        claim_patience: float = CLAIM_PATIENCE,
+    ) -> None:
         self._patience = claim_patience
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._counters = flights, counters
@@ -265,9 +274,12 @@ class LeaseManager:
                 if mine:
                     persists = shared and (lease.request.origin != "question" or lease.lost_blobs)
                     lease.encoding = _Encoding(
-                        dict.fromkeys(mine), flight.split(mine), set(mine) if shared else set(),
-                        persists, time.perf_counter(),
-                    )  # fmt: skip
+                        dict.fromkeys(mine),
+                        flight.split(mine),
+                        set(mine) if shared else set(),
+                        persists,
+                        time.perf_counter(),
+                    )
                     return mine
             flight.wait_for_others()
         return []

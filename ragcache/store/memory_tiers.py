@@ -85,9 +85,12 @@ class MemoryTiers:
     """
 
     def __init__(
-        self, indexes: Sequence[TierIndex], usage: UsageBuffer, counters: Counters,
+        self,
+        indexes: Sequence[TierIndex],
+        usage: UsageBuffer,
+        counters: Counters,
         persistent: Sequence[TierIndex] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create the bookkeeping. States of `persistent` tiers can be leased as well."""
         self.lock = threading.RLock()
         self.indexes = tuple(indexes)
@@ -219,9 +222,15 @@ class MemoryTiers:
             return None if chosen is None else leaving | dict.fromkeys(chosen, "pressure")
 
     def place(
-        self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *,
-        evict: bool = True, reused: bool = False,
-    ) -> StoredStates | None:  # fmt: skip
+        self,
+        index: TierIndex,
+        key: KVKey,
+        states: StoredStates,
+        tick: int,
+        *,
+        evict: bool = True,
+        reused: bool = False,
+    ) -> StoredStates | None:
         """Put states into a memory tier.
 
         Args:

@@ -126,9 +126,13 @@ class PersistentTiers:
     """Disk and remote, nearest first, and their rows in the ledger."""
 
     def __init__(
-        self, indexes: Sequence[TierIndex], ledger: Ledger, memory: MemoryTiers,
-        flights: SingleFlight, counters: Counters,
-    ) -> None:  # fmt: skip
+        self,
+        indexes: Sequence[TierIndex],
+        ledger: Ledger,
+        memory: MemoryTiers,
+        flights: SingleFlight,
+        counters: Counters,
+    ) -> None:
         self.indexes = tuple(indexes)
         self._ledger, self._memory = ledger, memory
         self._flights, self._counters = flights, counters

@@ -54,9 +54,12 @@ class KVStore:
     """
 
     def __init__(
-        self, ledger: Ledger, memory: Sequence[Tier], persistent: Sequence[Tier] = (),
+        self,
+        ledger: Ledger,
+        memory: Sequence[Tier],
+        persistent: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create a store without opening a session.
 
         Args:
@@ -88,10 +91,16 @@ class KVStore:
 
     @classmethod
     def open(
-        cls, folder: Path, database: Database, host_bytes: int, *, disk_bytes: int | None = None,
-        kv_dtype: KVDtype = "model", tiers: Sequence[Tier] = (),
+        cls,
+        folder: Path,
+        database: Database,
+        host_bytes: int,
+        *,
+        disk_bytes: int | None = None,
+        kv_dtype: KVDtype = "model",
+        tiers: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
-    ) -> KVStore:  # fmt: skip
+    ) -> KVStore:
         """Open the store of a state folder and reconcile its ledger with its disk.
 
         Args:
@@ -145,9 +154,11 @@ class KVStore:
     def _run(self, name: str, seconds: float, work: Callable[[KVStore], None]) -> None:
         """Repeat some work in a thread until the store is closed."""
         thread = threading.Thread(
-            target=_repeat, args=(weakref.ref(self), self._stopped, seconds, work),
-            name=f"ragcache-{name}", daemon=True,
-        )  # fmt: skip
+            target=_repeat,
+            args=(weakref.ref(self), self._stopped, seconds, work),
+            name=f"ragcache-{name}",
+            daemon=True,
+        )
         self._threads.append(thread)
         thread.start()
 
@@ -268,9 +279,10 @@ class KVStore:
         """Return the keys that a tier below the first has and the first tier lacks."""
         with self.memory.lock:
             return [
-                key for key in dict.fromkeys(keys)
+                key
+                for key in dict.fromkeys(keys)
                 if key not in self.memory.top.entries and self.memory.is_known(key)
-            ]  # fmt: skip
+            ]
 
     def fetch(self, keys: Sequence[KVKey]) -> Lease:
         """Lease states that any tier has or that other threads are reading.
@@ -427,9 +439,11 @@ def _in_order(tiers: Iterable[Tier]) -> tuple[list[Tier], list[Tier]]:
 
 
 def _repeat(
-    reference: weakref.ref[KVStore], stopped: threading.Event, seconds: float,
+    reference: weakref.ref[KVStore],
+    stopped: threading.Event,
+    seconds: float,
     work: Callable[[KVStore], None],
-) -> None:  # fmt: skip
+) -> None:
     """Repeat work for a store until it is closed or garbage-collected."""
     while not stopped.wait(seconds):
         store = reference()

@@ -108,9 +108,12 @@ def verify(
 
 
 def _blobs(
-    store: KVStore, index: TierIndex, rows: dict[KVKey, StateRow], repair: bool,
+    store: KVStore,
+    index: TierIndex,
+    rows: dict[KVKey, StateRow],
+    repair: bool,
     progress: Progress | None,
-) -> Iterator[Disagreement]:  # fmt: skip
+) -> Iterator[Disagreement]:
     blobs = set(index.tier.keys())
     for done, (key, row) in enumerate(sorted(rows.items())):
         fault = _fault(index, key, row.nbytes)
@@ -161,13 +164,15 @@ def _index(store: KVStore) -> Iterator[Disagreement]:
         size, group = func.length(VectorTable.vector), (CollectionTable.name, VectorTable.embedder)
         columns = from_modules(*group, func.min(size), func.max(size)).join(VectorTable)
         lengths = list(session.execute(columns.group_by(CollectionTable.id, *group)))
-        empty = list(session.execute(
-            select(CollectionTable.name, DocumentTable.source_id)
-            .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
-            .outerjoin(ModuleTable, ModuleTable.document_id == DocumentTable.id)
-            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(EncodingTable.key.is_(None))
-        ))  # fmt: skip
+        empty = list(
+            session.execute(
+                select(CollectionTable.name, DocumentTable.source_id)
+                .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
+                .outerjoin(ModuleTable, ModuleTable.document_id == DocumentTable.id)
+                .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+                .where(EncodingTable.key.is_(None))
+            )
+        )
     width = np.dtype("<f4").itemsize
     for name, embedder, least, most in lengths:
         if least != most or most % width:

@@ -12,7 +12,16 @@ from ragcache.structured.tool_calls import (
 from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
 
 __all__ = [
-    "Grammar", "InvalidToolCall", "TextDelta", "ToolCall", "ToolCallDelta", "ToolCallParser",
-    "ToolStyle", "compile_constraint", "parse_tool_calls", "resolve_tool_choice",
-    "tool_call_grammar", "tool_style",
-]  # fmt: skip
+    "Grammar",
+    "InvalidToolCall",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallParser",
+    "ToolStyle",
+    "compile_constraint",
+    "parse_tool_calls",
+    "resolve_tool_choice",
+    "tool_call_grammar",
+    "tool_style",
+]

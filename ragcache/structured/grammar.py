@@ -271,9 +271,11 @@ def _check_in_process(grammar: Grammar) -> None:
     try:
         checked = subprocess.run(
             [sys.executable, "-c", _CHECK_SCRIPT],
-            input=json.dumps([grammar.source, LIMITS]).encode(), capture_output=True, check=True,
+            input=json.dumps([grammar.source, LIMITS]).encode(),
+            capture_output=True,
+            check=True,
             timeout=CHECK_SECONDS,
-        )  # fmt: skip
+        )
         reason = json.loads(checked.stdout)
     except subprocess.TimeoutExpired:
         reason = f"it takes more than {CHECK_SECONDS:g} s; give fewer or simpler patterns"

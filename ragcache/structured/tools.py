@@ -95,9 +95,13 @@ def _name_of(tool: object) -> object:
 
 
 def tool_call_grammar(
-    tools: Sequence[Mapping[str, Any]], choice: str = "auto", *,
-    style: ToolStyle | str = ToolStyle.HERMES, parallel: bool = True, form: Grammar | None = None,
-) -> Grammar:  # fmt: skip
+    tools: Sequence[Mapping[str, Any]],
+    choice: str = "auto",
+    *,
+    style: ToolStyle | str = ToolStyle.HERMES,
+    parallel: bool = True,
+    form: Grammar | None = None,
+) -> Grammar:
     """Make a grammar in which every call names a tool and its arguments fit the tool's schema.
 
     Args:

@@ -30,9 +30,14 @@ QUESTION_TOKENS = 512
 
 
 def collection_schema(
-    name: str, preamble: str, slots: int, collection: str,
-    *, question_lead: str = "", epilogue: str = "",
-) -> Schema:  # fmt: skip
+    name: str,
+    preamble: str,
+    slots: int,
+    collection: str,
+    *,
+    question_lead: str = "",
+    epilogue: str = "",
+) -> Schema:
     """Make the schema of a collection: preamble, slots, the parameter `question`, epilogue.
 
     The texts are usually the model's chat template, cut inside the user turn.

@@ -46,9 +46,12 @@ class PMLError(_Located, ValueError):
     """
 
     def __init__(
-        self, problem: str, location: Location | None = None,
-        element: str | None = None, expected: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        problem: str,
+        location: Location | None = None,
+        element: str | None = None,
+        expected: str | None = None,
+    ) -> None:
         super().__init__(problem, location, element, expected)
         self.problem = problem
         self.location = location

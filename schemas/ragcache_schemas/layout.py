@@ -126,12 +126,15 @@ class _Walk:
         if node.scaffold is not None:
             length = self.count_tokens(node.scaffold)
             if length > node.length:
-                warnings.warn(PMLWarning(
-                    f"the scaffold of the parameter {node.name!r} is {length} tokens long, "
-                    f"and the parameter holds {node.length}: the rest of it is not encoded; "
-                    f'shorten the scaffold, or write len="{length}"',
-                    node.location,
-                ), stacklevel=2)  # fmt: skip
+                warnings.warn(
+                    PMLWarning(
+                        f"the scaffold of the parameter {node.name!r} is {length} tokens long, "
+                        f"and the parameter holds {node.length}: the rest of it is not encoded; "
+                        f'shorten the scaffold, or write len="{length}"',
+                        node.location,
+                    ),
+                    stacklevel=2,
+                )
         return node.length
 
     def _nested(self, own: Path, outer: Path, node: Module | Union, start: int) -> int:

@@ -59,9 +59,12 @@ def is_prompt(text: str | bytes) -> bool:
 
 
 def lint_schema(
-    text: str | bytes, *, source: str = "<string>", count_tokens: CountTokens | None = None,
+    text: str | bytes,
+    *,
+    source: str = "<string>",
+    count_tokens: CountTokens | None = None,
     render: Render | None = None,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """List the findings in a schema. Continues after errors, unless it is not well-formed.
 
     Args:

@@ -137,9 +137,15 @@ def load(
 def _parse(text: str, source: str, tags: list[Tag]) -> Element:
     # huge_tree lifts libxml2's own limits: `scan_tags` has already applied stricter ones.
     parser = etree.XMLParser(
-        encoding="utf-8", resolve_entities=False, no_network=True, load_dtd=False,
-        dtd_validation=False, huge_tree=True, remove_comments=True, recover=False,
-    )  # fmt: skip
+        encoding="utf-8",
+        resolve_entities=False,
+        no_network=True,
+        load_dtd=False,
+        dtd_validation=False,
+        huge_tree=True,
+        remove_comments=True,
+        recover=False,
+    )
     try:
         return etree.fromstring(text.encode(), parser)
     except etree.XMLSyntaxError as error:
@@ -280,9 +286,13 @@ class ElementReader(Generic[N]):
         return Chat(role, tuple(nodes), opens=opens, closes=closes, location=tag.location)
 
     def attributes(
-        self, element: Element, tag: Tag, required: tuple[str, ...] = (),
-        *, optional: tuple[str, ...] = (),
-    ) -> dict[str, str]:  # fmt: skip
+        self,
+        element: Element,
+        tag: Tag,
+        required: tuple[str, ...] = (),
+        *,
+        optional: tuple[str, ...] = (),
+    ) -> dict[str, str]:
         """Return the attributes of `element`. Reports missing and unknown ones."""
         found = attributes_of(element)
         for name in required:

@@ -148,9 +148,13 @@ class SchemaIndex:
 
     @classmethod
     def build(
-        cls, schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
-        *, lookup: ModuleLookup | None = None,
-    ) -> SchemaIndex:  # fmt: skip
+        cls,
+        schema: Schema,
+        count_tokens: CountTokens,
+        placement: Placement = "schema",
+        *,
+        lookup: ModuleLookup | None = None,
+    ) -> SchemaIndex:
         """Validate, lay out and index a schema, in time linear in its size.
 
         Args:
@@ -193,9 +197,15 @@ class _Scopes:
         self.layout, self.base, self.start = layout, base, start
 
     def scope(
-        self, path: Path, place: TreeOrder, nodes: Sequence[Node],
-        *, cache: bool, union: TreeOrder | None = None, role: Role | None = None,
-    ) -> Scope:  # fmt: skip
+        self,
+        path: Path,
+        place: TreeOrder,
+        nodes: Sequence[Node],
+        *,
+        cache: bool,
+        union: TreeOrder | None = None,
+        role: Role | None = None,
+    ) -> Scope:
         texts: list[tuple[TreeOrder, Piece]] = []
         parameters: dict[str, tuple[TreeOrder, Piece]] = {}
         children: dict[str, Scope] = {}
@@ -232,9 +242,15 @@ class _Scopes:
         walk(nodes, place, role)
         own_path = (*self.base, *path)
         return Scope(
-            own_path, place, tuple(texts), parameters, children, union,
-            role=role, stand_ins=tuple(stand_ins),
-        )  # fmt: skip
+            own_path,
+            place,
+            tuple(texts),
+            parameters,
+            children,
+            union,
+            role=role,
+            stand_ins=tuple(stand_ins),
+        )
 
     def _module(
         self, path: Path, at: TreeOrder, node: Module, union: TreeOrder | None, role: Role | None

@@ -69,9 +69,15 @@ def list_keys(
         table = ui.plain_table(*columns, left=8)
         for row in rows:
             table.add_row(
-                str(row.id), escape(row.name), row.role, row.namespace, f"{row.prefix}…",
-                _date(row.created_at), _date(row.last_used), "revoked" if row.revoked_at else "",
-            )  # fmt: skip
+                str(row.id),
+                escape(row.name),
+                row.role,
+                row.namespace,
+                f"{row.prefix}…",
+                _date(row.created_at),
+                _date(row.last_used),
+                "revoked" if row.revoked_at else "",
+            )
         ui.console.print(table)
 
 
@@ -125,10 +131,14 @@ def list_all_modules(
             table.add_column("")
         for row in rows:
             table.add_row(
-                escape(row.name), escape(row.collection), ", ".join(row.tiers) or "none",
-                f"{row.tokens:,}", ui.format_bytes(row.nbytes), f"{row.hits:,}",
+                escape(row.name),
+                escape(row.collection),
+                ", ".join(row.tiers) or "none",
+                f"{row.tokens:,}",
+                ui.format_bytes(row.nbytes),
+                f"{row.hits:,}",
                 *(["pinned"] if row.pinned else []),
-            )  # fmt: skip
+            )
         ui.console.print(table)
         ui.console.print(
             f"{len(rows):,} modules, {sum(row.tokens for row in rows):,} tokens, "
@@ -297,9 +307,13 @@ def doctor(
         from ragcache.models import load_model
 
         return load_model(
-            model, device=settings.device, dtype=dtype, states_dtype=settings.states_dtype,
-            long_context=settings.long_context, quantization=settings.quantization,
-        )  # fmt: skip
+            model,
+            device=settings.device,
+            dtype=dtype,
+            states_dtype=settings.states_dtype,
+            long_context=settings.long_context,
+            quantization=settings.quantization,
+        )
 
     checks = {
         "machine": _check_machine,
@@ -453,9 +467,16 @@ def serve(
 
     others = _parse_settings(setting or [])
     settings = ServiceSettings.read(
-        state=state, host=host, port=port, model=model, dtype=dtype, embedding=embedding,
-        instruction=instruction, replicas=replicas, **others,
-    )  # fmt: skip
+        state=state,
+        host=host,
+        port=port,
+        model=model,
+        dtype=dtype,
+        embedding=embedding,
+        instruction=instruction,
+        replicas=replicas,
+        **others,
+    )
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return

@@ -34,14 +34,17 @@ def ask(
     stream: ui.StreamOption = None,
     server: Annotated[
         str | None,
-        typer.Option(envvar="RAGCACHE_SERVER", help="The URL of a running service that answers; "
-                     "its model, embedding, instruction and documents count."),
+        typer.Option(
+            envvar="RAGCACHE_SERVER",
+            help="The URL of a running service that answers; "
+            "its model, embedding, instruction and documents count.",
+        ),
     ] = None,
     key: Annotated[
         str | None, typer.Option(envvar="RAGCACHE_API_KEY", help="The service's API key.")
     ] = None,
     as_json: ui.JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Answer a question from the documents of a collection.
 
     A new process takes seconds to begin; a running service (--server) answers at once.
@@ -186,9 +189,12 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
     for _ in range(RUNS):
         for mode, seconds in times.items():
             answers[mode] = rag.ask(
-                question, collection="handbook", mode=mode, generation=unshared,
+                question,
+                collection="handbook",
+                mode=mode,
+                generation=unshared,
                 relative_threshold=0.0,  # four modules in each prompt
-            )  # fmt: skip
+            )
             seconds.append(answers[mode].timings.first_token)
     return DemoAnswer(answers[ROOTED], *map(median, times.values()))
 

@@ -51,9 +51,13 @@ class Talk:
     """A conversation, as messages without the retrieved documents."""
 
     def __init__(
-        self, rag: RagCache, collection: str | None, search: SearchParams, mode: ReuseMode,
+        self,
+        rag: RagCache,
+        collection: str | None,
+        search: SearchParams,
+        mode: ReuseMode,
         generation: GenerationParams,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.said: list[dict[str, str]] = []
         self._rag, self._collection, self._search = rag, collection, search
         self._mode, self._generation = mode, generation

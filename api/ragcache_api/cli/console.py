@@ -89,10 +89,11 @@ ModeOption = Annotated[ReuseMode, mode_option(describe_kinds())]
 StreamOption = Annotated[
     bool | None,
     typer.Option(
-        "--stream/--no-stream", show_default=False,
+        "--stream/--no-stream",
+        show_default=False,
         help="Print the answer as it comes; without either, on a terminal only.",
     ),
-]  # fmt: skip
+]
 
 
 def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:

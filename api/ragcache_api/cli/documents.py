@@ -136,10 +136,16 @@ def remove(
             )
             store.discard(freed)
     if as_json:
-        ui.print_json({
-            "dry_run": dry_run, "documents": list(known), "collection": everything,
-            "modules": taken.modules, "states": taken.states, "tiers": dict(taken.tiers),
-        })  # fmt: skip
+        ui.print_json(
+            {
+                "dry_run": dry_run,
+                "documents": list(known),
+                "collection": everything,
+                "modules": taken.modules,
+                "states": taken.states,
+                "tiers": dict(taken.tiers),
+            }
+        )
         return
     would = "would be removed" if dry_run else "removed"
     ui.console.print(
@@ -231,10 +237,16 @@ def retrieve(
 def _hit_values(hit: Hit) -> dict[str, object]:
     module = hit.module
     return {
-        "module": module.name, "document": module.document, "uri": module.uri, "score": hit.score,
-        "bm25": hit.bm25, "cosine": hit.cosine, "rerank": hit.rerank, "text": module.text,
+        "module": module.name,
+        "document": module.document,
+        "uri": module.uri,
+        "score": hit.score,
+        "bm25": hit.bm25,
+        "cosine": hit.cosine,
+        "rerank": hit.rerank,
+        "text": module.text,
         "metadata": module.attributes,
-    }  # fmt: skip
+    }
 
 
 @expand_options

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from ragcache.evaluation import Comparison, Dataset, Evaluation, EvaluationReport, Question
 
 TITLES = {
-    "exact_match": "exact match", "f1": "F1", "rouge_l": "ROUGE-L", "retrieved": "retrieved",
-    "kl_divergence": "KL", "agreement": "agreement",
-}  # fmt: skip
+    "exact_match": "exact match",
+    "f1": "F1",
+    "rouge_l": "ROUGE-L",
+    "retrieved": "retrieved",
+    "kl_divergence": "KL",
+    "agreement": "agreement",
+}
 """Names of a mode's means in the report."""
 
 TEMPORARY = "-"
@@ -96,9 +100,10 @@ def evaluate_command(
     dataset = load_dataset(questions, over)  # type: ignore[arg-type]  # it was checked
     drawn = dataset if sample is None else dataset.sample(sample, seed)
     asked: dict[str, Any] = {
-        "k": search.k, "relative_threshold": search.relative_threshold,
+        "k": search.k,
+        "relative_threshold": search.relative_threshold,
         "extractive": params.extractive,
-    }  # fmt: skip
+    }
     with _opened(options, collection, dataset, drawn) as (rag, name):
         if calibrate:
             _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **asked)
@@ -106,14 +111,22 @@ def evaluate_command(
         from ragcache.evaluation import evaluate_modes
 
         setting = _setting(rag, questions, dataset, drawn, seed if sample else None) | {
-            "k": search.k, "relative threshold": search.relative_threshold, "sent by": through,
-        }  # fmt: skip
+            "k": search.k,
+            "relative threshold": search.relative_threshold,
+            "sent by": through,
+        }
         with ui.progress_bar("asking") as progress:
             evaluation = evaluate_modes(
-                rag, name, drawn.questions, named, setting=setting, seed=seed,
-                through=through, **asked,
+                rag,
+                name,
+                drawn.questions,
+                named,
+                setting=setting,
+                seed=seed,
+                through=through,
+                **asked,
                 progress=lambda _, done, total: progress(done, total),
-            )  # fmt: skip
+            )
     if as_json:
         ui.print_json(evaluation)
         return
@@ -140,15 +153,20 @@ def _calibrate(
         ("answered correctly", report.right, report.refused_right),
         ("answered incorrectly", report.answerable - report.right, report.refused_wrong),
     )
-    table = ui.plain_table("questions", "", "refused", rows=[
-        (name, str(count), f"{100 * share:.1f}%") for name, count, share in rows
-    ])  # fmt: skip
+    table = ui.plain_table(
+        "questions",
+        "",
+        "refused",
+        rows=[(name, str(count), f"{100 * share:.1f}%") for name, count, share in rows],
+    )
     ui.console.print(table)
     coverage, risk = report.risk_coverage()
     for share in (0.25, 0.5, 0.75, 1.0):
         at = math.ceil(share * len(risk)) - 1
-        ui.console.print(f"of the {100 * coverage[at]:.0f}% most confident, "
-                         f"{100 * (1 - risk[at]):.0f}% are right")  # fmt: skip
+        ui.console.print(
+            f"of the {100 * coverage[at]:.0f}% most confident, "
+            f"{100 * (1 - risk[at]):.0f}% are right"
+        )
     ui.console.print(
         f"kept with {escape(collection)}: answers below {fitted.min_confidence:.3f} are refused"
     )
@@ -229,13 +247,15 @@ def _setting(
     own = sum(1 for question in drawn.questions if question.own)
     sampled = "" if seed is None else f" of {len(dataset.questions)}, drawn with seed {seed}"
     return {
-        "questions": path.name, "format": dataset.format,
+        "questions": path.name,
+        "format": dataset.format,
         "asked": f"{len(drawn.questions)}{sampled}",
         "documents": len(drawn.documents) or "of the collection",
         "over": "each question's own documents" if own else "all documents",
-        "model": rag.internals.shared.model.name, "ragcache": ragcache.__version__,
+        "model": rag.internals.shared.model.name,
+        "ragcache": ragcache.__version__,
         "machine": ", ".join(f"{name} {value}" for name, value in describe_machine().items()),
-    }  # fmt: skip
+    }
 
 
 def format_mean(name: str, value: float | None) -> str:
@@ -250,11 +270,13 @@ def print_evaluation(evaluation: Evaluation) -> None:
     table = ui.plain_table("mode", "questions", *TITLES.values(), "TTFT", "cached", "computed")
     for report in evaluation.reports:
         table.add_row(
-            report.mode, str(report.questions),
+            report.mode,
+            str(report.questions),
             *(format_mean(name, getattr(report, name)) for name in TITLES),
-            f"{1e3 * report.first_token_seconds:.0f} ms", f"{100 * report.cached_share:.1f}",
+            f"{1e3 * report.first_token_seconds:.0f} ms",
+            f"{100 * report.cached_share:.1f}",
             f"{report.computed_tokens:,.0f} tokens",
-        )  # fmt: skip
+        )
     ui.console.print(table)
     for comparison in evaluation.comparisons:
         ui.console.print(_sentence(comparison, TITLES[comparison.mark]), style="dim")

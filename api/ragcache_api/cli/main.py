@@ -32,8 +32,11 @@ _AFTER_CTRL_C = {
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
 
 _COMMANDS = {
-    "demo": ("ask.demo", "Ingest the example handbook and answer five questions, cached and "
-             "ordinary side by side, and refuse one that it does not answer."),
+    "demo": (
+        "ask.demo",
+        "Ingest the example handbook and answer five questions, cached and "
+        "ordinary side by side, and refuse one that it does not answer.",
+    ),
     "ingest": ("ingest.ingest", "Store documents and encode their attention states, once."),
     "sync": ("ingest.sync", "Bring a collection up to date with a folder."),
     "ask": ("ask.ask", "Answer a question from the documents of a collection."),
@@ -41,8 +44,10 @@ _COMMANDS = {
     "retrieve": ("documents.retrieve", "Find the best modules for a query, with their scores."),
     "collections": ("documents.collections", "List collections, with their sizes."),
     "documents": ("documents.documents", "List the documents of a collection."),
-    "instruction": ("documents.instruction", "Set the instruction with which the model reads the "
-                    "documents of a collection."),
+    "instruction": (
+        "documents.instruction",
+        "Set the instruction with which the model reads the documents of a collection.",
+    ),
     "rm": ("documents.remove", "Remove documents, or a collection, with their states."),
     "warm": ("documents.warm", "Encode the states that no tier has any more."),
     "prompt": ("ask.prompt", "Answer a PML prompt over a schema that was added before."),
@@ -57,7 +62,7 @@ _COMMANDS = {
     "ledger": ("admin.ledger_app", "The ledger's tables and who has it open."),
     "schema": ("schema.app", "PML schemas: written ones and generated ones."),
     "bench": ("measure.bench_app", "Measure, as ratios of things run side by side in one process."),
-}  # fmt: skip
+}
 """Commands in the order of `ragcache --help`: module and object, and the line of help.
 
 A module is imported when one of its commands runs, so that the help is printed at once."""

@@ -35,17 +35,27 @@ def output_file(file: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=output_file,
-                 help="Write the figures here, as JSON."),
-]  # fmt: skip
+    typer.Option(
+        "--json", metavar="FILE", callback=output_file, help="Write the figures here, as JSON."
+    ),
+]
 BenchDTypeOption = Annotated[
     str, typer.Option("--dtype", help="Type of the model's computations; `auto` is the faster one.")
 ]
 
-PLANNING = Offer((
-    "model", "instruction", "module_tokens", "device", "dtype", "host_bytes", "device_bytes",
-    "disk_bytes", "state",
-))  # fmt: skip
+PLANNING = Offer(
+    (
+        "model",
+        "instruction",
+        "module_tokens",
+        "device",
+        "dtype",
+        "host_bytes",
+        "device_bytes",
+        "disk_bytes",
+        "state",
+    )
+)
 
 Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
 _KV_DTYPES = ("model", "int8")
@@ -133,10 +143,13 @@ def serve(
     for mode, loads in result["loads"].items():
         for load in loads:
             table.add_row(
-                mode, f"{load['rate']:.2f}", f"{load['throughput']:.2f}",
-                f"{load['ttft_p50']:.3f} s", f"{load['ttft_p99']:.3f} s",
+                mode,
+                f"{load['rate']:.2f}",
+                f"{load['throughput']:.2f}",
+                f"{load['ttft_p50']:.3f} s",
+                f"{load['ttft_p99']:.3f} s",
                 f"{load['normalized']:.4f}",
-            )  # fmt: skip
+            )
     knee, ratio = result["knee"], f"{result['knee_ratio_to_exact']:.1f}x"
     said = f"knee: {knee['cached']:.2f} requests a second, "
     said += f"{ratio} of {COMPUTED}'s {knee[COMPUTED]:.2f}"
@@ -178,9 +191,14 @@ def plan(
     corpus = _corpus(loaded, paths or [], collection, settings)
     with ui.errors.status("measuring") as status:
         made = make_plan(
-            loaded, corpus, budgets, settings.state, sample=sample,
-            instruction=settings.instruction, progress=status.update,
-        )  # fmt: skip
+            loaded,
+            corpus,
+            budgets,
+            settings.state,
+            sample=sample,
+            instruction=settings.instruction,
+            progress=status.update,
+        )
     advice = advise(made)
     if as_json:
         ui.print_json(made.to_dict() | {"advice": advice})

@@ -47,31 +47,37 @@ class Offer:
         return [name for name in model.model_fields if name in self.names]
 
 
-ONE_ANSWER = Withhold({
-    "n": "a command prints one answer",
-    "logprobs": "a command prints text",
-    "first_logprobs": "a command prints text",
-    "timeout": "Ctrl-C ends the command",
-    "priority": "one question has no queue",
-    "share": "one question has no other to share with",
-    "skip_special_tokens": "a command calls no tools",
-    "unbounded": "give --max-tokens",
-    "grammar": "it has no text form; give --json-schema, --json-object, --regex or --ebnf",
-})  # fmt: skip
+ONE_ANSWER = Withhold(
+    {
+        "n": "a command prints one answer",
+        "logprobs": "a command prints text",
+        "first_logprobs": "a command prints text",
+        "timeout": "Ctrl-C ends the command",
+        "priority": "one question has no queue",
+        "share": "one question has no other to share with",
+        "skip_special_tokens": "a command calls no tools",
+        "unbounded": "give --max-tokens",
+        "grammar": "it has no text form; give --json-schema, --json-object, --regex or --ebnf",
+    }
+)
 """Options of `GenerationParams` that commands with one answer lack."""
 
-WITHOUT_DOCUMENTS = Withhold({
-    **ONE_ANSWER.reasons,
-    **dict.fromkeys(
-        ("extractive", "confidence", "min_confidence", "refusal"), "a PML prompt reads a schema"
-    ),
-})  # fmt: skip
+WITHOUT_DOCUMENTS = Withhold(
+    {
+        **ONE_ANSWER.reasons,
+        **dict.fromkeys(
+            ("extractive", "confidence", "min_confidence", "refusal"), "a PML prompt reads a schema"
+        ),
+    }
+)
 """Options of `GenerationParams` that `ragcache prompt` lacks."""
 
 FLAGS = {"k": ("-k", "--k"), "filters": ("--filter",)}
 PANELS: dict[type[Params], str] = {
-    GenerationParams: "Answer", SearchParams: "Search", ServiceOptions: "Folder and model",
-}  # fmt: skip
+    GenerationParams: "Answer",
+    SearchParams: "Search",
+    ServiceOptions: "Folder and model",
+}
 ENCODING = Offer(("model", "dtype", "instruction", "state"))
 """Options of commands that encode stored documents."""
 INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens"))

@@ -174,9 +174,14 @@ def _format_finding(finding: Finding, file: Path) -> StyledText:
     where = finding.location
     place = f"{file}:{where.line}:{where.column}" if where else str(file)
     out = StyledText.assemble(
-        (place, "bold"), ": ", (finding.severity, _SEVERITY_STYLES[finding.severity]), ": ",
-        finding.message, " ", (f"[{finding.kind}]", "dim"),
-    )  # fmt: skip
+        (place, "bold"),
+        ": ",
+        (finding.severity, _SEVERITY_STYLES[finding.severity]),
+        ": ",
+        finding.message,
+        " ",
+        (f"[{finding.kind}]", "dim"),
+    )
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     if where is None or where.line > len(lines):
         return out
@@ -193,6 +198,10 @@ def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
     where = finding.location
     line, column = (where.line, where.column) if where else (None, None)
     return {
-        "file": str(file), "line": line, "column": column, "severity": finding.severity,
-        "kind": finding.kind, "message": finding.message,
-    }  # fmt: skip
+        "file": str(file),
+        "line": line,
+        "column": column,
+        "severity": finding.severity,
+        "kind": finding.kind,
+        "message": finding.message,
+    }

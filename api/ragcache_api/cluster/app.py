@@ -63,9 +63,10 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         shared.PROCESS_TABLE.list_replicas = self.statuses
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica],
+        self,
+        candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:  # fmt: skip
+    ) -> list[list[RunningReplica]]:
         """Return the cheapest replica, then all others as a second choice."""
         if not candidate_replicas:
             return []
@@ -87,10 +88,12 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         """Return the last known status of a replica."""
         name, stats = replica.replica_id.unique_id, replica.routing_stats
         return ReplicaStatus(
-            name, stats.get("session", name),
+            name,
+            stats.get("session", name),
             self.replica_queue_len_cache.get(replica.replica_id) or 0,
-            stats.get("draining", False), stats.get("costs", {}),
-        )  # fmt: skip
+            stats.get("draining", False),
+            stats.get("costs", {}),
+        )
 
     def statuses(self) -> list[ReplicaStatus]:
         """List the running replicas by name."""
@@ -105,9 +108,7 @@ class RayReplicas:
         self._streams = handle.options(stream=True)
         self._calls = handle
 
-    async def open(
-        self, request: ForwardedRequest, **only: str
-    ) -> AsyncGenerator[Message, None]:  # fmt: skip
+    async def open(self, request: ForwardedRequest, **only: str) -> AsyncGenerator[Message, None]:
         response = self._streams.asgi.remote(request=request, **only)
         ended = False
         try:
@@ -200,8 +201,10 @@ class Replica:
         self._lifespan: AsyncExitStack | None = None
 
     async def asgi(
-        self, request: ForwardedRequest, only: str = "",  # noqa: ARG002  # the router reads it
-    ) -> AsyncGenerator[list[Message], None]:  # fmt: skip
+        self,
+        request: ForwardedRequest,
+        only: str = "",  # noqa: ARG002  # the router reads it
+    ) -> AsyncGenerator[list[Message], None]:
         """Run a request through the service. `only` names the replica for `ModuleRouter`."""
         if self._lifespan is None:
             self._lifespan = AsyncExitStack()
@@ -213,9 +216,10 @@ class Replica:
         """Return the statistics that Ray passes to `ModuleRouter` once a second."""
         counters = self._rag.internals.shared.store.counters
         return {
-            "session": self._session, "draining": self._draining,
+            "session": self._session,
+            "draining": self._draining,
             "costs": counters.measured_costs(),
-        }  # fmt: skip
+        }
 
     def set_draining(self, draining: bool, only: str) -> None:  # noqa: ARG002
         """Tell routers with the next statistics. `only` names the replica for `ModuleRouter`."""
@@ -276,17 +280,21 @@ def application(settings: ServiceSettings) -> serve.Application:
     }
     if (scale := settings.autoscale_bounds) is not None:
         options["autoscaling_config"] = AutoscalingConfig(
-            min_replicas=scale[0], max_replicas=scale[1],
+            min_replicas=scale[0],
+            max_replicas=scale[1],
             target_ongoing_requests=RoutingCosts().slots,
-        )  # fmt: skip
+        )
     else:
         options["num_replicas"] = settings.replicas or 1
     replicas = serve.deployment(Replica, name="Replica", **options).bind(values)
     gateway = serve.deployment(
-        serve.ingress()(GatewayDeployment), name="Gateway", max_ongoing_requests=_MOST_REQUESTS,
-        health_check_period_s=_HEALTH_SECONDS, ray_actor_options={"num_cpus": 0},
+        serve.ingress()(GatewayDeployment),
+        name="Gateway",
+        max_ongoing_requests=_MOST_REQUESTS,
+        health_check_period_s=_HEALTH_SECONDS,
+        ray_actor_options={"num_cpus": 0},
         logging_config=quiet,
-    )  # fmt: skip
+    )
     return gateway.bind(values, replicas)
 
 
@@ -329,9 +337,11 @@ def ray_serve(settings: ServiceSettings) -> Iterator[None]:
         bounds = settings.autoscale_bounds
         most = bounds[1] if bounds else settings.replicas or 1
         ray.init(
-            include_dashboard=False, num_cpus=most + _GATEWAY_CPUS,
-            object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=True,
-        )  # fmt: skip
+            include_dashboard=False,
+            num_cpus=most + _GATEWAY_CPUS,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=True,
+        )
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
         yield

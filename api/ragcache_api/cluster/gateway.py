@@ -155,11 +155,14 @@ class Gateway:
             raise HTTPProblem(404, "unknown-replica", f"there is no replica {name!r:.80}")
         listed = [
             {
-                "name": each.name, "session": each.session, "requests": each.requests,
-                "draining": each.draining, "routed": self.table.routed.get(each.name, 0),
+                "name": each.name,
+                "session": each.session,
+                "requests": each.requests,
+                "draining": each.draining,
+                "routed": self.table.routed.get(each.name, 0),
             }
             for each in await self.replicas.statuses()
-        ]  # fmt: skip
+        ]
         return {"items": listed, "retried": self.retried, "bytes": self.table.routed_bytes}
 
     async def _metrics(self, scope: Scope) -> bytes:
@@ -305,7 +308,12 @@ def create_gateway(
     """
     keys = ApiKeys(database, stale_seconds=settings.stale_seconds)
     gateway = Gateway(
-        database, replicas, table, Residency(database), settings.stale_seconds,
-        resolve_embedder(settings.embedding), resolve_reranker(settings.reranker),
-    )  # fmt: skip
+        database,
+        replicas,
+        table,
+        Residency(database),
+        settings.stale_seconds,
+        resolve_embedder(settings.embedding),
+        resolve_reranker(settings.reranker),
+    )
     return RequestIds(AccessMiddleware(gateway, keys, settings))

@@ -18,9 +18,16 @@ from ragcache.routing import RoutingCosts, choose_replica, held_bytes
 from ragcache_api.http.errors import HTTPProblem
 
 _PASSED_ON = (
-    "method", "path", "raw_path", "query_string", "http_version", "scheme", "client", "server",
+    "method",
+    "path",
+    "raw_path",
+    "query_string",
+    "http_version",
+    "scheme",
+    "client",
+    "server",
     "root_path",
-)  # fmt: skip
+)
 _WAITING_MESSAGES = 64  # for a slow client, until the app of the replica waits
 
 
@@ -54,9 +61,12 @@ class ForwardedRequest:
 
     @classmethod
     def of(
-        cls, scope: Scope, body: bytes = b"", reads: RequestReads = RequestReads(),
+        cls,
+        scope: Scope,
+        body: bytes = b"",
+        reads: RequestReads = RequestReads(),
         headers: Sequence[tuple[bytes, bytes]] | None = None,
-    ) -> ForwardedRequest:  # fmt: skip
+    ) -> ForwardedRequest:
         """Make the request from an ASGI scope. `headers` replace the scope's."""
         kept = {name: scope[name] for name in _PASSED_ON if name in scope}
         sent = scope["headers"] if headers is None else headers
@@ -159,9 +169,7 @@ PROCESS_TABLE = RoutingTable()
 process, so that the two can share only a module."""
 
 
-async def run_app(
-    app: ASGIApp, request: ForwardedRequest
-) -> AsyncGenerator[list[Message], None]:  # fmt: skip
+async def run_app(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
     """Run a request through an app, and yield its messages in lists.
 
     Each list has all messages that are ready, and is one call between processes. Closing the

@@ -26,9 +26,15 @@ from ragcache_api.settings import ServiceSettings
 
 _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
-    admin.health_router, openai.router, answers.router, answers.schemas_router, documents.router,
-    documents.jobs_router, admin.router, keys.router,
-)  # fmt: skip
+    admin.health_router,
+    openai.router,
+    answers.router,
+    answers.schemas_router,
+    documents.router,
+    documents.jobs_router,
+    admin.router,
+    keys.router,
+)
 
 
 def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAPI:
@@ -46,9 +52,14 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     settings = settings or ServiceSettings.read()
     service = Service(rag, settings)
     app = ServiceApp(
-        title="ragcache", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None,
-        telemetry=telemetry_config(settings.telemetry), generate_unique_id_function=_operation_id,
-    )  # fmt: skip
+        title="ragcache",
+        version=__version__,
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry=telemetry_config(settings.telemetry),
+        generate_unique_id_function=_operation_id,
+    )
     app.state.service = service
     if settings.telemetry:
         service.requests.on_end.append(trace_answers)

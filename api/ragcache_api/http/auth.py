@@ -125,11 +125,12 @@ class AccessMiddleware:
         row = verdict.key
         if row is None:
             raise HTTPProblem(
-                401, "unauthorized",
+                401,
+                "unauthorized",
                 "give a key of this service: Authorization: Bearer KEY "
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},
-            )  # fmt: skip
+            )
         return Caller(row.role, row.namespace, f"key {row.id}", row.id)
 
     def _check_origin(self, headers: Headers) -> None:
@@ -140,18 +141,20 @@ class AccessMiddleware:
         name = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
         if name not in (*self._settings.allowed_hosts, self._settings.host):
             raise HTTPProblem(
-                403, "unknown-host",
+                403,
+                "unknown-host",
                 "a service without keys answers to its own names alone (setting allowed_hosts); "
                 "make a key with `ragcache keys create`",
-            )  # fmt: skip
+            )
         site = headers.get("sec-fetch-site", "none").lower()
         origin = headers.get("origin", f"://{headers['host']}").partition("://")[2]
         if site not in _OWN_SITES or origin.lower() != headers["host"].lower():
             raise HTTPProblem(
-                403, "cross-site",
+                403,
+                "cross-site",
                 "a service without keys takes no calls of other sites' pages, nor of those on "
                 "other ports; make a key with `ragcache keys create`",
-            )  # fmt: skip
+            )
 
 
 class RateLimit:
@@ -177,10 +180,13 @@ class RateLimit:
         if storage is not None:
             try:
                 redis = RedisStorage(
-                    f"async+{storage}", wrap_exceptions=True, implementation="redispy",
-                    key_prefix="ragcache", socket_timeout=_STORAGE_SECONDS,
+                    f"async+{storage}",
+                    wrap_exceptions=True,
+                    implementation="redispy",
+                    key_prefix="ragcache",
+                    socket_timeout=_STORAGE_SECONDS,
                     socket_connect_timeout=_STORAGE_SECONDS,
-                )  # fmt: skip
+                )
             except PackageMissing as error:
                 text = "rates in Redis need redis: pip install 'ragcache[redis]'"
                 raise MissingExtra(text) from error
@@ -193,9 +199,11 @@ class RateLimit:
             if until is not None:
                 wait = max(1, math.ceil(until - time.time()))
                 raise HTTPProblem(
-                    429, "rate-limited", f"more than {item} requests; try again in {wait} s",
+                    429,
+                    "rate-limited",
+                    f"more than {item} requests; try again in {wait} s",
                     {"Retry-After": str(wait)},
-                )  # fmt: skip
+                )
 
     async def _count(self, item: RateLimitItem, bucket: str) -> float | None:
         """Count a request, and return the next possible time in Unix seconds if it is too many."""

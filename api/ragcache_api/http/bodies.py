@@ -148,8 +148,10 @@ class ChatMessage(OpenAIModel):
         role = "system" if self.role == "developer" else self.role
         calls = [_plain_tool_call(call) for call in self.tool_calls or ()]
         optional = {
-            "name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None,
-        }  # fmt: skip
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
         given = {name: value for name, value in optional.items() if value is not None}
         return {"role": role, "content": self._text(), **given}
 
@@ -310,9 +312,11 @@ class CompletionRequest(Surface, GenerationRequest):
 
 AnsweredRequest = AnswerRequest | PromptRequest | ChatRequest | CompletionRequest
 _ROUTES: dict[str, type[AnsweredRequest]] = {
-    "answers": AnswerRequest, "prompts": PromptRequest,
-    "chat/completions": ChatRequest, "completions": CompletionRequest,
-}  # fmt: skip
+    "answers": AnswerRequest,
+    "prompts": PromptRequest,
+    "chat/completions": ChatRequest,
+    "completions": CompletionRequest,
+}
 
 
 def answered_by(path: str) -> type[AnsweredRequest] | None:

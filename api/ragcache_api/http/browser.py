@@ -37,10 +37,17 @@ def open_paths() -> frozenset[str]:
     They include `/openapi.json` for Swagger UI, the same for every service of a version.
     """
     page = (file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*") if file.is_file())
-    return frozenset((
-        "/", "/admin", "/admin/", *(f"/admin/{name}" for name in page),
-        "/docs", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_FILES),
-    ))  # fmt: skip
+    return frozenset(
+        (
+            "/",
+            "/admin",
+            "/admin/",
+            *(f"/admin/{name}" for name in page),
+            "/docs",
+            "/openapi.json",
+            *(f"/docs/{name}" for name in SWAGGER_FILES),
+        )
+    )
 
 
 def install_pages(app: FastAPI) -> None:
@@ -76,11 +83,13 @@ def _swagger_page(app: FastAPI) -> Response:
     Swagger UI draws icons from `data:` addresses.
     """
     page = get_swagger_ui_html(
-        openapi_url="openapi.json", title=f"{app.title} · API",
-        swagger_js_url=f"docs/{SWAGGER_FILES[0]}", swagger_css_url=f"docs/{SWAGGER_FILES[1]}",
+        openapi_url="openapi.json",
+        title=f"{app.title} · API",
+        swagger_js_url=f"docs/{SWAGGER_FILES[0]}",
+        swagger_css_url=f"docs/{SWAGGER_FILES[1]}",
         swagger_favicon_url="admin/icon.svg",
         swagger_ui_parameters={"persistAuthorization": False, "tryItOutEnabled": True},
-    )  # fmt: skip
+    )
     scripts = " ".join(
         f"'sha256-{b64encode(hashlib.sha256(script).digest()).decode()}'"
         for script in _INLINE.findall(bytes(page.body))

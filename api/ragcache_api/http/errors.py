@@ -24,29 +24,57 @@ from ragcache_schemas import PMLError
 logger = logging.getLogger(__name__)
 
 STATUS = {
-    "ConfigurationError": 400, "RequestError": 400, "UnsupportedModel": 400,
-    "StateMissing": 404, "UnknownCollection": 404, "UnknownJob": 404, "UnknownKey": 404,
-    "UnknownModule": 404, "UnknownSchema": 404,
-    "DocumentsChanged": 409, "IdempotencyConflict": 409,
-    "DocumentError": 422, "PMLError": 422, "QueueFull": 429,
-    "EngineFailed": 500, "ModelError": 500, "ServiceFailed": 500, "StoreError": 500,
-    "TextFailed": 500, "UnusableLogits": 500,
+    "ConfigurationError": 400,
+    "RequestError": 400,
+    "UnsupportedModel": 400,
+    "StateMissing": 404,
+    "UnknownCollection": 404,
+    "UnknownJob": 404,
+    "UnknownKey": 404,
+    "UnknownModule": 404,
+    "UnknownSchema": 404,
+    "DocumentsChanged": 409,
+    "IdempotencyConflict": 409,
+    "DocumentError": 422,
+    "PMLError": 422,
+    "QueueFull": 429,
+    "EngineFailed": 500,
+    "ModelError": 500,
+    "ServiceFailed": 500,
+    "StoreError": 500,
+    "TextFailed": 500,
+    "UnusableLogits": 500,
     "MissingExtra": 501,
-    "EncodingOutOfMemory": 503, "EngineClosed": 503, "LedgerUnavailable": 503,
+    "EncodingOutOfMemory": 503,
+    "EngineClosed": 503,
+    "LedgerUnavailable": 503,
     "RemoteUnavailable": 503,
-    "RequestCancelled": 503, "StoreBudgetExceeded": 503,
-    "DeadlineExceeded": 504, "StoreFull": 507,
-}  # fmt: skip
+    "RequestCancelled": 503,
+    "StoreBudgetExceeded": 503,
+    "DeadlineExceeded": 504,
+    "StoreFull": 507,
+}
 """Status by the name of an error's class. Subclasses have the status of their base class."""
 
 RETRY_SECONDS = 1
 _OPENAI = re.compile(r"/v1/(chat|completions|models)(/|$)")
 _TITLES = {
-    400: "Bad request", 401: "Unauthorized", 403: "Forbidden", 404: "Not found",
-    405: "Method not allowed", 408: "Too slow", 409: "Conflict", 413: "Body too large",
-    422: "Unprocessable", 429: "Too many requests", 500: "Internal error", 501: "Not installed",
-    503: "Unavailable", 504: "Deadline exceeded", 507: "Store full",
-}  # fmt: skip
+    400: "Bad request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Too slow",
+    409: "Conflict",
+    413: "Body too large",
+    422: "Unprocessable",
+    429: "Too many requests",
+    500: "Internal error",
+    501: "Not installed",
+    503: "Unavailable",
+    504: "Deadline exceeded",
+    507: "Store full",
+}
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -69,19 +97,23 @@ class ErrorInfo:
     def problem(self, path: str) -> dict[str, Any]:
         """Return the body of RFC 9457."""
         problem: dict[str, Any] = {
-            "type": f"urn:ragcache:problem:{self.code}", "instance": path,
-            "title": _TITLES.get(self.status, "Error"), "status": self.status,
+            "type": f"urn:ragcache:problem:{self.code}",
+            "instance": path,
+            "title": _TITLES.get(self.status, "Error"),
+            "status": self.status,
             "detail": self.detail,
-        }  # fmt: skip
+        }
         return problem | {"errors": list(self.problems)} if self.problems else problem
 
     def openai(self) -> dict[str, Any]:
         """Return the body in OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
-            "message": self.detail, "type": _OPENAI_TYPES.get(self.status, kind),
-            "param": self.param, "code": self.code.replace("-", "_"),
-        }  # fmt: skip
+            "message": self.detail,
+            "type": _OPENAI_TYPES.get(self.status, kind),
+            "param": self.param,
+            "code": self.code.replace("-", "_"),
+        }
         return {"error": error}
 
 
@@ -89,9 +121,14 @@ class HTTPProblem(HTTPException):
     """An error that the service itself raises, with the fields of an `ErrorInfo`."""
 
     def __init__(
-        self, status: int, code: str, detail: str, headers: dict[str, str] | None = None,
-        param: str | None = None, problems: Sequence[dict[str, Any]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        headers: dict[str, str] | None = None,
+        param: str | None = None,
+        problems: Sequence[dict[str, Any]] = (),
+    ) -> None:
         super().__init__(status, detail, headers)
         self.info = ErrorInfo(status, code, detail, headers or {}, param, tuple(problems))
 

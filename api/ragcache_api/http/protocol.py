@@ -139,11 +139,17 @@ class CompactResponse(JSONResponse):
 
 
 _STATUSES = {
-    400: "A value that cannot be used", 401: "No valid key", 403: "Not with this key",
-    404: "No such thing", 408: "The body did not come in time", 413: "The body is too large",
+    400: "A value that cannot be used",
+    401: "No valid key",
+    403: "Not with this key",
+    404: "No such thing",
+    408: "The body did not come in time",
+    413: "The body is too large",
     422: "A body that cannot be read",
-    429: "Too many requests, or the queue is full", 503: "Not now", 504: "The time was over",
-}  # fmt: skip
+    429: "Too many requests, or the queue is full",
+    503: "Not now",
+    504: "The time was over",
+}
 
 
 def problems(*more: int) -> dict[int | str, dict[str, Any]]:
@@ -174,8 +180,9 @@ def _error_responses(
 def error_schemas() -> dict[str, Any]:
     """Return the schemas of both shapes of an error, to which declared errors refer by name."""
     models: list[tuple[type[BaseModel], Literal["serialization"]]] = [
-        (Problem, "serialization"), (OpenAIError, "serialization"),
-    ]  # fmt: skip
+        (Problem, "serialization"),
+        (OpenAIError, "serialization"),
+    ]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = made["$defs"]
     return schemas
@@ -444,8 +451,9 @@ class AnswerResponse(ResponseModel):
 
 def answer_response(id: str, answer: Answer) -> dict[str, Any]:
     """Return the fields of an `AnswerResponse`, ready to write as JSON without validation."""
-    return {name: id if name == "id" else getattr(answer, name)
-            for name in AnswerResponse.model_fields}  # fmt: skip
+    return {
+        name: id if name == "id" else getattr(answer, name) for name in AnswerResponse.model_fields
+    }
 
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -45,9 +45,14 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, requests: RequestRegistry, grace: float, lame_duck: float, *,
+        self,
+        config: uvicorn.Config,
+        requests: RequestRegistry,
+        grace: float,
+        lame_duck: float,
+        *,
         page: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config)
         self._requests, self._grace, self._page = requests, grace, page
         self._lame_duck = lame_duck
@@ -130,14 +135,19 @@ def frozen_heap() -> Iterator[None]:
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
     """Return uvicorn's configuration. Only proxies that the settings name may set the client."""
     return uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level=settings.log_level,
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
         timeout_graceful_shutdown=int(settings.grace + _LAST_EVENTS_SECONDS) or 1,
-        access_log=settings.log_level == "debug", lifespan="on", server_header=False,
+        access_log=settings.log_level == "debug",
+        lifespan="on",
+        server_header=False,
         timeout_keep_alive=75,  # longer than clients keep idle connections in their pools
         limit_concurrency=settings.connections,
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
-    )  # fmt: skip
+    )
 
 
 def check_exposure(keys: ApiKeys, settings: ServiceSettings) -> None:

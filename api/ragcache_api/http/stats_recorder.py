@@ -38,13 +38,16 @@ class SeriesPoint:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "at": self.at, "tokens": {source: self.tokens[source] for source in SOURCES},
-            "running": self.running, "waiting": self.waiting,
+            "at": self.at,
+            "tokens": {source: self.tokens[source] for source in SOURCES},
+            "running": self.running,
+            "waiting": self.waiting,
             **{
                 f"ttft_{kind}_p{percent}": percentile(self.first_token[kind], percent / 100)
-                for kind in _KINDS for percent in (50, 95)
+                for kind in _KINDS
+                for percent in (50, 95)
             },
-        }  # fmt: skip
+        }
 
 
 class NamespaceStats:
@@ -87,10 +90,13 @@ class NamespaceStats:
     def ttft(self) -> dict[str, dict[str, float | int | None]]:
         """Return percentiles of the seconds to the first token, of hits and of misses."""
         return {
-            kind: {"p50": percentile(times, 0.5), "p95": percentile(times, 0.95),
-                   "count": self._counts[kind]}
+            kind: {
+                "p50": percentile(times, 0.5),
+                "p95": percentile(times, 0.95),
+                "count": self._counts[kind],
+            }
             for kind, times in self._first_token.items()
-        }  # fmt: skip
+        }
 
 
 class StatsRecorder:
@@ -150,11 +156,15 @@ def _summary(active: ActiveRequest, now: float) -> dict[str, Any]:
     first = active.answers[0] if active.answers else None
     sources = [source for answer in active.answers for source in answer.sources]
     return {
-        "id": active.id, "request": active.request, "kind": active.kind,
-        "collection": active.collection, "at": now,
+        "id": active.id,
+        "request": active.request,
+        "kind": active.kind,
+        "collection": active.collection,
+        "at": now,
         "ttft": first.timings.first_token if first and first.reuse.prompt_tokens else None,
-        "total": time.monotonic() - active.started, "outcome": active.outcome,
+        "total": time.monotonic() - active.started,
+        "outcome": active.outcome,
         "cached_tokens": sum(answer.reuse.cached_tokens for answer in active.answers),
         "computed_tokens": sum(answer.reuse.computed_tokens for answer in active.answers),
         "modules": [{"name": source.module, "tier": source.tier} for source in sources],
-    }  # fmt: skip
+    }

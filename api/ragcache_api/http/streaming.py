@@ -52,9 +52,13 @@ class AnswerFormat:
 
 
 async def respond(
-    context: RequestContext, answer_format: AnswerFormat, kind: str, collection: str,
-    *openings: Opening, stream: bool,
-) -> Response:  # fmt: skip
+    context: RequestContext,
+    answer_format: AnswerFormat,
+    kind: str,
+    collection: str,
+    *openings: Opening,
+    stream: bool,
+) -> Response:
     """Register a request, and answer it whole or as a stream of its only opening."""
     requests, tags = context.service.requests, (kind, context.caller.namespace, collection)
     if stream:
@@ -148,9 +152,11 @@ class EventStream(EventSourceResponse):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None,
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None] = lambda: None,
         seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare the response.
 
         Args:

@@ -39,21 +39,30 @@ class Metrics:
     def __init__(self, rag: RagCache, requests: RequestRegistry) -> None:
         self.registry = CollectorRegistry()
         self._ended = Counter(
-            "ragcache_requests", "Requests that have ended.", ["kind", "outcome"],
+            "ragcache_requests",
+            "Requests that have ended.",
+            ["kind", "outcome"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self._tokens = Counter(
-            "ragcache_prompt_tokens", "Tokens of prompts, by where they came from.", ["source"],
+            "ragcache_prompt_tokens",
+            "Tokens of prompts, by where they came from.",
+            ["source"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self._first_token = Histogram(
-            "ragcache_first_token_seconds", "From the call to the first token.", ["cache"],
-            buckets=_FIRST_TOKEN, registry=self.registry,
-        )  # fmt: skip
-        self._queued = Histogram(
-            "ragcache_queue_seconds", "The wait for the engine.", buckets=_QUEUED,
+            "ragcache_first_token_seconds",
+            "From the call to the first token.",
+            ["cache"],
+            buckets=_FIRST_TOKEN,
             registry=self.registry,
-        )  # fmt: skip
+        )
+        self._queued = Histogram(
+            "ragcache_queue_seconds",
+            "The wait for the engine.",
+            buckets=_QUEUED,
+            registry=self.registry,
+        )
         self.registry.register(StateCollector(rag, requests))
 
     def count_request(self, active: ActiveRequest) -> None:
@@ -131,9 +140,7 @@ def count_leased(rag: RagCache) -> int:
     return len(rag.internals.shared.store.memory.leases)
 
 
-def _counter(
-    name: str, text: str, labels: list[str], values: Mapping[Any, int]
-) -> Metric:  # fmt: skip
+def _counter(name: str, text: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(f"ragcache_{name}", text, labels=labels)
     for label, number in values.items():
         family.add_metric(label, number)
@@ -150,9 +157,12 @@ def telemetry_config(on: bool) -> TelemetryConfig:
         text = "traces need OpenTelemetry's exporters: pip install 'ragcache[otel]'"
         raise MissingExtra(text) from None
     return {
-        "tracing": True, "metrics": False, "logs": False, "auto_configure": True,
+        "tracing": True,
+        "metrics": False,
+        "logs": False,
+        "auto_configure": True,
         "exclude": _untraced,
-    }  # fmt: skip
+    }
 
 
 def trace_answers(active: ActiveRequest) -> None:
@@ -166,10 +176,11 @@ def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
     end = began + int(answer.timings.total * _SECOND)
     counts = ("prompt_tokens", "cached_tokens", "shared_tokens", "computed_tokens")
     attributes: dict[str, str | int] = {
-        "ragcache.mode": answer.mode, "ragcache.finish_reason": answer.finish_reason,
+        "ragcache.mode": answer.mode,
+        "ragcache.finish_reason": answer.finish_reason,
         "ragcache.modules": len(answer.sources),
         **{f"ragcache.{name}": getattr(answer.reuse, name) for name in counts},
-    }  # fmt: skip
+    }
     span = tracer.start_span("ragcache.answer", start_time=began, attributes=attributes)
     with trace.use_span(span, end_on_exit=False):
         for name, at, until in _stages(answer.timings):

@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from ragcache_connectors.langchain.vectorstores import RagCacheVectorStore
 
 __all__ = [
-    "ChatRagCache", "RagCacheEmbeddings", "RagCacheLoader", "RagCacheRecordManager",
-    "RagCacheRetriever", "RagCacheVectorStore", "close_shared", "shared_rag",
-]  # fmt: skip
+    "ChatRagCache",
+    "RagCacheEmbeddings",
+    "RagCacheLoader",
+    "RagCacheRecordManager",
+    "RagCacheRetriever",
+    "RagCacheVectorStore",
+    "close_shared",
+    "shared_rag",
+]
 
 _HOMES = {
-    "ChatRagCache": "chat_models", "RagCacheEmbeddings": "embeddings",
-    "RagCacheLoader": "document_loaders", "RagCacheRecordManager": "record_manager",
-    "RagCacheRetriever": "retrievers", "RagCacheVectorStore": "vectorstores",
-    "close_shared": "shared", "shared_rag": "shared",
-}  # fmt: skip
+    "ChatRagCache": "chat_models",
+    "RagCacheEmbeddings": "embeddings",
+    "RagCacheLoader": "document_loaders",
+    "RagCacheRecordManager": "record_manager",
+    "RagCacheRetriever": "retrievers",
+    "RagCacheVectorStore": "vectorstores",
+    "close_shared": "shared",
+    "shared_rag": "shared",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -70,18 +70,26 @@ class BatchingChatModel(BaseChatModel):
     ) -> CallOptions: ...
 
     def batch(
-        self, inputs: Inputs, config: Config = None, *, return_exceptions: bool = False,
+        self,
+        inputs: Inputs,
+        config: Config = None,
+        *,
+        return_exceptions: bool = False,
         **kwargs: Any,
-    ) -> list[AIMessage]:  # fmt: skip
+    ) -> list[AIMessage]:
         if len(inputs) < 2 or self._decides_by_run:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
         outputs = dict(self._completed(inputs, config, return_exceptions, kwargs))
         return [outputs[number] for number in range(len(inputs))]
 
     async def abatch(
-        self, inputs: Inputs, config: Config = None, *, return_exceptions: bool = False,
+        self,
+        inputs: Inputs,
+        config: Config = None,
+        *,
+        return_exceptions: bool = False,
         **kwargs: Any,
-    ) -> list[AIMessage]:  # fmt: skip
+    ) -> list[AIMessage]:
         if len(inputs) < 2 or self._decides_by_run:
             more = {"return_exceptions": return_exceptions, **kwargs}
             return await super().abatch(inputs, config, **more)
@@ -90,27 +98,38 @@ class BatchingChatModel(BaseChatModel):
         return [outputs[number] for number in range(len(inputs))]
 
     def batch_as_completed(
-        self, inputs: Sequence[LanguageModelInput], config: Configs = None, *,
-        return_exceptions: bool = False, **kwargs: Any,
-    ) -> Iterator[tuple[int, Any]]:  # fmt: skip
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, Any]]:
         if len(inputs) < 2 or self._decides_by_run:
             more = {"return_exceptions": return_exceptions, **kwargs}
             return super().batch_as_completed(inputs, config, **more)
         return self._completed(inputs, config, return_exceptions, kwargs)
 
     def abatch_as_completed(
-        self, inputs: Sequence[LanguageModelInput], config: Configs = None, *,
-        return_exceptions: bool = False, **kwargs: Any,
-    ) -> AsyncIterator[tuple[int, Any]]:  # fmt: skip
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> AsyncIterator[tuple[int, Any]]:
         if len(inputs) < 2 or self._decides_by_run:
             more = {"return_exceptions": return_exceptions, **kwargs}
             return super().abatch_as_completed(inputs, config, **more)
         return self._acompleted(inputs, config, return_exceptions, kwargs)
 
     def generate(
-        self, messages: list[list[BaseMessage]], stop: list[str] | None = None,
-        callbacks: Any = None, **kwargs: Any,
-    ) -> LLMResult:  # fmt: skip
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
         if len(messages) < 2 or self._decides_by_run:
             return super().generate(messages, stop, callbacks, **kwargs)
         submitted = self.submit_chats(messages, kwargs, stop)
@@ -118,9 +137,12 @@ class BatchingChatModel(BaseChatModel):
             return super().generate(messages, stop, callbacks, **kwargs)
 
     async def agenerate(
-        self, messages: list[list[BaseMessage]], stop: list[str] | None = None,
-        callbacks: Any = None, **kwargs: Any,
-    ) -> LLMResult:  # fmt: skip
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
         if len(messages) < 2 or self._decides_by_run:
             return await super().agenerate(messages, stop, callbacks, **kwargs)
         submitted = await self.asubmit_chats(messages, kwargs, stop)
@@ -133,9 +155,12 @@ class BatchingChatModel(BaseChatModel):
         return cached or self.rate_limiter is not None
 
     def _completed(
-        self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs,
+        return_exceptions: bool,
         kwargs: dict[str, Any],
-    ) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    ) -> Iterator[tuple[int, Any]]:
         """Yield the index and the answer of each input, as they end."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
@@ -152,9 +177,14 @@ class BatchingChatModel(BaseChatModel):
                         each.cancel()
 
     def _run(
-        self, submitted: SubmittedChats, return_exceptions: bool, kwargs: dict[str, Any],
-        number: int, given: LanguageModelInput, config: RunnableConfig,
-    ) -> tuple[int, Any]:  # fmt: skip
+        self,
+        submitted: SubmittedChats,
+        return_exceptions: bool,
+        kwargs: dict[str, Any],
+        number: int,
+        given: LanguageModelInput,
+        config: RunnableConfig,
+    ) -> tuple[int, Any]:
         with submitted.offered():
             try:
                 return number, self.invoke(given, config, **kwargs)
@@ -164,9 +194,12 @@ class BatchingChatModel(BaseChatModel):
                 return number, error
 
     async def _acompleted(
-        self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs,
+        return_exceptions: bool,
         kwargs: dict[str, Any],
-    ) -> AsyncGenerator[tuple[int, Any]]:  # fmt: skip
+    ) -> AsyncGenerator[tuple[int, Any]]:
         """Do the same as `_completed`, for asyncio."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
@@ -183,9 +216,14 @@ class BatchingChatModel(BaseChatModel):
                     await asyncio.gather(*runs, return_exceptions=True)
 
     async def _arun(
-        self, submitted: SubmittedChats, return_exceptions: bool, kwargs: dict[str, Any],
-        number: int, given: LanguageModelInput, config: RunnableConfig,
-    ) -> tuple[int, Any]:  # fmt: skip
+        self,
+        submitted: SubmittedChats,
+        return_exceptions: bool,
+        kwargs: dict[str, Any],
+        number: int,
+        given: LanguageModelInput,
+        config: RunnableConfig,
+    ) -> tuple[int, Any]:
         with submitted.offered():
             try:
                 return number, await self.ainvoke(given, config, **kwargs)
@@ -195,9 +233,11 @@ class BatchingChatModel(BaseChatModel):
                 return number, error
 
     def submit_chats(
-        self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
+        self,
+        inputs: Sequence[LanguageModelInput],
+        given: Mapping[str, Any],
         stop: list[str] | None = None,
-    ) -> SubmittedChats:  # fmt: skip
+    ) -> SubmittedChats:
         """Submit all valid conversations among the inputs.
 
         Invalid conversations and options raise errors in their runs, so that the runs' callbacks
@@ -217,9 +257,11 @@ class BatchingChatModel(BaseChatModel):
         return SubmittedChats(self, {}, ())
 
     async def asubmit_chats(
-        self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
+        self,
+        inputs: Sequence[LanguageModelInput],
+        given: Mapping[str, Any],
         stop: list[str] | None = None,
-    ) -> SubmittedChats:  # fmt: skip
+    ) -> SubmittedChats:
         """Do the same as `submit_chats`, for asyncio."""
         from ragcache import AsyncRagCache
 

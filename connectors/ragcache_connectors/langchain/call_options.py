@@ -103,9 +103,12 @@ class CallOptions:
 
     @classmethod
     def resolve(
-        cls, defaults: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
+        cls,
+        defaults: Mapping[str, Any],
+        stop: Sequence[str] | None,
+        given: Mapping[str, Any],
         info: ModelInfo,
-    ) -> CallOptions:  # fmt: skip
+    ) -> CallOptions:
         """Combine the options of a call with the chat model's own.
 
         Args:

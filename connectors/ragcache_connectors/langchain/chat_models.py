@@ -194,10 +194,12 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         return submitted or await AsyncRagCache(rag).stream_chat(chat, **arguments)
 
     def _generate(
-        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
-    ) -> ChatResult:  # fmt: skip
+    ) -> ChatResult:
         with langchain_errors():
             rag, chat = self.open_rag(), conversation(messages)
             options = self._call_options(rag, stop, kwargs)
@@ -205,10 +207,12 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
             return chat_result(answer, options, ModelInfo(rag))
 
     async def _agenerate(
-        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
-    ) -> ChatResult:  # fmt: skip
+    ) -> ChatResult:
         with langchain_errors():
             rag, chat = await self.aopen_rag(), conversation(messages)
             options = self._call_options(rag, stop, kwargs)
@@ -216,10 +220,12 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
             return chat_result(answer, options, ModelInfo(rag))
 
     def _stream(
-        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:  # fmt: skip
+    ) -> Iterator[ChatGenerationChunk]:
         """Yield chunks of the first choice: LangChain adds all chunks to one message."""
         with langchain_errors():
             rag, chat = self.open_rag(), conversation(messages)
@@ -231,10 +237,12 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
                 yield from builder.finish(stream.answer)
 
     async def _astream(
-        self, messages: list[BaseMessage], stop: list[str] | None = None,
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
         **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:  # fmt: skip
+    ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
             rag, chat = await self.aopen_rag(), conversation(messages)
             options = self._call_options(rag, stop, {**kwargs, "n": 1})
@@ -248,10 +256,14 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
                     yield chunk
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: Any = None,
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
-        strict: bool | None = None, **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, AIMessage]:  # fmt: skip
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return the model with tools that it may call.
 
         Calls are decoded under a grammar, so that they fit a tool's schema. With `auto`, the model
@@ -281,10 +293,14 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         return self.bind(tools=formatted, **kwargs)
 
     def with_structured_output(
-        self, schema: Any = None, *, method: str = "json_schema", include_raw: bool = False,
+        self,
+        schema: Any = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
         strict: bool | None = None,  # noqa: ARG002
         **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, Any]:  # fmt: skip
+    ) -> Runnable[LanguageModelInput, Any]:
         """Return the model with answers that are decoded under a schema.
 
         The prompt does not change: it should describe the answer.
@@ -302,8 +318,10 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
             return structured_output(
                 lambda **more: self.bind(**more, **kwargs),
                 lambda tools, **more: self.bind_tools(tools, **more, **kwargs),
-                schema, method, include_raw,
-            )  # fmt: skip
+                schema,
+                method,
+                include_raw,
+            )
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of a text in a message."""

@@ -43,10 +43,14 @@ class RagCacheLoader:
     """
 
     def __init__(
-        self, documents: BaseLoader | Iterable[Document], *, collection: str,
-        splitter: BaseDocumentTransformer | None = None, rag: RagCache | None = None,
+        self,
+        documents: BaseLoader | Iterable[Document],
+        *,
+        collection: str,
+        splitter: BaseDocumentTransformer | None = None,
+        rag: RagCache | None = None,
         state: str | Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._documents, self._splitter, self._collection = documents, splitter, collection
         self._rag, self._state = rag, state
 
@@ -129,11 +133,18 @@ def module_metadata(
     """
     placed = rag.modules.locate([hit.module for hit in hits], collection)
     return [
-        {"module": hit.module.name, "document": hit.module.document, "tier": place.tier,
-         "tokens": place.tokens, "score": hit.score, "bm25": hit.bm25, "cosine": hit.cosine,
-         "rerank": hit.rerank}
+        {
+            "module": hit.module.name,
+            "document": hit.module.document,
+            "tier": place.tier,
+            "tokens": place.tokens,
+            "score": hit.score,
+            "bm25": hit.bm25,
+            "cosine": hit.cosine,
+            "rerank": hit.rerank,
+        }
         for hit, place in zip(hits, placed, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def hits_to_documents(

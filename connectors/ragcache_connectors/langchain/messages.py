@@ -35,8 +35,11 @@ _OMITTED_BLOCKS = frozenset(
     "function_call input_json_delta".split()
 )
 _ROLES: dict[type[BaseMessage], str] = {
-    HumanMessage: "user", AIMessage: "assistant", SystemMessage: "system", ToolMessage: "tool",
-}  # fmt: skip
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    SystemMessage: "system",
+    ToolMessage: "tool",
+}
 _TEXT_BLOCKS = ("text", "text-plain")
 
 
@@ -57,10 +60,13 @@ def _message(message: BaseMessage, number: int) -> dict[str, Any]:
         values["tool_call_id"] = message.tool_call_id
     if isinstance(message, AIMessage) and message.tool_calls:
         values["tool_calls"] = [
-            {"type": "function", "id": call["id"],
-             "function": {"name": call["name"], "arguments": call["args"]}}
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": call["args"]},
+            }
             for call in message.tool_calls
-        ]  # fmt: skip
+        ]
     return values
 
 
@@ -216,9 +222,11 @@ class ChunkBuilder:
             called = any(isinstance(each, ParsedCall) for each in self._calls.calls)
         metadata = _response_metadata(answer, answer.finish_reason, called, self._info)
         last = AIMessageChunk(
-            content="", usage_metadata=usage_metadata(answer), response_metadata=metadata,
+            content="",
+            usage_metadata=usage_metadata(answer),
+            response_metadata=metadata,
             chunk_position="last",
-        )  # fmt: skip
+        )
         yield ChatGenerationChunk(message=last)
 
     def _text(self, text: str) -> Iterator[ChatGenerationChunk]:

@@ -57,9 +57,12 @@ class RagCacheRecordManager(RecordManager):
         return await asyncio.to_thread(self.get_time)
 
     def update(
-        self, keys: Sequence[str], *, group_ids: Sequence[str | None] | None = None,
+        self,
+        keys: Sequence[str],
+        *,
+        group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._records.update(keys, group_ids, time_at_least)
 
     async def aupdate(self, keys: Sequence[str], **options: Any) -> None:
@@ -72,9 +75,13 @@ class RagCacheRecordManager(RecordManager):
         return await asyncio.to_thread(self.exists, keys)
 
     def list_keys(
-        self, *, before: float | None = None, after: float | None = None,
-        group_ids: Sequence[str] | None = None, limit: int | None = None,
-    ) -> list[str]:  # fmt: skip
+        self,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        group_ids: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> list[str]:
         return self._records.keys(before=before, after=after, group_ids=group_ids, limit=limit)
 
     async def alist_keys(self, **options: Any) -> list[str]:

@@ -48,9 +48,12 @@ class RagCacheRetriever(BaseRetriever, Surface, SearchParams):
     """The embedder of queries. Defaults to the folder's embedder."""
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: Run,  # noqa: ARG002
+        self,
+        query: str,
+        *,
+        run_manager: Run,  # noqa: ARG002
         **arguments: Any,
-    ) -> list[Document]:  # fmt: skip
+    ) -> list[Document]:
         params = self._search_params(arguments)
         rag, retriever = self._open_retriever()
         return hits_to_documents(
@@ -58,9 +61,12 @@ class RagCacheRetriever(BaseRetriever, Surface, SearchParams):
         )
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncRun,  # noqa: ARG002
+        self,
+        query: str,
+        *,
+        run_manager: AsyncRun,  # noqa: ARG002
         **arguments: Any,
-    ) -> list[Document]:  # fmt: skip
+    ) -> list[Document]:
         params = await asyncio.to_thread(self._search_params, arguments)
         rag, retriever = await asyncio.to_thread(self._open_retriever)
         selection = await retriever.aretrieve(query, self.collection, params)

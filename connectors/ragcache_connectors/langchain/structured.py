@@ -118,9 +118,13 @@ def convert_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def call_grammar(
-    tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
-    strict: bool = False, form: Grammar | None = None,
-) -> Grammar | None:  # fmt: skip
+    tools: Sequence[Tool],
+    choice: str,
+    style: ToolStyle | None,
+    parallel: bool,
+    strict: bool = False,
+    form: Grammar | None = None,
+) -> Grammar | None:
     """Return the grammar of an answer's calls to tools, or None to decode without one.
 
     With `choice` "auto", the model calls as it was trained to if no grammar can express the

@@ -54,10 +54,15 @@ class RagCacheVectorStore(VectorStore):
     """
 
     def __init__(
-        self, embedding: Embeddings | None = None, *, collection: str,
-        rag: RagCache | None = None, state: str | Path | None = None, annotated: bool = False,
+        self,
+        embedding: Embeddings | None = None,
+        *,
+        collection: str,
+        rag: RagCache | None = None,
+        state: str | Path | None = None,
+        annotated: bool = False,
         instruction: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.collection, self.annotated = collection, annotated
         self._instruction = instruction
         self._rag, self._state, self._embedding = rag, state, embedding
@@ -143,9 +148,13 @@ class RagCacheVectorStore(VectorStore):
         return _without_scores(self._search(query, params))
 
     def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5,
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
         **kwargs: Any,
-    ) -> list[Document]:  # fmt: skip
+    ) -> list[Document]:
         params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
         return _without_scores(self._search(embedding, params))
 
@@ -164,9 +173,14 @@ class RagCacheVectorStore(VectorStore):
 
     @classmethod
     def from_texts(
-        cls, texts: list[str], embedding: Embeddings, metadatas: list[dict[str, Any]] | None = None,
-        *, ids: list[str] | None = None, **kwargs: Any,
-    ) -> RagCacheVectorStore:  # fmt: skip
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> RagCacheVectorStore:
         """Create a store with these texts. `kwargs` are arguments of the constructor."""
         store = cls(embedding, **kwargs)
         store.add_texts(texts, metadatas, ids=ids)
@@ -181,12 +195,14 @@ class RagCacheVectorStore(VectorStore):
         if kwargs:
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return SearchParams(
-            k=k, search="sparse" if self._retriever().embedder is None else "dense",
+            k=k,
+            search="sparse" if self._retriever().embedder is None else "dense",
             filters=filters,
             mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
-            relative_threshold=0.0, rerank=0,  # the `k` nearest, as vector stores do
-        )  # fmt: skip
+            relative_threshold=0.0,
+            rerank=0,  # the `k` nearest, as vector stores do
+        )
 
     def _search(self, query: str | Sequence[float], params: SearchParams) -> Scored:
         retriever = self._retriever()

@@ -118,9 +118,13 @@ class DeviceTier(MemoryTier):
     traits = TIERS["device"].traits
 
     def __init__(
-        self, budget_bytes: int | None, device: torch.device | str, *,
-        kv_dtype: KVDtype = "model", streams: DeviceStreams | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        budget_bytes: int | None,
+        device: torch.device | str,
+        *,
+        kv_dtype: KVDtype = "model",
+        streams: DeviceStreams | None = None,
+    ) -> None:
         """Create the tier and reserve its budget.
 
         Args:
@@ -322,9 +326,12 @@ class DeviceTier(MemoryTier):
         self._note_arrival(copies, events, ends)
 
     def _note_arrival(
-        self, copies: Sequence[_Copy], events: Sequence[CopyEvent], ends: Sequence[int] = (),
+        self,
+        copies: Sequence[_Copy],
+        events: Sequence[CopyEvent],
+        ends: Sequence[int] = (),
         stream: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         arrival = Arrival(events, ends, [copy.source for copy in copies], stream)
         self._arriving.append(arrival)
         for copy in copies:

@@ -46,9 +46,13 @@ class HostTier(MemoryTier):
     traits = TIERS["host"].traits
 
     def __init__(
-        self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None,
+        self,
+        budget_bytes: int,
+        *,
+        kv_dtype: KVDtype = "model",
+        pinned: bool | None = None,
         slab_bytes: int = SLAB_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create an empty tier.
 
         Args:

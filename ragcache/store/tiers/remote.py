@@ -66,9 +66,14 @@ class RemoteTier(Tier):
     traits = TIERS["remote"].traits
 
     def __init__(
-        self, files: Any, root: str, budget_bytes: int | None = None, *,
-        kv_dtype: KVDtype = "model", retry: RetryPolicy | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        files: Any,
+        root: str,
+        budget_bytes: int | None = None,
+        *,
+        kv_dtype: KVDtype = "model",
+        retry: RetryPolicy | None = None,
+    ) -> None:
         """Create a tier in the folder `root` of an fsspec file system."""
         self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
         self.files, self.root = files, root.rstrip("/")
@@ -85,9 +90,14 @@ class RemoteTier(Tier):
 
     @classmethod
     def open(
-        cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
-        retry: RetryPolicy | None = None, **options: Any,
-    ) -> RemoteTier:  # fmt: skip
+        cls,
+        url: str,
+        budget_bytes: int | None = None,
+        *,
+        kv_dtype: KVDtype = "model",
+        retry: RetryPolicy | None = None,
+        **options: Any,
+    ) -> RemoteTier:
         """Create a tier without calling the remote yet.
 
         Args:
@@ -279,9 +289,11 @@ class RemoteCalls:
                 f"{left:.0f} s"
             )
         attempts = Retrying(
-            retry=retry_if_exception(_may_pass), stop=stop_after_attempt(self.retry.attempts),
-            wait=wait_exponential(self.retry.pause), reraise=True,
-        )  # fmt: skip
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(self.retry.attempts),
+            wait=wait_exponential(self.retry.pause),
+            reraise=True,
+        )
         try:
             return attempts(lambda: self._within(operation))
         except FileNotFoundError:

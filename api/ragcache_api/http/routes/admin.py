@@ -144,9 +144,12 @@ def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
     """Return a module with its text and the tiers of its states."""
     detail = context.rag.modules.get(module)
     return ModuleTextResponse(
-        **asdict(detail.listing), text=detail.text, uri=detail.uri,
-        metadata=dict(detail.attributes), states=list(detail.states),
-    )  # fmt: skip
+        **asdict(detail.listing),
+        text=detail.text,
+        uri=detail.uri,
+        metadata=dict(detail.attributes),
+        states=list(detail.states),
+    )
 
 
 async def _change(
@@ -237,15 +240,22 @@ async def get_stats(context: ContextDep) -> StatsResponse:
     engine, operator = service.shared.engine.stats, context.caller.is_operator
     rows = engine.prompt_tokens + engine.decoded_tokens + engine.encoded_tokens
     figures = {
-        "steps": engine.steps, "batch_mean": rows / (engine.steps or 1),
-        "queued_s": engine.queued, "preempted": engine.preempted,
-    }  # fmt: skip
+        "steps": engine.steps,
+        "batch_mean": rows / (engine.steps or 1),
+        "queued_s": engine.queued,
+        "preempted": engine.preempted,
+    }
     return StatsResponse(
-        model=service.model, uptime=time.time() - service.started, collections=stats.collections,
-        requests=requests, tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
+        model=service.model,
+        uptime=time.time() - service.started,
+        collections=stats.collections,
+        requests=requests,
+        tokens=dict(record.tokens),
+        ttft=record.ttft(),
+        series=record.series(),
         engine=figures if operator else {},
         evictions={tier: dict(each) for tier, each in stats.evictions.items()} if operator else {},
-    )  # fmt: skip
+    )
 
 
 @router.get("/tiers")
@@ -261,10 +271,14 @@ def get_memory(context: ContextDep) -> MemoryResponse:
     """Return the memory of the process, the machine, the model's GPU, and the tiers."""
     context.caller.require_operator()
     device = context.service.shared.model.causal.device
-    return MemoryResponse.model_validate({
-        "process": process_memory(), "host": host_memory(), "tiers": context.rag.tiers(),
-        "device": device_memory(device) if device.type == "cuda" else None,
-    })  # fmt: skip
+    return MemoryResponse.model_validate(
+        {
+            "process": process_memory(),
+            "host": host_memory(),
+            "tiers": context.rag.tiers(),
+            "device": device_memory(device) if device.type == "cuda" else None,
+        }
+    )
 
 
 @router.get("/state")
@@ -275,11 +289,17 @@ def get_state(context: ContextDep) -> StateResponse:
     """
     model, gate = context.service.shared.model, context.rag.gate
     causal = model.causal
-    return StateResponse.model_validate({
-        "model": model.name, "device": str(causal.device), "window": causal.window,
-        "dtype": dtype_name(causal.dtype), "states_dtype": dtype_name(causal.states_dtype),
-        "force_modes": gate.forced, "modes": gate.results(),
-    })  # fmt: skip
+    return StateResponse.model_validate(
+        {
+            "model": model.name,
+            "device": str(causal.device),
+            "window": causal.window,
+            "dtype": dtype_name(causal.dtype),
+            "states_dtype": dtype_name(causal.states_dtype),
+            "force_modes": gate.forced,
+            "modes": gate.results(),
+        }
+    )
 
 
 @router.get("/evictions")
@@ -295,13 +315,17 @@ async def list_requests(context: ContextDep) -> dict[str, Any]:
     record = context.service.recorder.stats_of(context.caller.namespace)
     running = [
         {
-            "id": active.id, "request": active.request, "kind": active.kind,
-            "collection": active.collection, "age": time.monotonic() - active.started,
-            "state": active.state, "prompt_tokens": active.prompt_tokens,
+            "id": active.id,
+            "request": active.request,
+            "kind": active.kind,
+            "collection": active.collection,
+            "age": time.monotonic() - active.started,
+            "state": active.state,
+            "prompt_tokens": active.prompt_tokens,
             "generated": active.generated,
         }
         for active in _requests_of_caller(context)
-    ]  # fmt: skip
+    ]
     return {"running": running, "recent": list(reversed(record.recent))}
 
 

@@ -98,10 +98,11 @@ def add_schema(body: SchemaRequest, context: ContextDep) -> SchemaResponse:
         _NAME.validate_python(name)
     except ValidationError:
         raise HTTPProblem(
-            422, "unusable-name",
+            422,
+            "unusable-name",
             f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
             "characters and no `/`, and is neither `.` nor `..`",
-        ) from None  # fmt: skip
+        ) from None
     context.rag.schemas.add(body.text, placement=body.placement, source="schema")
     return SchemaResponse(name=name, placement=body.placement)
 

@@ -67,12 +67,13 @@ def list_collections(context: ContextDep, page: PageQuery) -> PageOf[CollectionR
 
 
 @router.post(
-    "", status_code=201,
+    "",
+    status_code=201,
     responses={200: {"model": CollectionCreatedResponse, "description": "It existed"}},
-)  # fmt: skip
+)
 def add_collection(
     body: CollectionRequest, context: ContextDep, response: Response
-) -> CollectionCreatedResponse:  # fmt: skip
+) -> CollectionCreatedResponse:
     """Create a collection without documents."""
     created = context.rag.collections.create(body.name)
     response.status_code = 201 if created else 200
@@ -115,9 +116,11 @@ _UPLOAD: dict[str, Any] = {
 
 @router.post("/{collection}/documents", **_UPLOAD)
 async def add_documents(
-    collection: Collection, context: ContextDep, response: Response,
+    collection: Collection,
+    context: ContextDep,
+    response: Response,
     idempotency_key: IdempotencyKey = None,
-) -> JobResponse:  # fmt: skip
+) -> JobResponse:
     """Store documents in the background.
 
     The job shows the progress and, in `report`, the files that could not be read.
@@ -127,9 +130,11 @@ async def add_documents(
 
 @router.put("/{collection}/documents", **_UPLOAD)
 async def sync_documents(
-    collection: Collection, context: ContextDep, response: Response,
+    collection: Collection,
+    context: ContextDep,
+    response: Response,
     idempotency_key: IdempotencyKey = None,
-) -> JobResponse:  # fmt: skip
+) -> JobResponse:
     """Make the body the contents of a collection, in the background.
 
     Changed documents are encoded again, moved ones renamed, and documents that the body lacks

@@ -67,9 +67,7 @@ def list_keys(context: ContextDep, page: PageQuery) -> PageOf[KeyResponse]:
 
 
 @router.post("", status_code=201, responses=problems(409))
-def create_key(
-    body: KeyRequest, context: ContextDep, response: Response
-) -> KeyCreatedResponse:  # fmt: skip
+def create_key(body: KeyRequest, context: ContextDep, response: Response) -> KeyCreatedResponse:
     """Create a key.
 
     The first key must be an operator's. From then on, every request needs a key.
@@ -78,19 +76,18 @@ def create_key(
     keys = context.rag.keys
     if not keys.any() and (body.role, body.namespace) != ("admin", NAMESPACE):
         raise HTTPProblem(
-            409, "first-key",
+            409,
+            "first-key",
             "the first key closes the service to requests without one, so it has to be an "
             f"operator's: role `admin`, namespace {NAMESPACE!r}",
-        )  # fmt: skip
+        )
     row, secret = keys.create(body.name, body.role, body.namespace)
     response.headers["Cache-Control"] = "no-store"
     return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
 
 
 @router.delete("/{key}", responses=problems(409))
-def revoke_key(
-    key: Annotated[int, Path(ge=1, lt=2**63)], context: ContextDep
-) -> KeyResponse:  # fmt: skip
+def revoke_key(key: Annotated[int, Path(ge=1, lt=2**63)], context: ContextDep) -> KeyResponse:
     """Revoke a key: at once in this process, within ten seconds in others.
 
     A request cannot revoke its own key, so that an operator's key always remains.
@@ -98,9 +95,11 @@ def revoke_key(
     context.caller.require_operator()
     if key == context.caller.key:
         raise HTTPProblem(
-            409, "own-key", "this request came with that key; revoke it with another one, or "
+            409,
+            "own-key",
+            "this request came with that key; revoke it with another one, or "
             "with `ragcache keys revoke`",
-        )  # fmt: skip
+        )
     keys = context.rag.keys
     keys.revoke(key)
     return KeyResponse.model_validate(next(row for row in keys.list() if row.id == key))

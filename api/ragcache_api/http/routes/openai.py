@@ -157,9 +157,12 @@ def check_model(service: Service, name: str) -> None:
     """Check that a request names the served model. Raises `HTTPProblem` (404)."""
     if name != service.model:
         raise HTTPProblem(
-            404, "model-not-found", f"the model {name!r:.200} is not served; {service.model!r} is",
-            None, "model",
-        )  # fmt: skip
+            404,
+            "model-not-found",
+            f"the model {name!r:.200} is not served; {service.model!r} is",
+            None,
+            "model",
+        )
 
 
 def _model_card(service: Service) -> ModelCard:
@@ -167,9 +170,12 @@ def _model_card(service: Service) -> ModelCard:
 
 
 def _opening(
-    context: RequestContext, body: GenerationRequest, generation: GenerationParams,
-    prompt: Any, **chat: Any,
-) -> Opening:  # fmt: skip
+    context: RequestContext,
+    body: GenerationRequest,
+    generation: GenerationParams,
+    prompt: Any,
+    **chat: Any,
+) -> Opening:
     rag = AsyncRagCache(context.rag)
     if body.collection is None:
         options = chat | body.reading()
@@ -179,9 +185,12 @@ def _opening(
 
 
 async def _respond(
-    context: RequestContext, kind: str, body: GenerationRequest, openings: list[Opening],
+    context: RequestContext,
+    kind: str,
+    body: GenerationRequest,
+    openings: list[Opening],
     writer_of: Callable[[ActiveRequest], _CompletionWriter],
-) -> Response:  # fmt: skip
+) -> Response:
     written = AnswerFormat(
         whole=lambda active, answers: writer_of(active).completion(answers),
         events=lambda active, stream: writer_of(active).chunks(active, stream),
@@ -198,9 +207,11 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
     generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
     return {
-        "prompt_tokens": prompt, "completion_tokens": generated,
-        "total_tokens": prompt + generated, "prompt_tokens_details": {"cached_tokens": kept},
-    }  # fmt: skip
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": kept},
+    }
 
 
 def finish_reason_of(choice: Choice) -> str:
@@ -224,9 +235,12 @@ class _CompletionWriter(ABC):
     ) -> None:
         service = context.service
         self._fields = {
-            "id": active.id, "object": self.kind, "created": int(time()), "model": service.model,
+            "id": active.id,
+            "object": self.kind,
+            "created": int(time()),
+            "model": service.model,
             "system_fingerprint": f"fp_{service.shared.model.causal.fingerprint[:10]}",
-        }  # fmt: skip
+        }
         self._logprobs = LogprobFormat(service.tokenizer)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._with_sources = body.collection is not None
@@ -235,9 +249,11 @@ class _CompletionWriter(ABC):
     def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Write the whole completion."""
         return {
-            **self._fields, "choices": self.choices(answers), "usage": usage(answers),
+            **self._fields,
+            "choices": self.choices(answers),
+            "usage": usage(answers),
             **self._reuse_fields(answers),
-        }  # fmt: skip
+        }
 
     def _reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the fields that OpenAI does not have.
@@ -251,10 +267,14 @@ class _CompletionWriter(ABC):
             choices += len(answer.choices)
         fields: dict[str, Any] = {
             "ragcache": {
-                "mode": first.mode, "reuse": first.reuse, "timings": first.timings, "spans": spans,
-                "confidence": first.confidence, "finish_reason": first.finish_reason,
+                "mode": first.mode,
+                "reuse": first.reuse,
+                "timings": first.timings,
+                "spans": spans,
+                "confidence": first.confidence,
+                "finish_reason": first.finish_reason,
             }
-        }  # fmt: skip
+        }
         if self._with_sources:
             fields["sources"] = [source for answer in answers for source in answer.sources]
         return fields
@@ -265,7 +285,7 @@ class _CompletionWriter(ABC):
 
     async def chunks(
         self, active: ActiveRequest, stream: AsyncAnswerStream
-    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    ) -> AsyncGenerator[bytes, None]:
         """Yield all events of the answer."""
         if first := self._first():
             yield self._chunk(*first)
@@ -309,9 +329,12 @@ class _ChatWriter(_CompletionWriter):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, context: RequestContext, body: ChatRequest, active: ActiveRequest,
+        self,
+        context: RequestContext,
+        body: ChatRequest,
+        active: ActiveRequest,
         output: OutputFormat,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(context, body, active)
         self._with_logprobs = bool(body.logprobs)
         self._readers = [output.reader() for _ in range(body.n)]
@@ -355,7 +378,7 @@ class _TextWriter(_CompletionWriter):
 
     def __init__(
         self, context: RequestContext, body: CompletionRequest, active: ActiveRequest
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(context, body, active)
         self._with_logprobs = body.logprobs is not None
         self._echoed = body.prompts if body.echo else [""] * len(body.prompts)
