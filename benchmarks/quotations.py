@@ -2,6 +2,7 @@
 
 python benchmarks/quotations.py --json FILE
 python benchmarks/quotations.py --grammars   # 150,000 tokens; an answer beside two compilations
+python benchmarks/quotations.py --grammars --tokenizer MODEL.gguf   # the vocabulary of a real model
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import typer
 from harness import JsonFile, Progress, describe_machine, plain_table, print_figures, run_benchmark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ragcache import GenerationParams, RagCache, SourceDocument
 from ragcache.answers.quotation_index import (
@@ -117,8 +118,8 @@ class GrammarsSetting:
     """Sizes of the benchmark of grammars."""
 
     vocabulary: int = 150_000
-    """Tokens of the made-up vocabulary."""
-    masks: int = 64
+    """Tokens of the made-up vocabulary, or rows of the logits of the tokenizer's model."""
+    masks: int = 256
     """Minimum number of masks that are timed for each grammar."""
     answers: int = 5
     """Ordinary answers that are timed alone, and as many beside two compilations."""
@@ -129,34 +130,39 @@ class GrammarsSetting:
 
 
 def bench_grammars(
-    setting: GrammarsSetting | None = None, progress: Progress = lambda _: None,
+    setting: GrammarsSetting | None = None,
+    progress: Progress = lambda _: None,
     model: LoadedModel | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
     """Time grammars over a large vocabulary, and answers beside compilations.
 
     Args:
         setting: Sizes of the benchmark.
         progress: Takes the name of each step.
         model: Gives the answers. Defaults to the embedded reader.
+        tokenizer: Folder or GGUF file of the tokenizer. Defaults to a made-up vocabulary.
 
     Returns:
-        By grammar, processor milliseconds of its compilation and of a mask. Seconds of an answer
+        By grammar, processor milliseconds of its compilation, and of a mask along the tokens of a
+        sample answer. Seconds of an answer
         alone and beside two threads that compile, with their ratio and the longest pause between
         two tokens in milliseconds.
     """
     setting = setting or GrammarsSetting()
     progress(f"a vocabulary of {setting.vocabulary} tokens")
-    vocabulary, rng = _large_vocabulary(setting.vocabulary), random.Random(1)
+    vocabulary = _large_vocabulary(setting.vocabulary, tokenizer)
     begin = time.perf_counter()
     compile_constraint(Grammar.regex("a"), vocabulary)
     vocabulary_ms = 1e3 * (time.perf_counter() - begin)
     rows = [
-        {"grammar": name, **_time_grammar(grammar, vocabulary, setting, rng)}
-        for name, grammar in _grammars(setting).items()
+        {"grammar": name, **_time_grammar(*sample, vocabulary, setting)}
+        for name, sample in _grammars(setting).items()
     ]
     progress("answers alone and beside two compilations")
     return {
-        "setting": asdict(setting), "machine": describe_machine(), "vocabulary_ms": vocabulary_ms,
+        "setting": asdict(setting) | {"tokenizer": tokenizer and tokenizer.name},
+        "machine": describe_machine(), "vocabulary_ms": vocabulary_ms,
         "by_grammar": rows, "beside": _answers_beside_compilations(setting, model),
     }  # fmt: skip
 
@@ -169,8 +175,13 @@ class _Head:
         self.model = SimpleNamespace(get_output_embeddings=lambda: head, generation_config=None)
 
 
-def _large_vocabulary(size: int) -> LoadedModel:
-    """A byte-level vocabulary of random joins of shorter tokens, with no model behind it."""
+def _large_vocabulary(size: int, path: Path | None) -> LoadedModel:
+    """A tokenizer with no model behind it: a real one, or random joins of shorter tokens."""
+    if path is not None:
+        file = {"gguf_file": path.name} if path.is_file() else {}
+        folder = path.parent if path.is_file() else path
+        real = AutoTokenizer.from_pretrained(folder, **file)
+        return LoadedModel("vocabulary", cast("Any", _Head(max(size, len(real)))), real)
     rng, letters = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {each: number for number, each in enumerate(letters)}
     tokens, merges = letters + [each for each in letters if each.isascii()] * 20, []
@@ -187,7 +198,8 @@ def _large_vocabulary(size: int) -> LoadedModel:
     return LoadedModel("vocabulary", cast("Any", _Head(size)), tokenizer)
 
 
-def _grammars(setting: GrammarsSetting) -> dict[str, Grammar]:
+def _grammars(setting: GrammarsSetting) -> dict[str, tuple[Grammar, str]]:
+    """Return grammars by name, each with a sample answer."""
     person = {
         "type": "object",
         "properties": {
@@ -197,11 +209,16 @@ def _grammars(setting: GrammarsSetting) -> dict[str, Grammar]:
         },
         "required": ["name", "age", "tags", "boss"],
     }  # fmt: skip
+    kim = '{"name": "Kim Larsen of the office", "age": 42, "tags": ["a", "b"], "boss": "Zoë"}'
+    answer = (
+        '{"answer": "The key hangs in the boathouse.", "page": 3, "from": ["keys", {"x": 1.5}]}'
+    )
+    dated = r"[A-Z][a-z]+( [A-Z][a-z]+)*, [0-9]{4}-[0-9]{2}-[0-9]{2}"
     return {
-        "JSON schema": Grammar.json_schema(person),
-        "any JSON object": Grammar.json_object(),
-        "regex": Grammar.regex(r"[A-Z][a-z]+( [A-Z][a-z]+)*, [0-9]{4}-[0-9]{2}-[0-9]{2}"),
-        f"enum of {setting.strings}": _enum(setting.strings, 0),
+        "JSON schema": (Grammar.json_schema(person), kim),
+        "any JSON object": (Grammar.json_object(), answer),
+        "regex": (Grammar.regex(dated), "Kim Larsen, 2024-05-17"),
+        f"enum of {setting.strings}": (_enum(setting.strings, 0), '"00000-000001234"'),
     }
 
 
@@ -210,7 +227,7 @@ def _enum(strings: int, seed: int) -> Grammar:
 
 
 def _time_grammar(
-    grammar: Grammar, model: LoadedModel, setting: GrammarsSetting, rng: random.Random
+    grammar: Grammar, answer: str, model: LoadedModel, setting: GrammarsSetting
 ) -> dict[str, float]:
     begin = time.thread_time()
     make = compile_constraint(grammar, model)
@@ -218,19 +235,16 @@ def _time_grammar(
     times: list[float] = []
     while len(times) < setting.masks:
         constraint = make()
-        for _ in range(setting.masks):
+        for token in model.tokenizer.encode(answer, add_special_tokens=False):
             begin = time.thread_time()
-            mask = constraint.mask()
+            constraint.mask()
             times.append(1e3 * (time.thread_time() - begin))
-            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
-            allowed = [each for each in np.flatnonzero(bits) if each not in model.stop_ids]
-            if constraint.finished or not allowed:
-                break
-            constraint.accept(int(rng.choice(allowed)))
+            constraint.accept(token)
     return {
-        "compile_ms": compile_ms, "mask_ms": statistics.mean(times),
+        "compile_ms": compile_ms,
+        "mask_ms": statistics.mean(times),
         "mask_p99_ms": float(np.percentile(times, 99)),
-    }  # fmt: skip
+    }
 
 
 def _answers_beside_compilations(
@@ -295,9 +309,9 @@ def _compiling(
             each.join()
 
 
-def _print_grammars(json_file: Path | None) -> None:
+def _print_grammars(json_file: Path | None, tokenizer: Path | None) -> None:
     torch.set_num_threads(1)  # OpenMP's threads would wait in a loop for cores that compile
-    result = run_benchmark(lambda progress: bench_grammars(None, progress))
+    result = run_benchmark(lambda progress: bench_grammars(None, progress, None, tokenizer))
     table = plain_table("grammar", "compile", "a mask", "99th percentile")
     for row in result["by_grammar"]:
         cells = (f"{row[name]:.3f} ms" for name in ("compile_ms", "mask_ms", "mask_p99_ms"))
@@ -312,10 +326,15 @@ def _print_grammars(json_file: Path | None) -> None:
     print_figures([table, said], result, json_file)
 
 
-def main(json_file: JsonFile = None, model: Path | None = None, grammars: bool = False) -> None:
+def main(
+    json_file: JsonFile = None,
+    model: Path | None = None,
+    grammars: bool = False,
+    tokenizer: Path | None = None,
+) -> None:
     """Prints the table of quotations or, with --grammars, of grammars."""
     if grammars:
-        _print_grammars(json_file)
+        _print_grammars(json_file, tokenizer)
         return
     loaded = None if model is None else load_model(model)
     result = run_benchmark(lambda progress: bench_quotations(None, progress, loaded))
