@@ -218,7 +218,10 @@ def _grammars(setting: GrammarsSetting) -> dict[str, tuple[Grammar, str]]:
         "JSON schema": (Grammar.json_schema(person), kim),
         "any JSON object": (Grammar.json_object(), answer),
         "regex": (Grammar.regex(dated), "Kim Larsen, 2024-05-17"),
-        f"enum of {setting.strings}": (_enum(setting.strings, 0), '"00000-000001234"'),
+        f"enum of {setting.strings}": (
+            _enum(setting.strings, 0),
+            f'"00000-{setting.strings - 1:09}"',
+        ),
     }
 
 
