@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check format bench-ttft eval clean
+.PHONY: demo test test-all test-clients check format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -22,6 +22,11 @@ test: $(INSTALLED)
 # takes RAGCACHE_SOAK_SECONDS (900).
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
+
+# Clients that others wrote, installed from PyPI and npm into ~/.cache/ragcache-test-clients, against
+# a real service.
+test-clients: $(INSTALLED)
+	$(BIN)/python -m pytest -m clients tests/clients
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

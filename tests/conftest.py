@@ -87,9 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Folders whose tests are all slow, and whose libraries `make test` need not import."""
+    """Folders whose tests are all slow, and whose libraries `make test` need not import; and the
+    clients, which are installed from package registries."""
     slow = (REPOSITORY / "tests/cluster", REPOSITORY / "tests/api/page")
-    return True if config.option.markexpr == "not slow" and collection_path in slow else None
+    expression = config.option.markexpr
+    if collection_path == REPOSITORY / "tests/clients" and expression != "clients":
+        return True
+    return True if expression == "not slow" and collection_path in slow else None
 
 
 def pytest_collectstart() -> None:

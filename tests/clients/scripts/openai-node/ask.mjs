@@ -1,0 +1,15 @@
+import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: "http://127.0.0.1:8000/v1", apiKey: "YOUR_KEY" });
+const question = {
+  model: "ragcache-reader",
+  messages: [{ role: "user", content: "Where does the key of the pool car hang?" }],
+  collection: "handbook",
+};
+
+const answer = await client.chat.completions.create(question);
+console.log(answer.choices[0].message.content, answer.sources.map((source) => source.document));
+
+for await (const chunk of await client.chat.completions.create({ ...question, stream: true })) {
+  process.stdout.write(chunk.choices[0].delta.content ?? "");
+}

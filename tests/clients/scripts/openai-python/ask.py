@@ -1,0 +1,15 @@
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="YOUR_KEY")
+question = [{"role": "user", "content": "Where does the key of the pool car hang?"}]
+collection = {"collection": "handbook"}
+
+answer = client.chat.completions.create(
+    model="ragcache-reader", messages=question, extra_body=collection
+)
+print(answer.choices[0].message.content, [source["document"] for source in answer.sources])
+
+for chunk in client.chat.completions.create(
+    model="ragcache-reader", messages=question, extra_body=collection, stream=True
+):
+    print(chunk.choices[0].delta.content or "", end="")

@@ -1,0 +1,87 @@
+"""The clients that are tested, each with the version, its script and the outcome.
+
+`tests/clients/scripts/NAME/` holds the files of a client: settings first, and `ask.py`, `ask.mjs`
+or `ask.sh`, which is run. The guide shows the same files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RESOLVED = "2026-11-24"
+"""Packages published after this day are left out, so that an environment is always the same."""
+SERVICE, KEY, MODEL, COLLECTION = "http://127.0.0.1:8000", "YOUR_KEY", "ragcache-reader", "handbook"
+"""Service, key, model and collection in the scripts. A test replaces the service and the key."""
+QUESTION = "Where does the key of the pool car hang?"
+ANSWER, SOURCE = "harbour office", "travel.md"
+"""Words of the answer to `QUESTION`, and the document that they are from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client of the service, pinned to the version that was run."""
+
+    name: str
+    """Folder of its scripts, name of its test and of its environment."""
+    title: str
+    """Name of the project, with the language if it has several."""
+    url: str
+    """Address of the project."""
+    requirements: tuple[str, ...]
+    """Packages with versions, as PyPI (`name==version`) or npm (`name@version`) has them."""
+    group: str = "Libraries"
+    """Heading of the guide that the client is under."""
+    expects: tuple[str, ...] = (ANSWER, ANSWER)
+    """Texts that the script prints, in this order: an answer in one piece, then a streamed one."""
+    note: str = ""
+    """A sentence of the guide on what is particular to this client."""
+    fails: str = ""
+    """Reason why the client does not work. Its script must then fail."""
+    seconds: float = 180
+    """Time limit of the script."""
+
+    @property
+    def node(self) -> bool:
+        """Whether the client comes from npm rather than PyPI."""
+        return "==" not in self.requirements[0]
+
+    @property
+    def package(self) -> tuple[str, str]:
+        """Name and version of the client itself, the first requirement."""
+        name, _, version = re.sub(r"\[.*\]", "", self.requirements[0]).rpartition(
+            "@" if self.node else "=="
+        )
+        return name, version
+
+    @property
+    def files(self) -> list[Path]:
+        """Files of the client, the script that is run last."""
+        files = [path for path in (SCRIPTS / self.name).rglob("*") if path.is_file()]
+        return sorted(files, key=lambda path: (path == self.script, path))
+
+    @property
+    def script(self) -> Path:
+        """The script that asks `QUESTION`."""
+        [script] = (SCRIPTS / self.name).glob("ask.*")
+        return script
+
+
+CLIENTS = (
+    Client(
+        "openai-python",
+        "openai for Python",
+        "https://github.com/openai/openai-python",
+        ("openai==3.57.0",),
+        expects=(ANSWER, SOURCE, ANSWER),
+    ),
+    Client(
+        "openai-node",
+        "openai for Node",
+        "https://github.com/openai/openai-node",
+        ("openai@7.57.0",),
+        expects=(ANSWER, SOURCE, ANSWER),
+    ),
+)

@@ -1,0 +1,50 @@
+"""Every client asks a real service by nothing but its own setting of a base URL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import Service
+from tests.clients.environments import Environments, prepare_scripts
+from tests.clients.table import CLIENTS, Client
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.enable_socket,
+    pytest.mark.allow_hosts(["127.0.0.1"]),
+]
+RUNNERS = {".py": "python", ".mjs": "node", ".sh": "bash"}
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_client_answers_from_the_collection(
+    client: Client, service: Service, environments: Environments, tmp_path: Path
+) -> None:
+    environment = environments.install(client)
+    script = prepare_scripts(client, environment, tmp_path, service.url, service.key)
+    done = subprocess.run(
+        [RUNNERS[script.suffix], script],
+        cwd=tmp_path,
+        env=environment.variables(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=client.seconds,
+        stdin=subprocess.DEVNULL,
+    )
+    sys.stdout.write(f"{done.stdout}\n{done.stderr[-4000:]}\n{service.log}")
+    worked = done.returncode == 0 and printed_in_order(done.stdout, client.expects)
+    assert worked != bool(client.fails), client.fails or client.expects
+
+
+def printed_in_order(text: str, expected: tuple[str, ...]) -> bool:
+    """Whether the texts are in the output, each after the one before."""
+    place = 0
+    for each in expected:
+        place = text.find(each, place) + len(each)
+        if place < len(each):
+            return False
+    return True
