@@ -30,6 +30,12 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
+def _choices(texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    if texts is not None and not (texts and all(texts)):
+        raise ValueError("it must be a list of texts, none of them empty")
+    return None if texts is None else tuple(texts)
+
+
 Unchecked = GetPydanticSchema(lambda *_: core_schema.any_schema())
 StopStrings = Annotated[str | Sequence[str], AfterValidator(_stop_strings)]
 
@@ -85,6 +91,8 @@ class GenerationParams(Params):
     """Answer with any JSON object."""
     regex: str | None = None
     """Answer with a text that this regular expression matches as a whole."""
+    choice: Annotated[Sequence[str] | None, AfterValidator(_choices)] = None
+    """Answer with one of these texts."""
     ebnf: str | None = None
     """Answer with a text of the rule `root` of this GBNF grammar."""
     grammar: Annotated[AnswerGrammar | None, Unchecked] = None
@@ -132,7 +140,7 @@ class GenerationParams(Params):
     @property
     def forms(self) -> tuple[str, ...]:
         """Names of the options that were given and constrain the form of the answer."""
-        names = ("json_schema", "regex", "ebnf", "grammar")
+        names = ("json_schema", "regex", "choice", "ebnf", "grammar")
         given = tuple(name for name in names if getattr(self, name) is not None)
         return (*given, "json_object") if self.json_object else given
 

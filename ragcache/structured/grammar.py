@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -100,6 +100,8 @@ class Grammar:
             return cls.json_object()
         if params.regex is not None:
             return cls.regex(params.regex)
+        if params.choice is not None:
+            return cls.choice(params.choice)
         if params.ebnf is not None:
             return cls.ebnf(params.ebnf)
         if params.grammar is None or isinstance(params.grammar, Grammar):
@@ -166,6 +168,16 @@ class Grammar:
         references.
         """
         return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """Return the grammar of a text that is one of several.
+
+        Example:
+            >>> Grammar.choice(["yes", "no", "n/a"])
+            Grammar(kind='regex', text='yes|no|n/a')
+        """
+        return cls("regex", "|".join(map(re.escape, texts)))
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:

@@ -11,10 +11,18 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from ragcache.modes import ISOLATED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams, Surface
+from ragcache_api.http.client_fields import (
+    UNSERVED,
+    UNSERVED_IN_CHATS,
+    UNSERVED_IN_COMPLETIONS,
+    ClientModel,
+    FormRequest,
+    UnservedField,
+)
 from ragcache_api.http.errors import HTTPProblem
 
 _NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
@@ -84,22 +92,14 @@ class AnswerRequest(Surface, Asking):
     """Send the answer as server-sent events."""
 
 
-class OpenAIModel(BaseModel):
-    """A part of a body of OpenAI's interface."""
-
-    model_config = ConfigDict(
-        extra="allow", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-
-class StreamOptions(OpenAIModel):
+class StreamOptions(ClientModel):
     """Options of a stream."""
 
     include_usage: bool | None = None
     """Send the numbers of tokens in the last chunk."""
 
 
-class ContentPart(OpenAIModel):
+class ContentPart(ClientModel):
     """A part of a message's content."""
 
     type: str
@@ -115,7 +115,7 @@ class ContentPart(OpenAIModel):
         return text
 
 
-class FunctionCall(OpenAIModel):
+class FunctionCall(ClientModel):
     """A function that the model called."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -123,7 +123,7 @@ class FunctionCall(OpenAIModel):
     """Arguments as a JSON object."""
 
 
-class ToolCallMessage(OpenAIModel):
+class ToolCallMessage(ClientModel):
     """A call in an earlier message of the model."""
 
     id: str = ""
@@ -131,7 +131,7 @@ class ToolCallMessage(OpenAIModel):
     function: FunctionCall
 
 
-class ChatMessage(OpenAIModel):
+class ChatMessage(ClientModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -161,7 +161,7 @@ class ChatMessage(OpenAIModel):
         return "".join(part.plain() for part in self.content)
 
 
-class Tool(OpenAIModel):
+class Tool(ClientModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -169,41 +169,25 @@ class Tool(OpenAIModel):
     """`name`, `description`, and `parameters` as a JSON schema."""
 
 
-class NamedFunction(OpenAIModel):
+class NamedFunction(ClientModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(OpenAIModel):
+class NamedTool(ClientModel):
     """The function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(OpenAIModel):
-    """A JSON schema for the answer."""
-
-    name: str = "answer"
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    """The schema itself."""
-
-
-class ResponseFormat(OpenAIModel):
-    """The form of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    """The schema for the type `json_schema`."""
-
-
-class GenerationRequest(Asking):
+class GenerationRequest(Asking, FormRequest):
     """Fields that chats and completions share. The answer is greedy by default."""
 
     model_config = ConfigDict(extra="allow")
-    unserved: ClassVar[tuple[str, ...]] = ("logit_bias",)
-    """OpenAI's fields that are refused: they are not served and would change the answer."""
+    unserved: ClassVar[Mapping[str, UnservedField]] = UNSERVED
+    """Fields of OpenAI and vLLM that are refused."""
 
     model: Annotated[str, Field(max_length=1000)]
     """Name of the served model."""
@@ -226,11 +210,18 @@ class GenerationRequest(Asking):
             HTTPProblem: (400) A field is not served.
             InvalidRequest: The options contradict each other.
         """
-        for name in self.unserved:
-            if (self.model_extra or {}).get(name):
-                raise unsupported(name)
+        for name, value in (self.model_extra or {}).items():
+            refused = self.unserved.get(name)
+            if refused is not None and refused.refuses(value):
+                raise unsupported(name, f"{name} is not served: {refused.remedy}")
         names = GenerationParams.model_fields.keys() & self.model_fields_set
-        options = {name: getattr(self, name) for name in names} | own
+        try:
+            form = self.form_options()
+        except ValueError as error:
+            raise invalid("response_format", str(error)) from None
+        if repeated := sorted(form.keys() & names):
+            raise invalid(repeated[0], f"{repeated[0]} is given twice, under two names")
+        options = {name: getattr(self, name) for name in names} | form | own
         options["top_p"] = max(self.top_p, _LIKELIEST)
         return GenerationParams(**options, timeout=deadline)
 
@@ -239,7 +230,7 @@ class ChatRequest(Surface, GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
     withheld = IN_PROCESS
-    unserved = ("logit_bias", "functions", "audio", "web_search_options")
+    unserved = UNSERVED_IN_CHATS
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     """The conversation, oldest message first."""
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
@@ -248,12 +239,12 @@ class ChatRequest(Surface, GenerationRequest):
     """Report log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     """Number of alternatives to report for each token, 0 to 20."""
-    response_format: ResponseFormat | None = None
-    """The form of the answer: any text, any JSON object, or JSON that matches a schema."""
     tools: list[Tool] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Whether the model may (`auto`) or must (`required`) call a function, or which function."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. True by default."""
     function_call: Any = None
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
@@ -280,17 +271,15 @@ class CompletionRequest(Surface, GenerationRequest):
     """The body of `POST /v1/completions`."""
 
     withheld = IN_PROCESS
+    unserved = UNSERVED_IN_COMPLETIONS
     prompt: Text | list[Text] | list[int] | list[list[int]]
     """A text, or a list of texts. Token ids are refused."""
     echo: bool | None = None
     """Repeat the prompt before the answer."""
-    suffix: str | None = None
     best_of: int | None = None
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
         """Return the parameters of the answer, or refuse options of the old interface."""
-        if self.suffix:
-            raise unsupported("suffix")
         if self.best_of is not None and self.best_of != self.n:
             raise unsupported("best_of")
         if self.echo and self.logprobs is not None:

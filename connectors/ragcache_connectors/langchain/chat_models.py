@@ -70,6 +70,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         "json_schema": "use with_structured_output",
         "json_object": "use with_structured_output",
         "regex": "bind it to calls",
+        "choice": "bind it to calls",
         "ebnf": "bind it to calls",
         "grammar": "bind it to calls, or use with_structured_output",
     }

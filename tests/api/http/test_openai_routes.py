@@ -366,12 +366,12 @@ def test_text_without_tools_is_text() -> None:
     assert reader.finish_reason("length") == "length"
 
 
-def test_formats_and_choices_become_grammars() -> None:
+def test_choices_of_tools_become_grammars() -> None:
     assert shape().grammar is None
-    assert shape(response_format={"type": "text"}).grammar is None
-    plain = GenerationParams()
-    assert shape(response_format={"type": "json_object"}).apply(plain).grammar is not None
     assert shape(tools=[TOOL]).grammar is None
+    once = shape(tools=[TOOL], parallel_tool_calls=False)
+    assert once.grammar is not None
+    assert once.apply(GenerationParams(json_object=True)).forms == ("grammar",)
     assert shape(tools=[TOOL], tool_choice="none").tools is None
     named = {"type": "function", "function": {"name": "find"}}
     for choice in ("required", named):

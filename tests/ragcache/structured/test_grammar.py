@@ -344,9 +344,10 @@ def test_greedy_answer_is_deterministic() -> None:
         (Grammar.regex("[a-c]{3}-[0-9]{2}"), "[a-c]{3}-[0-9]{2}"),
         (Grammar.ebnf('root ::= "yes" | "no" tail\ntail ::= " " [a-z] [a-z]'), "yes|no [a-z]{2}"),
         (Grammar.regex("(é|☕){2}"), "(é|☕){2}"),
+        (Grammar.choice(["a b", "R&D", "[x-y]{2}\n", "☕.*"]), r"a b|R&D|\[x-y\]\{2\}\n|☕\.\*"),
     ],
 )
-def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
+def test_answers_fit_regex_choice_and_ebnf(grammar: Grammar, form: str) -> None:
     requests = [asked(seed, grammar, n=2) for seed in range(4)]
     for completion in core_of(tiny().causal).run(*requests):
         for choice in completion.choices:

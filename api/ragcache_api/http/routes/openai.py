@@ -114,7 +114,7 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """
     check_model(context.service, body.model)
     tokenizer = context.service.tokenizer
-    if body.response_format or body.tools:  # checking a schema may take seconds
+    if body.tools:  # checking a schema may take seconds
         output = await run_in_threadpool(OutputFormat.of, body, tokenizer)
     else:
         output = OutputFormat.of(body, tokenizer)
@@ -420,40 +420,44 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The form of a chat's answer."""
+    """The tools of a chat, and how its answer calls them."""
 
     tools: list[dict[str, Any]] | None
     """Functions that the model may call, for the chat template."""
     style: ToolStyle | None
     """Syntax in which the model writes calls, if it may call functions."""
     grammar: Grammar | None
-    """Grammar that the answer must match, if any."""
+    """Grammar of the calls, if the model must call, or may call once at most."""
 
     @classmethod
     def of(cls, body: ChatRequest, tokenizer: Any) -> OutputFormat:
         """Derive the form from a request. Raises `InvalidRequest` or `HTTPProblem` (400)."""
-        given = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
-        grammar = Grammar.response_format(given["response_format"])
+        given = body.model_dump(include={"tools", "tool_choice"}, by_alias=True)
         try:
             choice = structured.resolve_tool_choice(given["tool_choice"], given["tools"] or ())
         except InvalidRequest as error:
             raise invalid("tool_choice", str(error)) from None
         if choice == "none":
-            return cls(None, None, grammar)
+            return cls(None, None, None)
         if body.collection is not None:
             raise unsupported("tools", "tools and collection do not go together")
         style = structured.tool_style(tokenizer)
         if style is None:
             raise unsupported("tools", "this model's chat template has no tool calls")
         tools = [_plain_tool(tool) for tool in body.tools or ()]
-        if choice != "auto":
-            grammar = structured.tool_call_grammar(tools, choice, style=style)
+        grammar, parallel = None, body.parallel_tool_calls is not False
+        if choice != "auto" or not parallel:
+            grammar = structured.tool_call_grammar(tools, choice, style=style, parallel=parallel)
         return cls(tools, style, grammar)
 
     def apply(self, generation: GenerationParams) -> GenerationParams:
-        """Return parameters that generate text of this format."""
+        """Return parameters that generate text of this format.
+
+        The grammar of calls replaces another form of the answer.
+        """
         if self.grammar is not None:
-            generation = generation.replace(grammar=self.grammar)
+            others = dict.fromkeys(generation.forms)
+            generation = generation.replace(**others | {"grammar": self.grammar})
         if self.style is not None and self.style.special:
             generation = generation.replace(skip_special_tokens=False)
         return generation
