@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ragcache.models.families import FAMILIES, LEARNED
+from ragcache.models.families import FAMILIES, LEARNED, NORMED_LATER
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- begin: python tools/models.py --write -->\n", "<!-- end -->\n"
@@ -22,7 +22,7 @@ def models_table() -> str:
         "|---|---|---|---|",
     ]
     for model_type, family in sorted(FAMILIES.items()):
-        moves = "no" if family.positions == LEARNED else "yes"
+        moves = "no" if family.positions in (LEARNED, NORMED_LATER) else "yes"
         device = "kernels" if family.kernels else "the definition"
         rows.append(f"| `{model_type}` | {family.positions} | {moves} | {device} |")
     return "\n".join(rows) + "\n"

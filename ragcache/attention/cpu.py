@@ -45,7 +45,7 @@ class _OwnTokens:
 
 
 class CpuAttentionBackend:
-    """Attention on a CPU, for rotary and learned positions.
+    """Attention on a CPU, for rotary and absolute positions.
 
     ALiBi, soft caps, sinks and layers with a window go to the reference backend. Besides its result
     a layer takes the memory of a few times `MOST_RESULTS` elements, whatever the number of rows,

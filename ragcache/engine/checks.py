@@ -43,7 +43,7 @@ class RequestChecker:
         )
         if not model.scheme.movable and any(each.delta for each in context.segments):
             raise UnsupportedModel(
-                "the model's positions are learned, so that cached states cannot stand elsewhere "
+                "the model's positions are absolute, so that cached states cannot stand elsewhere "
                 "than where they were encoded; place schemas with placement='schema'"
             )
         self.check_sizes(

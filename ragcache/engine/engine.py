@@ -95,7 +95,7 @@ class LLMEngine:
 
         Raises:
             PromptTooLong: The request exceeds the model's window or the pool.
-            UnsupportedModel: The request moves segments, but the model's positions are learned.
+            UnsupportedModel: The request moves segments, but the model's positions are absolute.
             InvalidRequest: A token is not in the vocabulary, or a segment's states have the
                 wrong shape, dtype or device.
             QueueFull: The queue is full.

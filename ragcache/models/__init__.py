@@ -18,7 +18,7 @@ from ragcache.models.model import (
     Dimensions,
     ForwardBatch,
 )
-from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionScheme, Rotary
+from ragcache.models.positions import Absolute, Alibi, LayeredRotary, PositionScheme, Rotary
 from ragcache.models.tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTRUCTION",
+    "Absolute",
     "Alibi",
     "CausalLM",
     "DTypeChoice",
@@ -34,7 +35,6 @@ __all__ = [
     "Family",
     "ForwardBatch",
     "LayeredRotary",
-    "Learned",
     "LoadedModel",
     "PositionScheme",
     "PromptFrame",

@@ -29,9 +29,9 @@ from ragcache.models.hf_patch import (
 from ragcache.models.model import CausalLM, Dimensions
 from ragcache.models.positions import (
     NO_POSITIONS,
+    Absolute,
     Alibi,
     LayeredRotary,
-    Learned,
     PositionScheme,
     Rotary,
     check_scaling,
@@ -44,6 +44,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = frozenset({FULL, "attention"})
 STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
 SOME_LAYERS, LEARNED = "rotary in some layers, none in others", "learned, so that nothing moves"
+NORMED_LATER = "rotary before a norm with weights, so that nothing moves"
 BLOOM_LENGTH = 2048  # tokens; published configurations say it as `seq_length`, or not at all
 _UNSERVED = {
     "is_encoder_decoder": "has an encoder and a decoder; only models that decode are served",
@@ -335,11 +336,11 @@ for _family in (
             *("phi", "phi3", "gpt_neox", "persimmon"),  # a part of a head may turn
             *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # caps, windows, two frequencies
             *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoeshared"),
-            *("glm4_moe", "phimoe", "minimax_m2", "dots1", "hunyuan_v1_moe", "flex_olmo"),
+            *("glm4_moe", "phimoe", "minimax_m2", "dots1", "flex_olmo"),
             *("solar_open", "mellum", "granitemoe_swa", "granite_swa", "hyperclovax"),
             *("internlm3", "iquestcoder"),
             *("ministral", "ministral3", "granite", "olmo", "olmo2", "olmo3", "starcoder2"),
-            *("hunyuan_v1_dense", "seed_oss", "arcee", "apertus", "bitnet", "cwm", "jais2"),
+            *("seed_oss", "arcee", "apertus", "bitnet", "cwm", "jais2"),
             *("stablelm", "nemotron"),  # they drop keyword arguments
         )
     ),
@@ -403,9 +404,17 @@ for _family in (
         patch=patch_bloom,
         positions="ALiBi",
     ),
-    Family(("gpt2", "opt"), scheme=lambda _: Learned(), positions=LEARNED),
+    Family(("gpt2", "opt"), scheme=lambda _: Absolute("learned"), positions=LEARNED),
     Family(
-        ("gpt_bigcode",), scheme=lambda _: Learned(), dimensions=_one_key_head, positions=LEARNED
+        ("gpt_bigcode",),
+        scheme=lambda _: Absolute("learned"),
+        dimensions=_one_key_head,
+        positions=LEARNED,
+    ),
+    Family(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        scheme=lambda _: Absolute("rotary:normed"),
+        positions=NORMED_LATER,
     ),
 ):
     register(_family)

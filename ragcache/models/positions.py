@@ -1,4 +1,4 @@
-"""Position schemes: rotary, ALiBi and learned positions, and how a segment moves under each."""
+"""Position schemes: rotary, ALiBi and absolute positions, and how a segment moves under each."""
 
 from __future__ import annotations
 
@@ -145,18 +145,25 @@ class Alibi:
         return
 
 
-class Learned:
-    """Learned absolute positions (GPT-2, OPT): a vector for each position, added to the token's. It
-    is mixed into all that follows, so nothing moves: a module is encoded at the schema position
-    that the prompt needs."""
+class Absolute:
+    """Positions that nothing moves from: a module is encoded at the position that the prompt needs.
+
+    Learned positions (GPT-2, OPT) are mixed into everything that follows. A norm with a weight per
+    channel after the rotation (HunYuan V1) makes scores depend on both positions instead of their
+    distance: weights and rotation do not commute.
+
+    name: What the positions are (`PositionScheme.name`).
+    """
 
     movable = False
     slopes = None
-    name = "learned"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def relocation(self, delta: Tensor) -> None:
         """See `PositionScheme.relocation`; asserts that nothing was moved."""
-        assert not bool(delta.any()), "states of learned positions stay where they were encoded"
+        assert not bool(delta.any()), "states of absolute positions stay where they were encoded"
 
 
 def rotary_scaling(config: Any, layer_type: str | None = None) -> str:

@@ -2,17 +2,21 @@
 
 A wrong recipe gives wrong answers without an error: keys turned by other pairs, a layer without
 positions that is turned, an unknown window. The first model of an architecture is therefore shrunk
-to a few layers, heads, experts and words, with every flag as it is. A module is encoded away from
-its place, moved and read, and the log-probabilities must equal Hugging Face's over the whole text.
+to a few layers, heads, experts and words, with every flag as it is, and every parameter random: the
+weights of norms and biases, too, which would hide what they do at 1 and 0. Two modules are encoded
+away from their places, moved and read, and the log-probabilities of all tokens after them must be
+equal to Hugging Face's.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from ragcache.attention import (
     AttentionMetadata,
@@ -30,9 +34,10 @@ from ragcache.states import KVStates
 
 HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 4, 2, 4, 64, 320
 """Sizes of the tiny model; a head keeps its own."""
-WINDOW = 7  # of sliding windows; the text is longer
-TOKENS, MODULE = 47, 29  # of the text, and of the module at its beginning
-ELSEWHERE = 33  # where the module is encoded, if it can move
+WINDOW = 7  # of sliding windows: the first of the own tokens sees into both modules
+MODULES, OWN = (24, 5), 15  # tokens of the modules at the beginning of the text, and after them
+ELSEWHERE = (33, 4)  # where the modules are encoded, if they can move
+NOISE = 0.3  # on the weights of norms, and on biases
 SEEDS = (7, 8, 9)  # experts of a near tie may differ by rounding; a wrong recipe fails for all
 TOLERANCE = 1e-3  # of the spread of the log-probabilities; float32 differs by 1e-5 at most
 _passed: set[str] = set()  # trials of this process
@@ -72,7 +77,7 @@ def try_family(kind: type[Any], config: Any) -> None:
             f"a tiny random model log-probabilities differ by {min(differences):.1%} of their "
             "spread. Its row in ragcache.models.families is wrong for this model: look at the "
             "pairs that its rotary positions turn (interleaved, backward), at layers without "
-            "positions (silent_layers), at windows and at caps"
+            "positions (silent_layers), at windows and caps, and at norms after the rotation"
         )
     _passed.add(tried)
 
@@ -112,9 +117,11 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
             dtype=torch.float32,
             attn_implementation="eager" if capped else None,
         )
-        for weight in model.parameters():
+        for weight in model.state_dict().values():
             if weight.dim() > 1:  # large enough that positions and attention matter
                 weight.normal_(0, weight.shape[-1] ** -0.5)
+            elif weight.is_floating_point():
+                weight.add_(torch.empty_like(weight).normal_(0, NOISE))
     return model.eval()
 
 
@@ -122,7 +129,7 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 def trial_difference(model: Any) -> float:
     """Largest difference from Hugging Face's log-probabilities, as a share of their spread.
 
-    Compares the token after a text that begins with a moved module.
+    Compares every token after two moved modules, which do not see each other.
     """
     with torch.device("cpu"):
         return _difference(model)
@@ -131,17 +138,40 @@ def trial_difference(model: Any) -> float:
 def _difference(model: Any) -> float:
     generator = torch.Generator().manual_seed(SEEDS[0])
     vocabulary = model.get_input_embeddings().num_embeddings
-    token_ids = torch.randint(vocabulary, (TOKENS,), generator=generator)
-    expected = model(token_ids[None], use_cache=False).logits[0, -1].log_softmax(-1)
+    token_ids = torch.randint(vocabulary, (sum(MODULES) + OWN,), generator=generator)
+    *modules, own = torch.split(token_ids, [*MODULES, OWN])
+    expected = expected_logits(model, modules, own).log_softmax(-1)
     causal = wrap_causal(model)
-    start = ELSEWHERE if causal.scheme.movable else 0
-    keys, values = causal.new_states(MODULE)
-    _forward(causal, token_ids[:MODULE], start, keys, values)
-    module = KVStates(keys, values, start)
-    own = causal.new_states(TOKENS - MODULE)
-    logits = _forward(causal, token_ids[MODULE:], MODULE, *own, module)
-    difference = (logits.log_softmax(-1) - expected).abs().max() / expected.std()
-    return float(difference)
+    placed, at = [], 0
+    for module, elsewhere in zip(modules, ELSEWHERE, strict=True):
+        start = elsewhere if causal.scheme.movable else at
+        keys, values = causal.new_states(len(module))
+        _forward(causal, module, start, keys, values)
+        placed.append((KVStates(keys, values, start), at))
+        at += len(module)
+    logits = _forward(causal, own, at, *causal.new_states(len(own)), placed)
+    return float((logits.log_softmax(-1) - expected).abs().max() / expected.std())
+
+
+def expected_logits(model: Any, modules: Sequence[Tensor], own: Tensor) -> Tensor:
+    """Logits of the own tokens by Hugging Face alone, [T, vocabulary]: the model runs each module
+    by itself where it is placed, and its keys and values join the cache."""
+    cache, at = DynamicCache(), 0
+    for module in modules:
+        alone = DynamicCache()
+        _call(model, module, at, alone)
+        for number, layer in enumerate(alone.layers):
+            cache.update(layer.keys, layer.values, number)
+        at += len(module)
+    return _call(model, own, at, cache)
+
+
+def _call(model: Any, token_ids: Tensor, start: int, cache: DynamicCache) -> Tensor:
+    """Hugging Face's logits of tokens from a position on, behind a cache: [T, vocabulary]."""
+    positions = torch.arange(start, start + len(token_ids))[None]
+    out = model(token_ids[None], position_ids=positions, past_key_values=cache, use_cache=True)
+    logits: Tensor = out.logits[0]
+    return logits
 
 
 def _forward(
@@ -150,33 +180,38 @@ def _forward(
     start: int,
     keys: Tensor,
     values: Tensor,
-    module: KVStates | None = None,
+    modules: Sequence[tuple[KVStates, int]] = (),
 ) -> Tensor:
-    """Logits of the last token. keys, values: where the tokens' states go; module: what stands at
-    position 0 before them."""
-    rows = torch.arange(len(token_ids))
+    """Logits of all tokens, [T, vocabulary]. keys, values: where the tokens' states go; modules:
+    states that all tokens read, with the positions to which they are moved."""
+    count, rows = len(token_ids), torch.arange(len(token_ids))
     positions = rows + start
     queries: SharedQueries | None = None
-    shared: tuple[SharedKV, ...] = ()
-    if module is not None:
-        moved = rows.new_full((len(rows),), -module.start)
-        turning = causal.scheme.relocation(moved) if module.start else None
-        queries = SharedQueries(rows, over_heads(turning), -positions.float())
-        states = module.keys, read_values(module.keys, module.values)
-        shared = (SharedKV(*states, 0, len(rows)),)
+    shared = tuple(
+        SharedKV(each.keys, read_values(each.keys, each.values), n * count, (n + 1) * count)
+        for n, (each, _) in enumerate(modules)
+    )
+    if modules:
+        begin = torch.tensor([at for _, at in modules]).repeat_interleave(count)
+        moved = begin - torch.tensor([each.start for each, _ in modules]).repeat_interleave(count)
+        repeated = rows.repeat(len(modules))
+        turning = causal.scheme.relocation(moved)
+        queries = SharedQueries(
+            repeated, over_heads(turning), (begin - positions[repeated]).float()
+        )
     metadata = AttentionMetadata(
         shared_queries=queries,
         shared_kv=shared,
-        causal_blocks=(CausalBlock(0, len(rows)),),
+        causal_blocks=(CausalBlock(0, count),),
         paged_queries=None,
-        writes=(ContiguousWrite(keys, values, 0, 0, len(rows)),),
-        shared_index=rows[None],
+        writes=(ContiguousWrite(keys, values, 0, 0, count),),
+        shared_index=torch.arange(len(modules) * count).view(len(modules), count),
         slopes=causal.scheme.slopes,
         positions=positions.float(),
         windows=causal.windows,
         softcap=causal.softcap,
     )
-    return causal.forward(ForwardBatch(token_ids, positions, rows[-1:], metadata))[0]
+    return causal.forward(ForwardBatch(token_ids, positions, rows, metadata))
 
 
 def _chosen_layers(config: Any) -> list[int]:

@@ -15,7 +15,7 @@ from ragcache.errors import UnsupportedModel
 from ragcache.models import Dimensions, Family, wrap, wrap_causal
 from ragcache.models.families import FAMILIES, family_of, layer_windows, sliding_window
 from ragcache.models.hf_patch import IMPLEMENTATION
-from ragcache.models.positions import Learned
+from ragcache.models.positions import Absolute
 from tests.ragcache.models.reference import CLOSE, assert_moved_modules_are_exact, tiny_gemma
 from tests.tiny_models import LATENT, random_tokens, tiny_config, tiny_model
 
@@ -83,7 +83,7 @@ def test_an_ordinary_call_keeps_windows_and_refuses_caps() -> None:
 def test_a_model_without_the_interface_needs_other_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mpt", Family(("mpt",), scheme=lambda _: Learned()))
+    monkeypatch.setitem(FAMILIES, "mpt", Family(("mpt",), scheme=lambda _: Absolute("learned")))
     model = tiny_model("mpt").train()
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel, match="does not call transformers' attention interface"):

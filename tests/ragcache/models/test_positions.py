@@ -16,7 +16,7 @@ from ragcache.engine.engine import complete
 from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
 from ragcache.models import wrap_causal
-from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes
+from ragcache.models.positions import Absolute, Alibi, Rotary, geometric_slopes, interleaved_slopes
 from tests.ragcache.models.reference import assert_moved_modules_are_exact, last_logits
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -91,7 +91,7 @@ def test_a_part_of_every_head_turns(family: str, part: float | None, width: int)
 
 
 def test_schemes_without_rotation_turn_no_query() -> None:
-    alibi, learned = Alibi(geometric_slopes(4)), Learned()
+    alibi, learned = Alibi(geometric_slopes(4)), Absolute("learned")
     assert (alibi.name, alibi.movable, alibi.relocation(torch.tensor([5]))) == ("alibi", True, None)
     assert (learned.name, learned.movable, learned.slopes) == ("learned", False, None)
     assert learned.relocation(torch.tensor([0, 0])) is None

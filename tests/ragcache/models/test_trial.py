@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Family, LayeredRotary, register, trial, wrap
 from ragcache.models.checkpoint import text_class
-from ragcache.models.families import FAMILIES, family_of
-from ragcache.models.trial import TOLERANCE, tiny_config, tiny_model, trial_difference, try_family
+from ragcache.models.families import FAMILIES, family_of, layer_types
+from ragcache.models.trial import (
+    TOLERANCE,
+    expected_logits,
+    tiny_config,
+    tiny_model,
+    trial_difference,
+    try_family,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 AXES = {"rope_type": "default", "rope_theta": 1e6}
@@ -62,9 +70,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "normalized queries": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "normalized after the rotation": ("hunyuan_v1_dense", {}),
     "normalized queries, interleaved": ("cohere", {"use_qk_norm": True}),
 }  # fmt: skip
-BRIEF = ("a window in some layers", "latents, yarn", "ALiBi", "yarn", "half of a head turns")
+BRIEF = (
+    "normalized after the rotation",
+    "a window in some layers",
+    "latents, yarn",
+    "ALiBi",
+    "yarn",
+    "half of a head turns",
+)
 VARIANT_PARAMS = [pytest.param(v, marks=() if v in BRIEF else pytest.mark.slow) for v in VARIANTS]
 
 
@@ -78,17 +94,65 @@ def make_config(model_type: str, **changes: Any) -> Any:
         pytest.skip(f"this version of transformers has no {model_type}")
 
 
-def difference(config: Any, **changes: Any) -> float:
-    """Return the difference of the family's tiny model, with changes of the recipe."""
+def tiny(config: Any) -> Any:
+    """Return the tiny model of the configuration's family."""
     kind, family = text_class(config), family_of(config)
     family.check(config)
-    return trial_difference(tiny_model(kind, tiny_config(config, family), 7))
+    return tiny_model(kind, tiny_config(config, family), 7)
+
+
+def difference(config: Any) -> float:
+    """Return the difference of the family's tiny model from Hugging Face."""
+    return trial_difference(tiny(config))
+
+
+@torch.inference_mode()
+def dense_logits(model: Any, modules: list[Tensor], own: Tensor) -> Tensor:
+    """Return the own tokens' logits from one forward pass of the whole text, whose mask hides each
+    module from the other."""
+    config, token_ids = model.config, torch.cat([*modules, own])
+    tokens = torch.arange(len(token_ids))
+    block = torch.cat([tokens.new_full((len(each),), n) for n, each in enumerate([*modules, own])])
+    sees = (block[:, None] == block) | (block[:, None] == len(modules))
+    sees &= tokens[:, None] >= tokens
+    masks = {}
+    for layer_type in set(layer_types(config)):
+        window = config.sliding_window if layer_type == SLIDING else len(tokens)
+        hidden = ~(sees & (tokens[:, None] - tokens < window))
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        masks[layer_type] = mask[None, None]
+    listed = getattr(config, "layer_types", None) is not None
+    logits: Tensor = model(
+        token_ids[None],
+        position_ids=tokens[None],
+        attention_mask=masks if listed else masks.popitem()[1],
+        use_cache=False,
+    ).logits
+    return logits[0, -len(own) :]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_a_moved_module_answers_as_the_whole_text(model_type: str) -> None:
+def test_two_moved_modules_answer_as_the_whole_text(model_type: str) -> None:
     assert difference(make_config(model_type)) < TOLERANCE / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"bloom"}))
+def test_what_is_expected_is_a_dense_masked_forward(model_type: str) -> None:
+    """BLOOM has no dense mask of this shape: it makes ALiBi of a mask for padding."""
+    model = tiny(make_config(model_type))
+    modules, own = [torch.arange(3, 27), torch.arange(90, 95)], torch.arange(40, 55)
+    with torch.inference_mode():
+        expected = expected_logits(model, modules, own).log_softmax(-1)
+    dense = dense_logits(model, modules, own).log_softmax(-1)
+    assert (dense - expected).abs().max() < TOLERANCE / 10 * expected.std()
+
+
+def test_every_parameter_of_a_tiny_model_is_random() -> None:
+    model = tiny(make_config("qwen3"))
+    constant = [name for name, each in model.named_parameters() if each.unique().numel() < 2]
+    assert constant == []
 
 
 @pytest.mark.parametrize("variant", VARIANT_PARAMS)
@@ -109,6 +173,8 @@ def test_a_variant_answers_as_the_whole_text(variant: str) -> None:
         ("afmoe", {"silent_layers": None}),
         ("deepseek_v2", {"interleaved": False}),
         ("minicpm3", {"interleaved": True}),
+        ("hunyuan_v1_dense", {"scheme": None}),
+        ("hunyuan_v1_moe", {"scheme": None}),
     ],
 )
 def test_a_wrong_recipe_differs(
