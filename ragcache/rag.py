@@ -19,7 +19,7 @@ from ragcache.db import (
     Page,
     eviction_page,
 )
-from ragcache.documents import FileFilter, load_sources
+from ragcache.documents import FileFilter, ReadLimits, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, EngineClosed, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
@@ -299,7 +299,8 @@ class RagCache:
         preparing = options.get("preparing")
         files = FileFilter(include, exclude, options.get("strict", False))
         reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
-        loaded = load_sources(sources, files, reading)
+        limits = ReadLimits.of(self._shared.config)
+        loaded = load_sources(sources, files, reading, limits)
         self._shared.deferred.release()
         return self.internals.ingestor.ingest(
             collection, loaded, options.get("progress"), sync=sync, preparing=preparing

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from email import message_from_bytes, policy
@@ -100,16 +101,22 @@ class _Content:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
-    """Read the content of a file as a document.
+def read_document(
+    name: str, raw: bytes, uri: str = "", *, max_bytes: int = sys.maxsize
+) -> SourceDocument:
+    """Read the content of a file as a document, in this process.
+
+    `ragcache.documents.reading.read_file` limits time and memory, too.
 
     Args:
         name: Id of the document. Its suffix decides the type.
         raw: The content.
         uri: Address of the document.
+        max_bytes: Most bytes that an archive may unpack to, and most characters of the text.
+            Unlimited by default.
 
     Raises:
-        UnreadableDocument: The content is binary, damaged, empty or locked.
+        UnreadableDocument: The content is binary, damaged, empty, locked or too large.
         MissingExtra: The type needs the extra `documents`.
     """
     suffix = PurePosixPath(name).suffix.lower()
@@ -119,8 +126,8 @@ def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
         raise UnreadableDocument("an empty file")
     reader = _READERS.get(suffix, _read_text)
     try:
-        content = reader(raw, suffix)
-    except (UnreadableDocument, MissingExtra):
+        content = reader(raw, suffix, max_bytes)
+    except (UnreadableDocument, MissingExtra, MemoryError):
         raise
     except Exception as error:  # libraries raise any type for damaged files
         kind = type(error).__name__
@@ -128,9 +135,26 @@ def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
     parts = [part for part in content.parts if part.text.strip()]
     if not parts:
         raise UnreadableDocument("it holds no text")
+    characters = sum(len(part.text) for part in parts)
+    if characters > max_bytes:
+        raise UnreadableDocument(
+            f"it holds {characters:,} characters of text, more than the {max_bytes:,} that may be "
+            "(option document_bytes); divide it"
+        )
     text = "\n\n".join(part.text for part in parts)
     bare = len(parts) == 1 and parts[0] == DocumentPart(parts[0].text)
     return SourceDocument(name, text, uri, content.metadata, () if bare else tuple(parts))
+
+
+def is_plain(name: str, raw: bytes) -> bool:
+    """Whether a file is text or code in UTF-8, which is read in linear time and memory."""
+    if PurePosixPath(name).suffix.lower() in _READERS or raw.startswith(b"%PDF-"):
+        return False
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_supported(name: str) -> bool:
@@ -177,7 +201,7 @@ def _detect(raw: bytes) -> str:
     return str(best)
 
 
-def _read_text(raw: bytes, suffix: str) -> _Content:
+def _read_text(raw: bytes, suffix: str, _: int) -> _Content:
     text = decode_text(raw)
     if suffix in LANGUAGES or suffix in _PLAIN_CODE:
         return _Content([DocumentPart(text, language=LANGUAGES.get(suffix, CODE))])
@@ -187,7 +211,7 @@ def _read_text(raw: bytes, suffix: str) -> _Content:
 _CHARSET = re.compile(rb"charset\s*=\s*[\"']?\s*([\w.:-]+)|encoding\s*=\s*[\"']([\w.:-]+)", re.I)
 
 
-def _read_html(raw: bytes, _: str) -> _Content:
+def _read_html(raw: bytes, _: str, __: int) -> _Content:
     found = _CHARSET.search(raw[:4096])
     declared = (found[1] or found[2]).decode("ascii") if found else ""
     page = read_html(decode_text(raw, declared))
@@ -200,7 +224,7 @@ def _read_html(raw: bytes, _: str) -> _Content:
 _DELIMITERS = ",;\t|"
 
 
-def _read_csv(raw: bytes, suffix: str) -> _Content:
+def _read_csv(raw: bytes, suffix: str, _: int) -> _Content:
     text = decode_text(raw)
     try:
         mark = csv.Sniffer().sniff(text[:65536], delimiters=_DELIMITERS).delimiter
@@ -213,7 +237,7 @@ def _read_csv(raw: bytes, suffix: str) -> _Content:
     )
 
 
-def _read_json(raw: bytes, suffix: str) -> _Content:
+def _read_json(raw: bytes, suffix: str, _: int) -> _Content:
     text = decode_text(raw)
     try:
         lines = suffix != ".json"
@@ -286,7 +310,7 @@ def _scalar(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _read_notebook(raw: bytes, _: str) -> _Content:
+def _read_notebook(raw: bytes, _: str, __: int) -> _Content:
     """Read a Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
     book = json.loads(decode_text(raw))
     cells = book.get("cells") or [c for sheet in book.get("worksheets", ()) for c in sheet["cells"]]
@@ -319,7 +343,7 @@ def _joined(text: str | list[str]) -> str:
 _HEADERS = ("From", "To", "Cc", "Date")
 
 
-def _read_mail(raw: bytes, _: str) -> _Content:
+def _read_mail(raw: bytes, _: str, max_bytes: int) -> _Content:
     """Read a message with its headers, and each attachment of a known type as a part."""
     message = message_from_bytes(raw, policy=policy.default)
     assert isinstance(message, EmailMessage)
@@ -329,7 +353,7 @@ def _read_mail(raw: bytes, _: str) -> _Content:
     blocks = [f"# {subject}"] if subject else []
     parts: list[DocumentPart] = []
     for attachment in message.iter_attachments():
-        name, read = _attachment(attachment)
+        name, read = _attachment(attachment, max_bytes)
         lines.append(f"Attachment: {name}" + ("" if read else " (not read)"))
         parts += read
     metadata = {name.lower(): value for name, value in headers.items()}
@@ -351,14 +375,14 @@ def _mail_body(message: EmailMessage) -> str:
     return read_html(text).text if body.get_content_subtype() == "html" else text.strip()
 
 
-def _attachment(attachment: Any) -> tuple[str, list[DocumentPart]]:
+def _attachment(attachment: Any, max_bytes: int) -> tuple[str, list[DocumentPart]]:
     """Return the name of an attachment, and its parts if it can be read."""
     name = attachment.get_filename() or "without a name"
     payload = attachment.get_payload(decode=True)
     if not isinstance(payload, bytes) or not is_supported(name):
         return name, []
     try:
-        document = read_document(name, payload)
+        document = read_document(name, payload, max_bytes=max_bytes)
     except (UnreadableDocument, MissingExtra):
         return name, []
     return name, [
@@ -366,17 +390,17 @@ def _attachment(attachment: Any) -> tuple[str, list[DocumentPart]]:
     ]
 
 
-def _office(suffix: str) -> Callable[[bytes, str], _Content]:
-    return lambda raw, _: _Content(office.READERS[suffix](raw))
+def _read_office(raw: bytes, suffix: str, max_bytes: int) -> _Content:
+    return _Content(office.READERS[suffix](raw, max_bytes))
 
 
-_READERS: dict[str, Callable[[bytes, str], _Content]] = {
+_READERS: dict[str, Callable[[bytes, str, int], _Content]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), _read_json),
     ".ipynb": _read_notebook,
     ".eml": _read_mail,
-    **{suffix: _office(suffix) for suffix in office.READERS},
+    **dict.fromkeys(office.READERS, _read_office),
 }
 SUFFIXES = TEXT_SUFFIXES | LANGUAGES.keys() | _PLAIN_CODE | _READERS.keys()
 """Files of a folder that are loaded. A file given by its own path may have any suffix."""

@@ -15,7 +15,8 @@ from typing import Any
 from langchain_core.documents import Document
 from pathspec import GitIgnoreSpec
 
-from ragcache.documents.formats import SUFFIXES, is_supported, read_document
+from ragcache.documents.formats import SUFFIXES, is_supported
+from ragcache.documents.reading import ReadLimits, read_file
 from ragcache.documents.source import (
     DocumentPart,
     DocumentSource,
@@ -30,6 +31,7 @@ from ragcache.errors import (
     NoDocuments,
     UnreadableDocument,
 )
+from ragcache.params import OpenConfig
 
 _INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
 _BLOCK = 2**24  # bytes read at once
@@ -94,6 +96,7 @@ def load_sources(
     sources: Iterable[DocumentSource] | DocumentSource,
     files: FileFilter | None = None,
     progress: ReadProgress = lambda *_: None,
+    limits: ReadLimits | None = None,
 ) -> LoadedSources:
     """Read all sources.
 
@@ -105,6 +108,7 @@ def load_sources(
         sources: Files, folders and documents.
         files: Selection of the files in folders, and whether an unreadable one is an error.
         progress: Called while files are read.
+        limits: Limits of reading each file. Defaults to the defaults of `OpenConfig`.
 
     Raises:
         NoDocuments: There are no sources, or folders hold no document that can be read.
@@ -113,7 +117,8 @@ def load_sources(
         DocumentError: Two documents have the same id, or an id or address is not UTF-8 text.
         UnstorableMetadata: JSON cannot hold the metadata of a document.
     """
-    loader = _Loader(files or FileFilter(), progress)
+    limits = limits or ReadLimits.of(OpenConfig())
+    loader = _Loader(files or FileFilter(), progress, limits)
     given = [sources] if isinstance(sources, DocumentSource) else list(sources)
     paths = [Path(each) for each in given if isinstance(each, str | Path)]
     found = loader.find(dict.fromkeys(paths))
@@ -135,11 +140,12 @@ def load_sources(
 class _Loader:
     """Finds and reads files, and records the skipped ones."""
 
-    def __init__(self, files: FileFilter, progress: ReadProgress) -> None:
+    def __init__(self, files: FileFilter, progress: ReadProgress, limits: ReadLimits) -> None:
         self.skipped: list[SkippedFile] = []
         self.present: set[str] = set()
         self.total = 0
         self._files, self._progress, self._done = files, progress, 0
+        self._limits = limits
         self.folders: list[Path] = []
         self._include = GitIgnoreSpec.from_lines(files.include)
         self._exclude = GitIgnoreSpec.from_lines(files.exclude)
@@ -235,7 +241,7 @@ class _Loader:
             raw = self._bytes(file.path)
         except OSError as error:
             raise UnreadableDocument(error.strerror or str(error)) from error
-        return sanitize_document(read_document(file.id, raw, _address(file.path)))
+        return read_file(file.id, raw, self._limits, _address(file.path))
 
     def _bytes(self, path: Path) -> bytes:
         """Return a file's content. Pipes and devices are refused before they are read."""

@@ -1,7 +1,7 @@
 """PDF, Word, PowerPoint, Excel and EPUB as Markdown.
 
-Each reader takes a file's bytes and returns its parts: pages, slides, sheets or chapters. The
-libraries come with the extra `documents`.
+Each reader takes a file's bytes and the most bytes that it may unpack to, and returns its parts:
+pages, slides, sheets or chapters. The libraries come with the extra `documents`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ragcache.documents.markdown import write_table
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import MissingExtra, UnreadableDocument
 
-MAX_UNPACKED = 2**28  # maximum bytes of an archive's contents, against ZIP bombs
 MAX_SHEET = 20_000_000  # maximum cells of a sheet, including empty ones
 _PDFIUM = threading.Lock()  # pdfium keeps global state
 _LARGER = 1.15  # ratio to the usual line height from which a line may be a heading
@@ -34,7 +33,7 @@ _LEVELS = 4
 _HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of a line
 
 
-def read_pdf(raw: bytes) -> list[DocumentPart]:
+def read_pdf(raw: bytes, _: int) -> list[DocumentPart]:
     """Read the pages of a PDF that contain text.
 
     Headings come from the outline, or else from lines that are larger than most text.
@@ -192,10 +191,10 @@ def _page_text(lines: Sequence[_Line], levels: Levels, page: int) -> str:
 _WORD_STYLES = "p[style-name='Title'] => p.title:fresh\np[style-name='Subtitle'] => p:fresh"
 
 
-def read_docx(raw: bytes) -> list[DocumentPart]:
+def read_docx(raw: bytes, max_bytes: int) -> list[DocumentPart]:
     """Read a Word document with headings, lists, tables and notes."""
     mammoth = _library("mammoth")
-    _check_unpacked(raw)
+    _check_unpacked(raw, max_bytes)
     ignore_pictures = mammoth.images.img_element(lambda _: {})
     converted = mammoth.convert_to_html(
         io.BytesIO(raw), style_map=_WORD_STYLES, convert_image=ignore_pictures
@@ -211,10 +210,10 @@ def _below_title(markup: str) -> str:
     return re.sub(r'<p class="title">(.*?)</p>', r"<h1>\1</h1>", lower, flags=re.DOTALL)
 
 
-def read_pptx(raw: bytes) -> list[DocumentPart]:
+def read_pptx(raw: bytes, max_bytes: int) -> list[DocumentPart]:
     """Read the slides of a presentation with their tables and notes. `page` is the slide."""
     pptx = _library("pptx")
-    _check_unpacked(raw)
+    _check_unpacked(raw, max_bytes)
     presentation = pptx.Presentation(io.BytesIO(raw))
     parts = []
     for number, slide in enumerate(presentation.slides, start=1):
@@ -259,10 +258,10 @@ def _chart_blocks(chart: Any) -> list[str]:
     return [block for block in (title, write_table(rows)) if block]
 
 
-def read_xlsx(raw: bytes) -> list[DocumentPart]:
+def read_xlsx(raw: bytes, max_bytes: int) -> list[DocumentPart]:
     """Read the sheets of a workbook as tables, with the saved values of formulas."""
     openpyxl = _library("openpyxl")
-    _check_unpacked(raw)
+    _check_unpacked(raw, max_bytes)
     book = openpyxl.load_workbook(io.BytesIO(raw), read_only=True, data_only=True)
     parts = []
     try:
@@ -316,9 +315,9 @@ _PACKAGE = {
 }
 
 
-def read_epub(raw: bytes) -> list[DocumentPart]:
+def read_epub(raw: bytes, max_bytes: int) -> list[DocumentPart]:
     """Read the chapters of a book in order. The title replaces a missing heading."""
-    _check_unpacked(raw)
+    _check_unpacked(raw, max_bytes)
     with zipfile.ZipFile(io.BytesIO(raw)) as book:
         container = _parse_xml(book.read("META-INF/container.xml"))
         [path, *_] = container.xpath("//c:rootfile/@full-path", namespaces=_PACKAGE)
@@ -346,8 +345,8 @@ def _parse_xml(raw: bytes) -> Any:
     return etree.fromstring(raw, etree.XMLParser(resolve_entities=False, no_network=True))
 
 
-def _check_unpacked(raw: bytes) -> None:
-    """Raise `UnreadableDocument` unless this is a ZIP archive that unpacks to a sane size."""
+def _check_unpacked(raw: bytes, max_bytes: int) -> None:
+    """Raise `UnreadableDocument` unless this is a ZIP archive of at most `max_bytes` unpacked."""
     if raw.startswith(b"\xd0\xcf\x11\xe0"):
         raise UnreadableDocument("it needs a password, or is of an old Office under a new name")
     try:
@@ -355,8 +354,11 @@ def _check_unpacked(raw: bytes) -> None:
             size = sum(each.file_size for each in archive.infolist())
     except zipfile.BadZipFile as error:
         raise UnreadableDocument("it is damaged, or of another type than its name says") from error
-    if size > MAX_UNPACKED:
-        raise UnreadableDocument(f"it unpacks to {size:,} bytes, more than {MAX_UNPACKED:,}")
+    if size > max_bytes:
+        raise UnreadableDocument(
+            f"it unpacks to {size:,} bytes, more than the {max_bytes:,} that may be "
+            "(option document_bytes)"
+        )
 
 
 def _flat(text: str) -> str:
@@ -373,7 +375,7 @@ def _library(name: str) -> Any:
         raise MissingExtra("it needs the extra: pip install 'ragcache[documents]'") from error
 
 
-READERS: dict[str, Callable[[bytes], list[DocumentPart]]] = {
+READERS: dict[str, Callable[[bytes, int], list[DocumentPart]]] = {
     ".pdf": read_pdf,
     ".docx": read_docx,
     ".docm": read_docx,

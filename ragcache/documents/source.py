@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,21 @@ class SourceDocument:
         """Digest of the text and of the lengths and metadata of its parts."""
         cuts = "".join(map(_cut, self.sections)) if self.parts else ""
         return hashlib.sha256(f"{self.text}{cuts}".encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the document as JSON, for the ledger and for other processes.
+
+        Metadata that JSON cannot hold, such as dates, becomes text.
+        """
+        parts = [asdict(part) for part in self.sections] if self.parts else []
+        fields = (self.id, self.text, self.uri, dict(self.metadata), parts)
+        return json.dumps(fields, default=str)
+
+    @classmethod
+    def from_json(cls, content: str | bytes) -> SourceDocument:
+        """Return the document of `to_json`."""
+        name, text, uri, metadata, parts = json.loads(content)
+        return cls(name, text, uri, metadata, tuple(DocumentPart(**part) for part in parts))
 
 
 def _cut(part: DocumentPart) -> str:

@@ -55,6 +55,12 @@ class OpenConfig(Params):
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"
     """Most bytes of documents that wait for background ingestion. Further documents are refused."""
+    document_bytes: Size = "256MiB"
+    """Most bytes that a file may unpack to, and most characters of its text."""
+    document_memory: Size = "1GiB"
+    """Most memory of the process that reads a file that is not plain text."""
+    document_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Most seconds of reading a file that is not plain text."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda`, `cuda:1`."""
     dtype: DType = "auto"

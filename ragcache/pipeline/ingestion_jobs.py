@@ -17,8 +17,8 @@ from typing import Any
 
 from ragcache.db import JobRequest, JobRow, Jobs, Page, TakenJob, collection_target
 from ragcache.documents import (
-    DocumentPart,
     LoadedSources,
+    ReadLimits,
     SkippedFile,
     SourceDocument,
     load_sources,
@@ -163,9 +163,12 @@ class IngestionJobs:
         check_collection(collection)
         if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY_LENGTH} characters")
-        loaded = sources if isinstance(sources, LoadedSources) else load_sources(sources)
+        limits = ReadLimits.of(self.ingestor.config)
+        loaded = (
+            sources if isinstance(sources, LoadedSources) else load_sources(sources, limits=limits)
+        )
         self.workers.check_open()
-        documents = [_content_of(each) for each in loaded.documents]
+        documents = [each.to_json() for each in loaded.documents]
         options = _options_of(loaded, sync=sync)
         request = JobRequest(
             collection_target(collection),
@@ -255,18 +258,6 @@ class IngestionJobs:
             self.rows.fail(job.id, error)
 
 
-def _content_of(document: SourceDocument) -> str:
-    """Return a document as the JSON that the ledger keeps."""
-    parts = [asdict(part) for part in document.sections] if document.parts else []
-    fields = (document.id, document.text, document.uri, dict(document.metadata), parts)
-    return json.dumps(fields, default=str)
-
-
-def _document_of(content: str) -> SourceDocument:
-    name, text, uri, metadata, parts = json.loads(content)
-    return SourceDocument(name, text, uri, metadata, tuple(DocumentPart(**part) for part in parts))
-
-
 def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
     """Return the facts about the sources that the process which runs the job needs."""
     if not (sync or loaded.files):
@@ -281,7 +272,7 @@ def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
 
 def _loaded_of(job: TakenJob) -> LoadedSources:
     return LoadedSources(
-        tuple(_document_of(content) for content in job.documents),
+        tuple(SourceDocument.from_json(content) for content in job.documents),
         tuple(SkippedFile(**each) for each in job.report.get("skipped", ())),
         tuple(job.options.get("folders", ())),
         frozenset(job.options.get("files", ())),

@@ -22,7 +22,7 @@ import ragcache_schemas as pml
 from ragcache import RagCache, planning
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.models import LoadedModel
-from ragcache.params import base, generation
+from ragcache.params import OpenConfig, base, generation
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app, load_command
@@ -212,6 +212,15 @@ def test_structured_styles_are_described() -> None:
     from ragcache.structured import ToolStyle
 
     assert all(f"| `{style}` |" in STRUCTURED for style in ToolStyle)
+
+
+def test_limits_of_documents_are_the_defaults() -> None:
+    page = (REPOSITORY / "docs/guides/documents.md").read_text()
+    rows = re.findall(r"^\| `(document_\w+)` \| (\w+) \|", page, re.MULTILINE)
+    defaults = {name: field.default for name, field in OpenConfig.model_fields.items()}
+    assert len(rows) == 3
+    for name, value in rows:
+        assert str(defaults[name]).removesuffix(".0") == value
 
 
 def test_types_of_documents_are_listed() -> None:

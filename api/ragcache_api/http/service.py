@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
 from ragcache import RagCache
@@ -17,6 +18,8 @@ from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
 from ragcache_api.settings import ServiceSettings
+
+_READING = 8  # uploads that are read at the same time; each of their files waits for a worker
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class Service:
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
     """Start of the service, in Unix seconds."""
+    readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READING))
+    """Threads in which uploads are read, apart from the threads of the other routes."""
     metrics: Metrics = field(init=False)
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
 

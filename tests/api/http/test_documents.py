@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
+from ragcache.documents import ReadLimits
 from ragcache.errors import LedgerUnavailable, UnknownJob
+from ragcache.params import OpenConfig
 from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import JobResponse
 from ragcache_api.http.routes import documents as routes
 from tests.api.http.asgi import events, listed
@@ -229,6 +233,28 @@ def test_files_that_cannot_be_read_are_refused_with_reasons(
     told = {each["loc"][-1]: each["msg"] for each in refused.json().get("errors", ())}
     assert all(f"{name}: {reason}" in refused.json()["detail"] for name, reason in told.items())
     assert status == 400 or len(files) > 1 or told.keys() == files.keys()
+
+
+def test_a_file_over_a_limit_is_reported_in_its_job(
+    client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = ReadLimits(seconds=60, memory=2**27, max_bytes=2**28)
+    monkeypatch.setattr(ReadLimits, "of", lambda _: limits)
+    files = [
+        ("files", ("a.html", b"<p>The boat is blue.")),
+        ("files", ("large.html", b"<html>" + b"<b><i>a</i></b>" * 200_000)),
+    ]
+    sent = client.post("/v1/collections/limited/documents", files=files)
+    (skipped,) = ended(client, sent.headers["location"])["report"]["skipped"]
+    assert (skipped["name"], skipped["failed"]) == ("large.html", True)
+    assert "document_memory" in skipped["reason"]
+    assert [each.source_id for each in rag.documents.get("limited")] == ["a.html"]
+
+
+def test_files_after_an_uploads_deadline_are_not_read() -> None:
+    limits = ReadLimits.of(OpenConfig())
+    with pytest.raises(HTTPProblem, match="the time of the upload was over"):
+        routes._parse_files([("a.html", b"<p>text")], limits, monotonic())
 
 
 def test_json_documents_carry_metadata_that_filters_find(client: TestClient) -> None:

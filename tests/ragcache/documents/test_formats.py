@@ -135,13 +135,18 @@ def test_damaged_files_are_named_as_such(name: str) -> None:
             read_document(name, damaged)
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office, "MAX_UNPACKED", 1000)
+def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", "x" * 100_000)
-    with pytest.raises(UnreadableDocument, match="unpacks to 100,000 bytes, more than 1,000"):
-        read_document("bomb.docx", packed.getvalue())
+    with pytest.raises(UnreadableDocument, match="unpacks to 100,000 bytes, more than the 1,000"):
+        read_document("bomb.docx", packed.getvalue(), max_bytes=1000)
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.html", "a.json"])
+def test_a_document_of_too_much_text_is_refused(name: str) -> None:
+    with pytest.raises(UnreadableDocument, match=r"of text, more than the 5 .*document_bytes"):
+        read_document(name, b'"words of a text"', max_bytes=5)
 
 
 def test_a_sheet_that_says_it_is_huge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from time import monotonic
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
@@ -18,9 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from ragcache.db import CollectionRow
-from ragcache.documents import LoadedSources, SkippedFile, load_sources
-from ragcache.documents.formats import read_document
-from ragcache.documents.source import sanitize_document
+from ragcache.documents import LoadedSources, ReadLimits, SkippedFile, load_sources, read_file
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.errors import HTTPProblem, stream_error
@@ -146,7 +146,7 @@ async def sync_documents(
 async def _submit(
     collection: str, context: RequestContext, response: Response, key: str | None, *, sync: bool
 ) -> JobResponse:
-    loaded = await read_documents(context.request)
+    loaded = await read_documents(context)
     if context.service.requests.draining:
         raise stopping()
     submit = context.rag.jobs.submit
@@ -209,16 +209,22 @@ def _unknown(collection: str, document: str) -> HTTPProblem:
     return HTTPProblem(404, "unknown-document", detail)
 
 
-async def read_documents(request: Request) -> LoadedSources:
+async def read_documents(context: RequestContext) -> LoadedSources:
     """Read the documents of an upload.
 
     Raises:
         RequestValidationError: The JSON is not a `DocumentsRequest`.
         HTTPProblem: (400, 415, 422) The body is neither JSON nor a form with readable files.
     """
+    request = context.request
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await run_in_threadpool(_parse_files, await _form_files(request))
+        files = await _form_files(request)
+        limits = ReadLimits.of(context.service.shared.config)
+        until = monotonic() + context.deadline
+        return await to_thread.run_sync(
+            _parse_files, files, limits, until, limiter=context.service.readers
+        )
     if kind == "application/json":
         return await run_in_threadpool(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
@@ -250,8 +256,13 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
     return found
 
 
-def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
+def _parse_files(files: list[tuple[str, bytes]], limits: ReadLimits, until: float) -> LoadedSources:
     """Parse the files that can be read.
+
+    Args:
+        files: Names and contents.
+        limits: Limits of each file.
+        until: Time of `monotonic` at which the remaining files count as unreadable.
 
     Raises:
         HTTPProblem: (422) No file can be read; its `problems` say why for each.
@@ -261,7 +272,11 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
         try:
             if not 0 < len(name) <= 1000:
                 raise UnreadableDocument("a file of the form has no usable name")
-            documents.append(sanitize_document(read_document(name, raw)))
+            left = until - monotonic()
+            if left <= 0:
+                raise UnreadableDocument("the time of the upload was over before it was read")
+            within = replace(limits, seconds=min(limits.seconds, left))
+            documents.append(read_file(name, raw, within))
         except (UnreadableDocument, MissingExtra) as error:
             failed = isinstance(error, UnreadableDocument)
             skipped.append(SkippedFile(name, str(error), failed=failed))
