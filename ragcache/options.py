@@ -77,7 +77,7 @@ class ChatOptions(TypedDict, total=False):
     characters are not recognized."""
     tools: Sequence[Mapping[str, Any]] | None
     """JSON descriptions of functions that the model may call, as Hugging Face's chat templates take
-    them."""
+    them. A template without a place for tools leaves them out: the model answers in text."""
     generation: GenerationParams
     """How the answer is generated. Defaults to one greedy answer."""
     chat_template_kwargs: Mapping[str, Any] | None

@@ -439,7 +439,6 @@ class RagCache:
         Raises:
             RequestError: The conversation is malformed or too long, or an option has a value that
                 cannot be used.
-            UnsupportedModel: The template does not support `tools`.
             ConfigurationError: An option or the mode is unknown.
 
         Example:

@@ -87,7 +87,6 @@ class ChatPipeline:
 
         Raises:
             InvalidRequest: A conversation is malformed, or an option does not suit it.
-            UnsupportedModel: The chat template has no place for tools.
         """
         called = time.perf_counter()
         chats = [self._render(each, options) for each in conversations]

@@ -16,6 +16,7 @@ runs, and reveals them after `ChatTemplate.mark` has marked the template's own.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -24,7 +25,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ragcache.config import check_instruction
-from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import INSTRUCTION, LoadedModel, render_undated
 from ragcache.models.tokenizer import control_tokens
 
@@ -99,6 +100,9 @@ class ChatTemplate:
         `</think>`, remain in the model's own messages: the model wrote them, and templates look for
         them.
 
+        A template without a place for tools leaves them out. Calls and results of tools in the
+        messages are then written as text.
+
         Args:
             messages: The messages.
             tools: Tools that the model may call.
@@ -106,7 +110,6 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: A message is malformed, or the template refuses the messages.
-            UnsupportedModel: The template has no place for tools.
         """
         checked = [_checked(message, i) for i, message in enumerate(messages, 1)]
         chat = [self._escaper.hide(m, generated=m["role"] == "assistant") for m in checked]
@@ -114,17 +117,22 @@ class ChatTemplate:
             raise InvalidRequest("there are no messages; give one of the user at least")
         offered = [self._escaper.hide(tool) for tool in tools or ()]
         variables = self.kwargs | template_kwargs(self.model.tokenizer, kwargs)
+        if _uses_tools(chat) and not self._has_tool_calls(chat, offered, variables):
+            chat = _without_tool_calls(chat)
         text = self._apply(chat, offered, variables)
-        if offered and text == self._apply(chat, [], variables):
-            raise UnsupportedModel(
-                "this model's chat template has no place for tools; ask without `tools`, or use a "
-                "model that was trained with them"
-            )
-        without_calls = [{k: v for k, v in each.items() if k != "tool_calls"} for each in chat]
-        if without_calls != chat and text == self._apply(without_calls, offered, variables):
-            raise UnsupportedModel("this model's chat template has no place for tool calls")
         hidden = (chat, offered) != (checked, list(tools or ()))
         return self._escaper.reveal(self.mark(text)) if hidden else self.mark(text)
+
+    def _has_tool_calls(
+        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> bool:
+        """Tell whether the template takes the tool calls and results of a chat."""
+        bare = [{k: v for k, v in each.items() if k != "tool_calls"} for each in chat]
+        try:
+            text = self._apply(chat, tools, kwargs)
+            return bare == chat or text != self._apply(bare, tools, kwargs)
+        except InvalidRequest:
+            return False
 
     def plain(self, text: str) -> str:
         """Return a text that takes no template, checked.
@@ -333,6 +341,28 @@ class ControlTokenEscaper:
         if any(text[first : first + n] in self._ends for n in range(1, most + 1)):
             places.add(first)
         return places
+
+
+def _uses_tools(chat: Sequence[Message]) -> bool:
+    return any(each["role"] == "tool" or each.get("tool_calls") for each in chat)
+
+
+def _without_tool_calls(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with tool calls as text of the model, and results as text of the user.
+
+    Neighbors of one role become one message, because many templates want roles to alternate.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in chat:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        parts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+        content = "\n".join(filter(None, parts))
+        role = "user" if message["role"] == "tool" else message["role"]
+        if plain and plain[-1]["role"] == role != "system":
+            plain[-1]["content"] += f"\n\n{content}"
+        else:
+            plain.append({"role": role, "content": content})
+    return plain
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:

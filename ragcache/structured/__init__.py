@@ -9,7 +9,13 @@ from ragcache.structured.tool_calls import (
     ToolCallParser,
     parse_tool_calls,
 )
-from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
+from ragcache.structured.tools import (
+    ToolStyle,
+    resolve_tool_choice,
+    tool_call_grammar,
+    tool_names,
+    tool_style,
+)
 
 __all__ = [
     "Grammar",
@@ -23,5 +29,6 @@ __all__ = [
     "parse_tool_calls",
     "resolve_tool_choice",
     "tool_call_grammar",
+    "tool_names",
     "tool_style",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -191,11 +191,18 @@ class ToolCallParser:
     its name is known. When the call has ended, `calls` tells whether it is valid. The result does
     not depend on how the text is cut.
 
+    A text that is wholly one JSON object, or a list of them, is a call without its markers if it
+    names an offered tool. Such a text is held back as long as it can become a call.
+
+    Args:
+        style: Notation of the calls. Without one, only calls without markers are read.
+        tools: Names of the offered tools. Without any, a call needs its markers.
+
     Raises:
         InvalidRequest: The style is unknown.
     """
 
-    def __init__(self, style: ToolStyle | str) -> None:
+    def __init__(self, style: ToolStyle | str | None, tools: Collection[str] = ()) -> None:
         self.calls: list[AnyToolCall] = []
         """Calls that have ended, in order."""
         self.rest = ""
@@ -205,8 +212,16 @@ class ToolCallParser:
         self._deltas: list[AnyDelta] = []
         self._blank = ""  # white space not emitted yet: text or a call may follow
         self._text_emitted = False  # whether there was text since the beginning or the last call
-        self._steps = _PARSERS[known_style(style)](self)
+        self._steps = self._read(None if style is None else known_style(style), tools)
         next(self._steps)
+
+    def _read(self, style: ToolStyle | None, tools: Collection[str]) -> Steps[None]:
+        if tools and (yield from _parse_bare(self, style, tools)):
+            return
+        if style is None:
+            yield from self.read_text()
+        else:
+            yield from _PARSERS[style](self)
 
     def feed(self, text: str) -> list[AnyDelta]:
         """Read more text. Returns the deltas that are now certain."""
@@ -255,6 +270,12 @@ class ToolCallParser:
             yield
         self.rest = left
         return left[:1]
+
+    def add_call(self, call: ToolCall) -> None:
+        """Emit a whole call."""
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        self._deltas.append(ToolCallDelta(len(self.calls), call.name, arguments))
+        self.calls.append(call)
 
     def begin_call(self) -> _Call:
         """Begin a call. White space before it is left out."""
@@ -318,6 +339,119 @@ def overlap(text: str, marker: str) -> int:
     """Return the number of characters at the end of the text that may begin the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
+
+
+_FENCE = "```"
+_BARE_KEYS = {"name", "id", "type", *ARGUMENTS}
+
+
+def _parse_bare(
+    parser: ToolCallParser, style: ToolStyle | None, tools: Collection[str]
+) -> Steps[bool]:
+    """Parse a text that is one JSON call, or a list of calls, without markers, possibly fenced.
+
+    Returns False for any other text, which is left to be read. Llama's own notation is such an
+    object, whose arguments its parser emits as they arrive.
+    """
+    ahead = _Lookahead(parser)
+    first = yield from ahead.skip_space()
+    if first == "{" and style is ToolStyle.LLAMA:
+        return ahead.undo()
+    fenced = first == "`"
+    if fenced:
+        if not (yield from ahead.skip_fence()):
+            return ahead.undo()
+        first = yield from ahead.skip_space()
+    calls, listed = list[ToolCall](), first == "["
+    while first in ("{", "[" if not calls else ","):
+        if first != "{":
+            ahead.take(1)
+            yield from ahead.skip_space()
+        call = yield from ahead.read_call(tools)
+        if call is None:
+            return ahead.undo()
+        calls.append(call)
+        first = yield from ahead.skip_space()
+        if not listed:
+            break
+    for end in ("]" if listed else "", _FENCE if fenced else ""):
+        if not (yield from ahead.skip_marker(end)):
+            return ahead.undo()
+    if not calls or (yield from ahead.skip_space()):
+        return ahead.undo()
+    for call in calls:
+        parser.add_call(call)
+    return True
+
+
+class _Lookahead:
+    """Text that is taken from a parser, and given back if it is no call."""
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser, self._taken = parser, ""
+
+    def undo(self) -> bool:
+        """Give the text back. Returns False."""
+        self._parser.rest = self._taken + self._parser.rest
+        return False
+
+    def take(self, length: int) -> str:
+        """Take some characters, and return them."""
+        rest = self._parser.rest
+        self._taken, self._parser.rest = self._taken + rest[:length], rest[length:]
+        return rest[:length]
+
+    def skip_space(self) -> Steps[str]:
+        """Take white space. Returns the next character, or "" at the end of the text."""
+        while True:
+            rest = self._parser.rest
+            left = rest.lstrip(SPACE)
+            self.take(len(rest) - len(left))
+            if left or self._parser.ended:
+                return left[:1]
+            yield
+
+    def skip_fence(self) -> Steps[bool]:
+        """Take a line that opens a block of JSON. Returns False for another line."""
+        while True:
+            line, ended, _ = self._parser.rest.partition("\n")
+            language = line[len(_FENCE) :].strip()
+            if not (line.startswith(_FENCE) or _FENCE.startswith(line)) or (
+                not "json".startswith(language)
+            ):
+                return False
+            if ended:
+                self.take(len(line))
+                return line.startswith(_FENCE) and language in ("", "json")
+            if self._parser.ended:
+                return False
+            yield
+
+    def skip_marker(self, marker: str) -> Steps[bool]:
+        """Take a marker after white space. Returns False for another text."""
+        if marker:
+            yield from self.skip_space()
+        while marker.startswith(self._parser.rest) and not self._parser.ended:
+            if len(self._parser.rest) >= len(marker):
+                break
+            yield
+        return self.take(len(marker)) == marker
+
+    def read_call(self, tools: Collection[str]) -> Steps[ToolCall | None]:
+        """Take the object of a call. Returns None for any other object."""
+        scan, raw = CallScanner(), ""
+        while self._parser.rest.startswith("{") or raw:
+            raw += self.take(scan.read(self._parser.rest))
+            named = scan.name is None or scan.name in tools
+            if not named or not _BARE_KEYS.issuperset(scan.keys):
+                return None
+            if scan.done:
+                call = parse_call(scan, raw)
+                return call if isinstance(call, ToolCall) and scan.has_arguments else None
+            if self._parser.ended:
+                return None
+            yield
+        return None
 
 
 def _parse_hermes(parser: ToolCallParser) -> Steps[None]:
@@ -408,8 +542,15 @@ _PARSERS: dict[ToolStyle, Callable[[ToolCallParser], Steps[None]]] = {
 }
 
 
-def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
+def parse_tool_calls(
+    text: str, style: ToolStyle | str | None, tools: Collection[str] = ()
+) -> tuple[str, list[AnyToolCall]]:
     """Separate a text from its tool calls.
+
+    Args:
+        text: The whole answer.
+        style: Notation of the calls, if the model has one.
+        tools: Names of the offered tools, which a call without markers may name.
 
     Returns:
         The text without calls and the white space around them, and the calls in order.
@@ -421,7 +562,7 @@ def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyTo
         >>> parse_tool_calls('Wait. <tool_call>{"name": "now"}</tool_call>', "hermes")
         ('Wait. ', [ToolCall(name='now', arguments={})])
     """
-    parser = ToolCallParser(style)
+    parser = ToolCallParser(style, tools)
     deltas = parser.feed(text) + parser.finish()
     text_before = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
     return text_before, parser.calls

@@ -88,6 +88,11 @@ def _named(name: str, names: Collection[object]) -> str:
     return name
 
 
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of tools, as `ToolCallParser` takes them."""
+    return tuple(name for name in map(_name_of, tools) if isinstance(name, str))
+
+
 def _name_of(tool: object) -> object:
     """Return the name of a tool's function, if it has one."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None

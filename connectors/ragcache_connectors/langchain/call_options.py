@@ -89,7 +89,9 @@ class CallOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that the model may call."""
     style: ToolStyle | None = None
-    """Notation of tool calls in the answer, if there are tools."""
+    """Notation of tool calls in the answer, if the model has one and there are tools."""
+    offered: tuple[str, ...] = ()
+    """Names of the tools that a call without markers may name."""
     logprobs: bool = False
     """Whether log-probabilities are reported."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -119,10 +121,10 @@ class CallOptions:
 
         Raises:
             InvalidRequest: An option is unknown or invalid.
-            UnsupportedModel: There are tools, and the model's chat template takes none.
+            UnsupportedModel: A call is required, and the model's chat template takes no tools.
         """
         from ragcache import GenerationParams
-        from ragcache.structured import Grammar
+        from ragcache.structured import Grammar, tool_names
 
         options = _renamed(defaults) | _renamed(given)
         if stop is not None:
@@ -139,12 +141,15 @@ class CallOptions:
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))
         tools, style, grammar = _tools(options, info, form)
+        offered = () if form is not None else tool_names(tools or ())
         if style is not None and style.special:
             options["skip_special_tokens"] = False
         if grammar := grammar or form:
             options["grammar"] = grammar
         generation = GenerationParams(**options)
-        return cls(generation, mode, recognize, tools, style, logprobs, variables)
+        if style is None:
+            tools = None  # the model answers in text
+        return cls(generation, mode, recognize, tools, style, offered, logprobs, variables)
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -278,8 +278,8 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
                 schemas.
 
         Raises:
-            InvalidRequest: A tool or the choice is invalid. If the model's chat template takes no
-                tools, a call raises `UnsupportedModel`.
+            InvalidRequest: A tool or the choice is invalid. A model whose chat template takes no
+                tools answers in text; it raises `UnsupportedModel` if a call is required.
         """
         from ragcache.structured import resolve_tool_choice
 

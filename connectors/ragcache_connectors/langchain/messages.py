@@ -144,12 +144,12 @@ def usage_metadata(answer: Answer) -> UsageMetadata:
 
 
 def _ai_message(choice: Choice, options: CallOptions) -> AIMessage:
-    if options.style is None:
+    if options.style is None and not options.offered:
         return AIMessage(content=choice.text.strip())
     from ragcache.structured import ToolCall as ParsedCall
     from ragcache.structured import parse_tool_calls
 
-    text, calls = parse_tool_calls(choice.text, options.style)
+    text, calls = parse_tool_calls(choice.text, options.style, options.offered)
     valid, invalid = [], []
     for each in calls:
         if isinstance(each, ParsedCall):
@@ -193,10 +193,10 @@ class ChunkBuilder:
         self._has_text, self._first_place = False, 0
         self._arguments: dict[int, str] = {}  # arguments of each call so far
         self._calls = None
-        if options.style is not None:
+        if options.style is not None or options.offered:
             from ragcache.structured import ToolCallParser
 
-            self._calls = ToolCallParser(options.style)
+            self._calls = ToolCallParser(options.style, options.offered)
 
     def feed(self, delta: TokenDelta) -> Iterator[ChatGenerationChunk]:
         """Yield the chunks of a delta. Text may be held back, log-probabilities are not."""

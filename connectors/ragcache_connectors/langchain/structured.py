@@ -140,14 +140,16 @@ def call_grammar(
 
     Raises:
         InvalidRequest: The arguments of a tool cannot be expressed.
-        UnsupportedModel: The model's chat template takes no tools.
+        UnsupportedModel: The model's chat template takes no tools, and a call is required.
     """
     from ragcache.structured import tool_call_grammar
 
     if style is None:
+        if choice == "auto":
+            return None
         raise UnsupportedModel(
-            "this model's chat template takes no tools whose calls can be read; ask without "
-            "`bind_tools`, or use a model that was trained with them (Qwen, Llama 3, Mistral)"
+            "this model's chat template takes no tools whose calls can be read; leave out "
+            "`tool_choice`, or use a model that was trained with them (Qwen, Llama 3, Mistral)"
         )
     if choice != "auto" or strict or form is not None:
         return tool_call_grammar(tools, choice, style=style, parallel=parallel, form=form)

@@ -177,7 +177,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
         ({"audio": {"voice": "x"}}, "audio"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         ({"model": "gpt-4o"}, "model"),
@@ -381,9 +381,43 @@ def test_choices_of_tools_become_grammars() -> None:
         shape(tools=[TOOL], tool_choice=other)
 
 
-def test_a_model_without_tools_refuses_them() -> None:
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_only_a_required_call_needs_a_template_for_tools(choice: Any) -> None:
+    plain = SimpleNamespace(chat_template="{{ messages }}")
+    for optional in (None, "auto", "none"):
+        made = shape(plain, tools=[TOOL], tool_choice=optional)
+        assert (made.tools, made.style, made.grammar) == (None, None, None)
     with pytest.raises(HTTPProblem, match="no tool calls"):
-        shape(SimpleNamespace(chat_template="{{ messages }}"), tools=[TOOL])
+        shape(plain, tools=[TOOL], tool_choice=choice)
+
+
+@pytest.mark.parametrize("more", [{}, {"collection": "notes"}], ids=["alone", "collection"])
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_tools_are_answered_in_text(client: TestClient, choice: Any, more: dict[str, Any]) -> None:
+    told = ask(client, tools=[TOOL], tool_choice=choice, **more)
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == ask(client, **more).json()["choices"]
+    called = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "find"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "A boat."},
+    ]
+    assert ask(client, messages=called, tools=[TOOL], tool_choice=choice).status_code == 200
+
+
+BARE = '{"name": "find", "arguments": {"word": "boat"}}'
+
+
+def test_a_bare_call_of_an_offered_tool_is_a_call() -> None:
+    for tokenizer in (HERMES, SimpleNamespace(chat_template="{{ messages }}")):
+        reader = shape(tokenizer, tools=[TOOL]).reader()
+        deltas = [*(reader.feed(char) for char in BARE), reader.finish()]
+        [call] = join_deltas(deltas)["tool_calls"]
+        assert call["function"] == {"name": "find", "arguments": '{"word": "boat"}'}
+        assert not any("content" in delta for delta in deltas)
+        assert reader.finish_reason("stop") == "tool_calls"
+    formed = shape(tools=[TOOL], response_format={"type": "json_object"}).reader()
+    assert join_deltas([formed.feed(BARE), formed.finish()])["content"] == BARE
 
 
 def test_templates_get_what_they_know() -> None:

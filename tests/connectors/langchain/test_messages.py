@@ -142,7 +142,9 @@ class FixedTextModel(BaseChatModel):
 
     @property
     def options(self) -> CallOptions:
-        return CallOptions(GenerationParams(), "rooted", True, style=ToolStyle.HERMES)
+        return CallOptions(
+            GenerationParams(), "rooted", True, style=ToolStyle.HERMES, offered=("add",)
+        )
 
     def _generate(self, *_: Any, **__: Any) -> ChatResult:
         answer = self.rag.chat([{"role": "user", "content": "x"}])
@@ -168,6 +170,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         (f"{CALL} b {CALL}", ["call", "b", "call"]),
         (f"a {CALL}{CALL} b {CALL} c", ["a", "call", "call", "b", "call", "c"]),
         (f"{CALL}{CALL} b {CALL} c", ["call", "call", "b", "call", "c"]),
+        (CALL[11:-12], ["call"]),
     ],
 )
 def test_streamed_text_and_calls_keep_their_places(

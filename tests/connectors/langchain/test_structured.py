@@ -216,13 +216,17 @@ def test_a_cut_stream_calls_what_a_cut_answer_calls(scripted: RagCache) -> None:
         assert len(reasons) == 1
 
 
-def test_a_template_without_tools_is_named(
+def test_a_template_without_tools_answers_in_text(
     tmp_path_factory: pytest.TempPathFactory, quick_reader: LoadedModel
 ) -> None:
     with RagCache.open(tmp_path_factory.mktemp("reader"), model=quick_reader) as rag:
-        bound = ChatRagCache(rag=rag).bind_tools([weather])
+        model = ChatRagCache(rag=rag, max_tokens=4)
+        bound = model.bind_tools([weather])
+        assert bound.invoke("x").content == model.invoke("x").content
+        chunks: list[Any] = list(bound.stream("x"))
+        assert sum(chunks[1:], chunks[0]).content == model.invoke("x").content
         with pytest.raises(UnsupportedModel, match="chat template takes no tools"):
-            bound.invoke("x")
+            model.bind_tools([weather], tool_choice="any").invoke("x")
 
 
 def test_invalid_tools_and_choices_are_refused(model: ChatRagCache) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import ChatTemplate, Message
 from ragcache.pipeline.chat_template import ControlTokenEscaper
@@ -93,16 +93,24 @@ def test_tools_and_calls_reach_a_template_that_takes_them(reader: LoadedModel) -
     assert ends == 4, "the tools' own <|end|> is no control token"
 
 
-def test_a_template_without_a_place_for_tools_is_named(reader: LoadedModel) -> None:
-    text = templated(reader)
-    with pytest.raises(UnsupportedModel, match="no place for tools; ask without"):
-        text.render_chat(CHAT, [WEATHER])
-    called = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [CALL]}]
-    with pytest.raises(UnsupportedModel, match="no place for tool calls"):
-        text.render_chat(called, None)
-    bare = templated(reader, "")
-    with pytest.raises(UnsupportedModel, match="no place for tools"):
-        bare.render_chat(CHAT, [WEATHER])
+@pytest.mark.parametrize("template", [None, "", STRICT], ids=["reader", "none", "strict"])
+def test_a_template_without_tools_writes_calls_as_text(
+    reader: LoadedModel, template: str | None
+) -> None:
+    text = templated(reader, template)
+    assert text.render_chat(CHAT[1:], [WEATHER]) == text.render_chat(CHAT[1:])
+    called: list[Message] = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "Rain.", "tool_call_id": "c1", "name": "weather"},
+        {"role": "user", "content": "And here?"},
+    ]
+    expected: list[Message] = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": '{"name": "weather", "arguments": {"day": 3}}'},
+        {"role": "user", "content": "Rain.\n\nAnd here?"},
+    ]
+    assert text.render_chat(called, [WEATHER]) == text.render_chat(expected)
 
 
 def test_what_the_template_refuses_is_said_in_its_words(reader: LoadedModel) -> None:

@@ -57,9 +57,11 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(edges)]
 
 
-def streamed(style: ToolStyle, pieces: Sequence[str]) -> tuple[str, dict[int, str], ToolCallParser]:
+def streamed(
+    style: ToolStyle, pieces: Sequence[str], tools: Sequence[str] = ()
+) -> tuple[str, dict[int, str], ToolCallParser]:
     """The text, the arguments of each call as its deltas told them, and the stream at its end."""
-    stream = ToolCallParser(style)
+    stream = ToolCallParser(style, tools)
     deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish()
     arguments: dict[int, str] = {}
     for delta in deltas:
@@ -88,10 +90,10 @@ def test_result_does_not_depend_on_chunking(style: ToolStyle, text: str, places:
             assert json.loads(arguments[index]) == call.arguments
 
 
-@given(styles, awkward)
-def test_one_character_at_a_time(style: ToolStyle, text: str) -> None:
-    said, _, stream = streamed(style, list(text))
-    assert (said, stream.calls) == parse_tool_calls(text, style)
+@given(styles, awkward, st.sampled_from([(), ("f", "g")]))
+def test_one_character_at_a_time(style: ToolStyle, text: str, tools: tuple[str, ...]) -> None:
+    said, _, stream = streamed(style, list(text), tools)
+    assert (said, stream.calls) == parse_tool_calls(text, style, tools)
 
 
 @given(styles, st.text(st.sampled_from("ab <|[]{}\n_tool"), max_size=30))
@@ -180,6 +182,86 @@ def test_broken_call_leaves_others_intact() -> None:
     assert [type(each).__name__ + str(each.name) for each in found] == [
         *("ToolCallf", "InvalidToolCallg", "ToolCallh", "ToolCallf")
     ]
+
+
+BARE = '{"name": "f", "arguments": {"a": 1}}'
+SWAPPED = '{"parameters": {"b": "}```"}, "name": "g"}'
+OFFERED = ("f", "g")
+F, G = ToolCall("f", {"a": 1}), ToolCall("g", {"b": "}```"})
+UNTAGGED = [
+    (BARE, [F]),
+    (f" \n{BARE}\n ", [F]),
+    (SWAPPED, [G]),
+    (f"```json\n{BARE}\n```\n", [F]),
+    (f"```\n{SWAPPED}```", [G]),
+    (f"[{BARE}, {SWAPPED}]", [F, G]),
+    (f"```json\n[\n{BARE}\n]\n```", [F]),
+    ('{"id": "1", "type": "function", "name": "f", "arguments": "{\\"a\\": 1}"}', [F]),
+]
+NO_CALL = [
+    '{"name": "other", "arguments": {}}',
+    '{"name": "f"}',
+    '{"name": "f", "arguments": [1]}',
+    '{"name": "f", "arguments": {}, "more": 1}',
+    '{"name": "f", "arguments": {}',
+    f"{BARE} Done.",
+    f"Sure: {BARE}",
+    f"```python\n{BARE}\n```",
+    f"```json\n{BARE}",
+    f"```json\n{BARE}\n```\nDone.",
+    f"[{BARE}, 3]",
+    f"[{BARE}",
+    "[]",
+    "",
+    "{",
+    "``",
+    "```json",
+]
+
+
+@pytest.mark.parametrize("style", [None, ToolStyle.HERMES, ToolStyle.MISTRAL])
+@pytest.mark.parametrize(("text", "expected"), UNTAGGED)
+def test_call_without_its_markers_is_a_call(
+    style: ToolStyle | None, text: str, expected: list[ToolCall]
+) -> None:
+    assert parse_tool_calls(text, style, OFFERED) == ("", expected)
+    stream = ToolCallParser(style, OFFERED)
+    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
+    assert all(isinstance(delta, ToolCallDelta) for delta in deltas)
+    assert stream.calls == expected
+    assert parse_tool_calls(text, style)[1] == [], "a tool that is not offered is no call"
+
+
+@pytest.mark.parametrize("style", [None, ToolStyle.HERMES])
+@pytest.mark.parametrize("text", NO_CALL)
+def test_text_that_is_no_bare_call_stays_text(style: ToolStyle | None, text: str) -> None:
+    assert parse_tool_calls(text, style, OFFERED) == (text, [])
+    stream = ToolCallParser(style, OFFERED)
+    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
+    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ('{"name": "other"', '{"name": "other'),
+        ('{"title":', '{"title'),
+        ("```py", "```"),
+        ("[3", "["),
+        ("Hello", ""),
+        (f"{BARE} D", f"{BARE} "),
+    ],
+)
+def test_text_is_held_only_while_it_can_be_a_call(text: str, held: str) -> None:
+    stream = ToolCallParser(None, OFFERED)
+    assert stream.feed(held) == []
+    assert stream.feed(text.removeprefix(held)) == [TextDelta(text)]
+
+
+def test_llama_streams_the_arguments_of_its_own_notation() -> None:
+    stream = ToolCallParser("llama", OFFERED)
+    assert stream.feed('{"name": "f", "parameters": {"a"') == [ToolCallDelta(0, "f", '{"a"')]
+    assert parse_tool_calls(f"```json\n{BARE}\n```", "llama", OFFERED) == ("", [F])
 
 
 def test_json_that_is_no_call_is_text() -> None:

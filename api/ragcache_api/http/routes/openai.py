@@ -113,12 +113,12 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     and `sources` lists the modules that were read.
     """
     check_model(context.service, body.model)
-    tokenizer = context.service.tokenizer
+    tokenizer, generation = context.service.tokenizer, body.generation(context.deadline)
     if body.tools:  # checking a schema may take seconds
         output = await run_in_threadpool(OutputFormat.of, body, tokenizer)
     else:
         output = OutputFormat.of(body, tokenizer)
-    generation = output.apply(body.generation(context.deadline))
+    generation = output.apply(generation)
     prompt = body.question if body.collection else [each.plain() for each in body.messages]
     opening = _opening(context, body, generation, prompt, tools=output.tools)
     writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
@@ -428,10 +428,19 @@ class OutputFormat:
     """Syntax in which the model writes calls, if it may call functions."""
     grammar: Grammar | None
     """Grammar of the calls, if the model must call, or may call once at most."""
+    offered: tuple[str, ...] = ()
+    """Names of the tools that a call without markers may name. Empty if the answer has a form."""
 
     @classmethod
     def of(cls, body: ChatRequest, tokenizer: Any) -> OutputFormat:
-        """Derive the form from a request. Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        """Derive the form from a request.
+
+        A model without tool calls answers in text. It only refuses a call that is required.
+
+        Raises:
+            HTTPProblem: (400) A tool or the choice cannot be used.
+            InvalidRequest: A call must fit a schema that no grammar can express.
+        """
         given = body.model_dump(include={"tools", "tool_choice"}, by_alias=True)
         try:
             choice = structured.resolve_tool_choice(given["tool_choice"], given["tools"] or ())
@@ -439,16 +448,20 @@ class OutputFormat:
             raise invalid("tool_choice", str(error)) from None
         if choice == "none":
             return cls(None, None, None)
-        if body.collection is not None:
-            raise unsupported("tools", "tools and collection do not go together")
+        tools = [_plain_tool(tool) for tool in body.tools or ()]
+        offered = () if body.form_options() else structured.tool_names(tools)
         style = structured.tool_style(tokenizer)
         if style is None:
-            raise unsupported("tools", "this model's chat template has no tool calls")
-        tools = [_plain_tool(tool) for tool in body.tools or ()]
+            if choice != "auto":
+                detail = "this model's chat template has no tool calls, so none can be required"
+                raise unsupported("tool_choice", f"{detail}; leave tool_choice out")
+            return cls(None, None, None, offered)
+        if body.collection is not None:
+            raise unsupported("tools", "tools and collection do not go together")
         grammar, parallel = None, body.parallel_tool_calls is not False
         if choice != "auto" or not parallel:
             grammar = structured.tool_call_grammar(tools, choice, style=style, parallel=parallel)
-        return cls(tools, style, grammar)
+        return cls(tools, style, grammar, offered)
 
     def apply(self, generation: GenerationParams) -> GenerationParams:
         """Return parameters that generate text of this format.
@@ -464,7 +477,9 @@ class OutputFormat:
 
     def reader(self) -> DeltaReader:
         """Return a reader for the text of one choice."""
-        return DeltaReader(None if self.style is None else ToolCallParser(self.style))
+        if self.style is None and not self.offered:
+            return DeltaReader(None)
+        return DeltaReader(ToolCallParser(self.style, self.offered))
 
 
 class DeltaReader:
