@@ -112,7 +112,7 @@ def load_set(path: Path, over: Over = "all") -> Dataset:
     _, first = next(read_rows(path))
     for key, (name, read) in _READERS.items():
         if key in first:
-            builder = DatasetBuilder(over)
+            builder = DatasetBuilder(over, skip_empty=True)
             for number, row in read_rows(path):
                 read(builder, row, number)
             return builder.build(path, name)

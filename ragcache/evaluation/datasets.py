@@ -82,6 +82,10 @@ class DatasetBuilder:
 
     over: Over = "all"
     """Whether a question is asked over `all` documents, or over its `own`."""
+    skip_empty: bool = False
+    """Leave out questions without text, which published sets have. By default they are errors."""
+    skipped: int = 0
+    """Number of questions that were left out."""
     questions: list[Question] = field(default_factory=list)
     documents: dict[str, SourceDocument] = field(default_factory=dict)
 
@@ -116,6 +120,9 @@ class DatasetBuilder:
         """
         accepted = tuple(_text(each, "an answer") for each in answers)
         asked = _text(question, "the question")
+        if not asked.strip() and self.skip_empty:
+            self.skipped += 1
+            return
         if not asked.strip():
             raise ValueError("the question is empty")
         if document is None:
@@ -160,6 +167,8 @@ class DatasetBuilder:
                 f"{path} brings no documents with its questions; ask over all of a collection"
             )
         documents = tuple(self.documents.values())
+        if self.skipped:
+            format = f"{format}; {self.skipped} without a question left out"
         return Dataset(path.stem, format, tuple(self.questions), documents)
 
 
@@ -170,6 +179,9 @@ _ARTICLE = "`data` of SQuAD holds articles with `paragraphs`"
 def load_dataset(path: Path, over: Over = "all") -> Dataset:
     """Read questions from JSON lines, or from a file of SQuAD.
 
+    Questions without text are left out of SQuAD files, and counted in `Dataset.format`. In JSON
+    lines they are errors.
+
     Args:
         path: The file.
         over: Whether questions are asked over `all` documents, or each over its `own`.
@@ -178,9 +190,9 @@ def load_dataset(path: Path, over: Over = "all") -> Dataset:
         ConfigurationError: The file cannot be read or holds no questions, or a row is not a
             question; the message names the row.
     """
-    builder = DatasetBuilder(over)
     rows = list(read_rows(path))
     squad = bool(rows) and isinstance(rows[0][1], dict) and "paragraphs" in rows[0][1]
+    builder = DatasetBuilder(over, skip_empty=squad)
     for number, row in rows:
         try:
             (builder.add_article if squad else builder.add_line)(row, number)

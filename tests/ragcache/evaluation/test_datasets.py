@@ -53,13 +53,14 @@ SQUAD = {"data": [{
             {"text": "A punt", "answer_start": 0}, {"text": "A punt", "answer_start": 0}]},
         {"id": "b", "question": "What sinks?", "answers": [], "is_impossible": True,
          "plausible_answers": [{"text": "A punt", "answer_start": 0}]},
+        {"id": "c", "question": "", "answers": [{"text": "A punt", "answer_start": 0}]},
     ]}],
 }]}  # fmt: skip
 
 
 def test_paragraphs_of_squad_are_documents_with_questions(tmp_path: Path) -> None:
     found = load_dataset(write(tmp_path / "set.json", SQUAD))
-    assert found.format == "SQuAD"
+    assert found.format == "SQuAD; 1 without a question left out"
     assert list(texts(found).values()) == ["# River Boats\n\nA punt is flat."]
     [document] = texts(found)
     assert found.questions == (
