@@ -28,6 +28,7 @@ from ragcache.params import OpenConfig, Surface, explain
 
 Positive = Annotated[int, Field(ge=1)]
 _SCALE = re.compile(r"[1-9]\d{0,3}-[1-9]\d{0,3}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _REDIS = ("redis://", "rediss://", "redis+unix://")
 FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
@@ -81,6 +82,8 @@ class ServiceOptions(OpenConfig):
     """A Redis by which services count rates together, as `redis://HOST`."""
     allowed_hosts: Names = Field(default=["localhost", "127.0.0.1", "::1"])
     """Names by which a service without keys may be called."""
+    cors_origins: Names = Field(default=[])
+    """Origins whose pages may call, as `https://app.example`, or `*`. None by default."""
     trusted_proxies: Names = Field(default=[])
     """Addresses or networks whose `X-Forwarded-For` counts."""
     page: bool = True
@@ -112,6 +115,14 @@ class ServiceOptions(OpenConfig):
         if url is not None and not url.startswith(_REDIS):
             raise ValueError(f"this is no URL of a Redis; those begin with {', '.join(_REDIS)}")
         return url
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; write it as https://app.example:8443")
+        return origins
 
     @field_validator("trusted_proxies")
     @classmethod

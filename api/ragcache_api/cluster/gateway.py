@@ -37,7 +37,7 @@ from ragcache_api.cluster.replicas import (
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
-from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller, wait_for_disconnect
+from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
     AnsweredRequest,
     AnswerRequest,
@@ -47,8 +47,9 @@ from ragcache_api.http.bodies import (
     answered_by,
     parse_body,
 )
-from ragcache_api.http.errors import HTTPProblem, error_response, logged_error, stream_error
-from ragcache_api.http.request_ids import REQUEST_ID_HEADER, RequestIds, request_id
+from ragcache_api.http.envelope import REQUEST_ID_HEADER, Envelope, request_id, stream_error
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.incoming import wait_for_disconnect
 from ragcache_api.settings import ServiceSettings
 from ragcache_schemas import PMLError, parse_prompt
 
@@ -120,18 +121,13 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            try:
-                await self._answer(scope, receive, send)
-            except (HTTPProblem, RagCacheError) as problem:
-                call = f"request {request_id()}: {scope['method']} {scope['path']}"
-                error = logged_error(problem, call)
-                await error_response(error, scope["path"])(scope, receive, send)
+            await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         if path == "/health/live":
             response: Response = JSONResponse({"status": "live"})
-        elif path == "/health/ready":
+        elif path in ("/health", "/health/ready"):
             if not await self.replicas.statuses():
                 raise HTTPProblem(503, "no-replica", "no replica is ready", {"Retry-After": "2"})
             response = JSONResponse({"status": "ready"})
@@ -316,4 +312,4 @@ def create_gateway(
         resolve_embedder(settings.embedding),
         resolve_reranker(settings.reranker),
     )
-    return RequestIds(AccessMiddleware(gateway, keys, settings))
+    return Envelope(AccessMiddleware(gateway, keys, settings), settings.cors_origins)

@@ -15,7 +15,8 @@ from starlette.types import Message
 
 from ragcache_api.cluster.replicas import ReplicaLost
 from ragcache_api.http.bodies import AnsweredRequest, ChatRequest
-from ragcache_api.http.errors import ErrorInfo, is_openai
+from ragcache_api.http.errors import ErrorInfo
+from ragcache_api.http.paths import is_openai
 
 _END = b"\n\n"  # ends an event
 _GREEDY_BELOW = 1e-5

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.routing import Match, Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache import RagCache, __version__
-from ragcache_api.http.auth import AccessMiddleware
+from ragcache_api.http.auth import KEY_HEADERS, AccessMiddleware
 from ragcache_api.http.browser import install_pages
-from ragcache_api.http.errors import install_error_handlers, is_openai
+from ragcache_api.http.envelope import Envelope, install_error_handlers
+from ragcache_api.http.paths import is_openai
 from ragcache_api.http.protocol import error_schemas
-from ragcache_api.http.request_ids import RequestIds
 from ragcache_api.http.routes import admin, answers, documents, keys, openai
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
 from ragcache_api.settings import ServiceSettings
 
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router,
@@ -52,20 +56,19 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     settings = settings or ServiceSettings.read()
     service = Service(rag, settings)
     app = ServiceApp(
+        service,
         title="ragcache",
         version=__version__,
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         telemetry=telemetry_config(settings.telemetry),
         generate_unique_id_function=_operation_id,
     )
-    app.state.service = service
     if settings.telemetry:
         service.requests.on_end.append(trace_answers)
-    app.add_middleware(AccessMiddleware, keys=rag.keys, settings=settings)
-    app.add_middleware(RequestIds)
-    install_error_handlers(app)
+    install_error_handlers(app, app.methods_of)
     for router in ROUTERS:
         app.include_router(router)
     if settings.page:
@@ -100,11 +103,52 @@ def _operation_id(route: APIRoute) -> str:
     return f"{route.tags[0]}.{route.name}"
 
 
-class ServiceApp(FastAPI):
-    """FastAPI with an OpenAPI document that declares the API key.
+@dataclass(frozen=True, slots=True)
+class _WithoutSlash:
+    """ASGI middleware that removes a slash from the end of a path that is served without it."""
 
-    Routes of OpenAI's interface declare no status 422: they answer 400 to an invalid body.
+    app: ASGIApp
+    has_route: Callable[[str, str], bool]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path: str = scope["path"].rstrip("/")
+            method = scope["method"]  # ids of documents may end with a slash
+            if self.has_route(method, path) and not self.has_route(method, scope["path"]):
+                scope = {**scope, "path": path, "raw_path": scope["raw_path"].rstrip(b"/")}
+        await self.app(scope, receive, send)
+
+
+class ServiceApp(FastAPI):
+    """FastAPI inside the access check and the envelope of responses.
+
+    A path with a slash at its end is served as the path without it. The OpenAPI document declares
+    the API key. Routes of OpenAI's interface declare no status 422: they answer 400 to an invalid
+    body.
     """
+
+    def __init__(self, service: Service, **options: Any) -> None:
+        super().__init__(**options)
+        self.state.service = service
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Put the access check and the envelope around FastAPI's own error handling."""
+        service: Service = self.state.service
+        stack = super().build_middleware_stack()
+        access = AccessMiddleware(stack, service.rag.keys, service.settings)
+        return Envelope(_WithoutSlash(access, self._has_route), service.settings.cors_origins)
+
+    def methods_of(self, path: str) -> list[str]:
+        """List the methods that the routes have for a path. Files of the pages have none."""
+        found = [method for method in _METHODS if self._has_route(method, path)]
+        return [*found[:1], "HEAD", *found[1:]] if found[:1] == ["GET"] else found
+
+    def _has_route(self, method: str, path: str) -> bool:
+        """Tell whether a route of the OpenAPI document serves a call, not one of the pages."""
+        scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+        listed = (each for each in self.routes if getattr(each, "include_in_schema", True))
+        routes = (route for route in listed if not isinstance(route, Mount))
+        return any(route.matches(scope)[0] == Match.FULL for route in routes)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, made at the first call."""
@@ -112,8 +156,12 @@ class ServiceApp(FastAPI):
             document = super().openapi()
             key = {"type": "http", "scheme": "bearer", "description": "An API key."}
             document["components"]["schemas"] |= error_schemas()
-            document["components"]["securitySchemes"] = {"key": key}
-            document["security"] = [{"key": []}, {}]  # no key is needed before the first one exists
+            schemes = {"key": key} | {
+                name: {"type": "apiKey", "in": "header", "name": name} for name in KEY_HEADERS
+            }
+            document["components"]["securitySchemes"] = schemes
+            # no key is needed before the first one exists
+            document["security"] = [*({name: []} for name in schemes), {}]
             for path, operations in document["paths"].items():
                 if is_openai(path):
                     for operation in operations.values():

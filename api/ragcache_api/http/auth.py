@@ -1,4 +1,4 @@
-"""The access check: keys, rates, sizes and deadlines, before any part of a body is read.
+"""The access check: keys and rates, before any part of a body is read.
 
 An API key gives a caller a role and a namespace. Until the first key exists, the service is open to
 its own machine, and refuses calls that pages of other sites make in a browser there.
@@ -6,7 +6,6 @@ its own machine, and refuses calls that pages of other sites make in a browser t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import re
@@ -20,13 +19,22 @@ from limits.aio.strategies import MovingWindowRateLimiter
 from limits.errors import ConfigurationError as PackageMissing
 from limits.errors import StorageError
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
-from ragcache.errors import MissingExtra, RagCacheError
+from ragcache.errors import MissingExtra
 from ragcache_api.http.browser import open_paths
-from ragcache_api.http.errors import HTTPProblem, error_response, logged_error
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.incoming import (
+    TIMEOUT_HEADER,
+    bounded_receive,
+    check_length,
+    end_of,
+    gunzipped,
+    is_packed,
+    unpacked_scope,
+)
 from ragcache_api.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -34,9 +42,9 @@ logger = logging.getLogger(__name__)
 _THREADS = 4  # that check keys; one at a time reads them from the ledger
 _STORAGE_SECONDS = 1.0  # timeout of the storage of rates
 _REST_SECONDS = 5.0  # pause after a failure of that storage
-TIMEOUT_HEADER = "x-request-timeout"
-UPLOADS = re.compile(r"/v1/collections/[^/]+/documents$")
-_OPEN = ("/health/live", "/health/ready")
+UPLOADS = re.compile(r"/v1/collections/[^/]+/documents/?$")
+_OPEN = ("/health", "/health/live", "/health/ready")
+KEY_HEADERS = ("x-api-key", "api-key")
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
 _OWN_SITES = ("same-origin", "none")  # `none`: the user typed or opened the address
 
@@ -70,7 +78,7 @@ class AccessMiddleware:
 
     Once a key exists, every path needs one, except health checks and the files of the operator's
     page. The operator's paths need the role `admin`. `scope["state"]` gets the `caller`, and the
-    `end` of the request on `time.monotonic`.
+    `end` of the request on `time.monotonic`. Raises `HTTPProblem` and the ledger's errors.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServiceSettings) -> None:
@@ -84,24 +92,21 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        settings = self._settings
-        try:
-            headers, state = Headers(scope=scope), scope.setdefault("state", {})
-            if path not in self._open:
-                state["caller"] = await self._admit(scope, headers, path)
-            end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
-            limit = settings.upload_bytes if UPLOADS.match(path) else settings.body_bytes
-            check_length(headers.get("content-length"), limit)
-        except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
-            error = logged_error(problem, f"{scope['method']} {path}")
-            await error_response(error, path)(scope, receive, send)
-            return
+        settings, headers = self._settings, Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        if path not in self._open:
+            state["caller"] = await self._admit(scope, headers, path)
+        end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
+        limit = settings.upload_bytes if UPLOADS.match(path) else settings.body_bytes
+        check_length(headers.get("content-length"), limit)
+        if is_packed(headers.get("content-encoding")):
+            scope, receive = unpacked_scope(scope), gunzipped(receive)
         await self._app(scope, bounded_receive(receive, limit, end), send)
 
     async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
         client = scope.get("client")
         address = client[0] if client else "unknown"
-        caller = await self._identify(headers.get("authorization"), address)
+        caller = await self._identify(secret_of(headers), address)
         if caller.key is None:
             self._check_origin(headers)
         if _ADMIN.match(path) and caller.role != "admin":
@@ -109,14 +114,12 @@ class AccessMiddleware:
         await self._rate.hit(caller.bucket)
         return caller
 
-    async def _identify(self, authorization: str | None, address: str) -> Caller:
+    async def _identify(self, secret: str, address: str) -> Caller:
         """Find the caller of a request from the keys in memory. Raises `HTTPProblem` (401).
 
         Now and then the keys are read again, in threads that no other work can take. Before the
         first key every caller is an administrator: the service then listens on loopback only.
         """
-        scheme, _, secret = (authorization or "").partition(" ")
-        secret = secret.strip() if scheme.lower() == "bearer" else ""
         verdict = self._keys.check_in_memory(secret)
         if verdict is None:
             verdict = await to_thread.run_sync(self._keys.check, secret, limiter=self._threads)
@@ -146,6 +149,8 @@ class AccessMiddleware:
                 "a service without keys answers to its own names alone (setting allowed_hosts); "
                 "make a key with `ragcache keys create`",
             )
+        if headers.get("origin") in self._settings.cors_origins:  # by name: `*` opens no service
+            return
         site = headers.get("sec-fetch-site", "none").lower()
         origin = headers.get("origin", f"://{headers['host']}").partition("://")[2]
         if site not in _OWN_SITES or origin.lower() != headers["host"].lower():
@@ -155,6 +160,17 @@ class AccessMiddleware:
                 "a service without keys takes no calls of other sites' pages, nor of those on "
                 "other ports; make a key with `ragcache keys create`",
             )
+
+
+def secret_of(headers: Headers) -> str:
+    """Return the secret of a request: `Authorization: Bearer`, or else `x-api-key` or `api-key`.
+
+    Anthropic's clients send the second, Azure's the third. The result is empty without any.
+    """
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return secret.strip()
+    return next((headers[name].strip() for name in KEY_HEADERS if name in headers), "")
 
 
 class RateLimit:
@@ -221,71 +237,3 @@ async def _hit(limiter: MovingWindowRateLimiter, item: RateLimitItem, bucket: st
     if await limiter.hit(item, bucket):
         return None
     return (await limiter.get_window_stats(item, bucket)).reset_time
-
-
-def check_length(declared: str | None, limit: int) -> None:
-    """Check the value of `Content-Length` against a limit. Raises `HTTPProblem` (400, 413)."""
-    try:
-        length = int(declared or 0)
-    except ValueError:
-        raise HTTPProblem(400, "bad-length", "Content-Length is not a number") from None
-    if length > limit:
-        raise _too_large(limit)
-
-
-def end_of(wanted: str | None, limit: float) -> float:
-    """Return the end of a request that arrives now, on `time.monotonic`.
-
-    Args:
-        wanted: `X-Request-Timeout`, the seconds that the caller asks for.
-        limit: The most seconds, from the settings.
-
-    Raises:
-        HTTPProblem: (400) The header is not a positive number.
-    """
-    try:
-        seconds = limit if wanted is None else float(wanted)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise HTTPProblem(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
-    return time.monotonic() + min(seconds, limit)
-
-
-def bounded_receive(receive: Receive, limit: int, end: float) -> Receive:
-    """Wrap `receive` to count the bytes of the body.
-
-    The wrapper raises `HTTPProblem`: 413 for more bytes than the limit, and 408 if the body is not
-    complete at `end`, on `time.monotonic`.
-    """
-    taken, more = 0, True
-
-    async def receive_body() -> Message:
-        nonlocal taken, more
-        if not more:
-            return await receive()
-        try:
-            async with asyncio.timeout(end - time.monotonic()):
-                message = await receive()
-        except TimeoutError:
-            detail = "the body has not come within the time of the request"
-            raise HTTPProblem(408, "body-too-slow", detail, {"Connection": "close"}) from None
-        if message["type"] == "http.request":
-            more = message.get("more_body", False)
-            taken += len(message.get("body", b""))
-            if taken > limit:
-                raise _too_large(limit)
-        return message
-
-    return receive_body
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Receive messages until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _too_large(limit: int) -> HTTPProblem:
-    detail = f"the body has more than the {limit:,} bytes that are allowed here"
-    return HTTPProblem(413, "body-too-large", detail, {"Connection": "close"})

@@ -57,6 +57,10 @@ def install_pages(app: FastAPI) -> None:
     async def lead_to_page() -> Response:
         return RedirectResponse("admin/")  # relative: a proxy may add a prefix
 
+    @app.get("/admin", tags=["pages"], include_in_schema=False)
+    async def complete_path() -> Response:
+        return RedirectResponse("admin/")
+
     document = _swagger_page(app)
 
     @app.get("/docs", tags=["pages"], include_in_schema=False)

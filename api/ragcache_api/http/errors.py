@@ -1,27 +1,21 @@
 """Errors as responses: one table of statuses, and two shapes.
 
-Errors under `/v1/chat`, `/v1/completions` and `/v1/models` have OpenAI's shape. All others have the
-shape of RFC 9457 (`application/problem+json`).
+Errors of OpenAI's interface have OpenAI's shape (`paths.is_openai`). All others have the shape of
+RFC 9457 (`application/problem+json`).
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ragcache.errors import RagCacheError
-from ragcache_api.http.request_ids import REQUEST_ID_HEADER, request_id
-from ragcache_schemas import PMLError
-
-logger = logging.getLogger(__name__)
+from ragcache_api.http.paths import is_openai
 
 STATUS = {
     "ConfigurationError": 400,
@@ -57,7 +51,6 @@ STATUS = {
 """Status by the name of an error's class. Subclasses have the status of their base class."""
 
 RETRY_SECONDS = 1
-_OPENAI = re.compile(r"/v1/(chat|completions|models)(/|$)")
 _TITLES = {
     400: "Bad request",
     401: "Unauthorized",
@@ -67,8 +60,10 @@ _TITLES = {
     408: "Too slow",
     409: "Conflict",
     413: "Body too large",
+    415: "Unsupported media type",
     422: "Unprocessable",
     429: "Too many requests",
+    431: "Headers too large",
     500: "Internal error",
     501: "Not installed",
     503: "Unavailable",
@@ -133,11 +128,6 @@ class HTTPProblem(HTTPException):
         self.info = ErrorInfo(status, code, detail, headers or {}, param, tuple(problems))
 
 
-def is_openai(path: str) -> bool:
-    """Tell whether a path belongs to OpenAI's interface."""
-    return _OPENAI.match(path) is not None
-
-
 def error_info(error: BaseException) -> ErrorInfo | None:
     """Return the content of a known error.
 
@@ -179,6 +169,25 @@ def _invalid(error: RequestValidationError) -> ErrorInfo:
     return ErrorInfo(422, "invalid-request", detail, param=place, problems=problems)
 
 
+def wrong_content_type(error: RequestValidationError, kind: str | None) -> HTTPProblem | None:
+    """Return the error of a body that was not read as JSON because its type is another one.
+
+    Args:
+        error: Error of the validation, in which such a body is a text.
+        kind: Value of `Content-Type`.
+    """
+    media_type = (kind or "").partition(";")[0].strip().lower()
+    if media_type == "application/json" or media_type.endswith("+json"):
+        return None
+    if not any(each["loc"] == ("body",) and each["type"] != "missing" for each in error.errors()):
+        return None
+    came = f"as {media_type:.80}" if media_type else "without a Content-Type"
+    if media_type == "application/x-www-form-urlencoded":
+        came += ", which `curl -d` sends by default"
+    detail = f"the body came {came}; send JSON with the header Content-Type: application/json"
+    return HTTPProblem(415, "unsupported-media-type", detail, {"Accept": "application/json"})
+
+
 def error_response(info: ErrorInfo, path: str) -> Response:
     """Make the response of an error in the shape of its path.
 
@@ -189,37 +198,3 @@ def error_response(info: ErrorInfo, path: str) -> Response:
         return JSONResponse(info.openai(), status, info.headers)
     media_type = "application/problem+json"
     return JSONResponse(info.problem(path), info.status, info.headers, media_type)
-
-
-def logged_error(error: BaseException, call: str) -> ErrorInfo:
-    """Return the content of an error for its client.
-
-    Errors of the service are logged with the call. An unknown error is logged with its traceback,
-    and returned as `INTERNAL_ERROR`.
-    """
-    info = error_info(error)
-    if info is None:
-        logger.error("%s failed", call, exc_info=error)
-    elif info.status >= 500:
-        logger.error("%s: %s", call, error)
-    return info or INTERNAL_ERROR
-
-
-def stream_error(error: Exception) -> ErrorInfo:
-    """Log an error of a response that has begun, and return its content for the last event."""
-    return logged_error(error, f"request {request_id()}: a stream")
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Write each error that leaves a route in the shape of its path."""
-    for kind in (RequestValidationError, HTTPException, RagCacheError, PMLError, Exception):
-        app.add_exception_handler(kind, _respond)
-
-
-async def _respond(request: Request, error: Exception) -> Response:
-    path, name = request.url.path, request_id()
-    info = logged_error(error, f"request {name}: {request.method} {path}")
-    response = error_response(info, path)
-    if name:  # no middleware of the service sees the response to an error without a name
-        response.headers[REQUEST_ID_HEADER] = name
-    return response

@@ -145,6 +145,7 @@ _STATUSES = {
     404: "No such thing",
     408: "The body did not come in time",
     413: "The body is too large",
+    415: "The body is not JSON, or packed in an unknown way",
     422: "A body that cannot be read",
     429: "Too many requests, or the queue is full",
     503: "Not now",

@@ -15,9 +15,9 @@ from fastapi import Request
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
-from ragcache_api.http.auth import wait_for_disconnect
+from ragcache_api.http.envelope import request_id
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.request_ids import request_id
+from ragcache_api.http.incoming import wait_for_disconnect
 
 T = TypeVar("T")
 _STATES = ("generating", "computing", "waiting")

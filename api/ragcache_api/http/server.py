@@ -23,6 +23,7 @@ from ragcache import RagCache
 from ragcache.db import ApiKeys
 from ragcache.errors import ConfigurationError
 from ragcache_api.http.app import create_app
+from ragcache_api.http.connection import ServiceProtocol
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.settings import ServiceSettings
 
@@ -136,6 +137,7 @@ def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
     """Return uvicorn's configuration. Only proxies that the settings name may set the client."""
     return uvicorn.Config(
         app,
+        http=ServiceProtocol,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

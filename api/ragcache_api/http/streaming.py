@@ -22,8 +22,9 @@ from starlette.types import Message, Receive, Scope, Send
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.engine import TokenDelta
 from ragcache.errors import RequestCancelled
-from ragcache_api.http.auth import wait_for_disconnect
-from ragcache_api.http.errors import ErrorInfo, stream_error
+from ragcache_api.http.envelope import stream_error
+from ragcache_api.http.errors import ErrorInfo
+from ragcache_api.http.incoming import wait_for_disconnect
 from ragcache_api.http.protocol import CompactResponse, compact
 from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect
 from ragcache_api.http.service import RequestContext

@@ -52,8 +52,8 @@ def test_everything_but_health_is_closed_once_a_key_exists(
             assert refused.headers["www-authenticate"].startswith("Bearer")
     assert client.get("/v1/models", headers=bearer(secret)).status_code == 200
     assert client.get("/admin/stats", headers=bearer(secret)).status_code == 200
-    for path in ("/health/live", "/health/ready"):
-        assert client.get(path).status_code == 200
+    for path in ("/health", "/health/live", "/health/ready", "/health/"):
+        assert client.get(path).status_code == client.head(path).status_code == 200
     rag.keys.revoke(row.id)
     assert client.get("/v1/models", headers=bearer(secret)).status_code == 401
 
@@ -149,6 +149,33 @@ def test_with_a_key_a_page_of_any_origin_is_answered(locked: tuple[TestClient, R
     for headers in OTHERS:
         sent = {**headers, **bearer(secret), "Host": "localhost:8000"}
         assert client.post("/admin/flush", headers=sent).status_code == 200, headers
+
+
+@pytest.mark.parametrize("header", ["x-api-key", "api-key"])
+def test_keys_come_in_the_headers_of_other_clients(
+    locked: tuple[TestClient, RagCache], header: str
+) -> None:
+    client, rag = locked
+    _, secret = rag.keys.create("me")
+    tried = [
+        ({header: secret}, 200),
+        ({header: "rc-wrong"}, 401),
+        ({header: secret, "Authorization": "Bearer rc-wrong"}, 401),
+        ({header: secret, "Authorization": "Basic cHJveHk="}, 200),
+    ]
+    for headers, status in tried:
+        assert client.get("/v1/models", headers=headers).status_code == status, headers
+
+
+def test_a_preflight_needs_no_key_but_the_call_does(locked: tuple[TestClient, RagCache]) -> None:
+    _, rag = locked
+    rag.keys.create("me")
+    page = {"Origin": "https://app.example", "Access-Control-Request-Method": "GET"}
+    with client_of(rag, cors_origins="*") as client:
+        assert client.options("/v1/models", headers=page).status_code == 200
+        refused = client.get("/v1/models", headers=page)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "*"
 
 
 def test_a_rate_is_kept_and_says_when_to_come_again(rag: RagCache) -> None:

@@ -35,7 +35,7 @@ def test_the_log_names_errors_by_the_ids_of_their_requests(
     away = fresh.get("/v1/collections", headers={"X-Request-ID": "mine-1"})
     assert (failed.status_code, away.status_code) == (500, 503)
     assert away.headers["x-request-id"] == "mine-1"
-    first, second = [each for each in caplog.records if each.name == "ragcache_api.http.errors"]
+    first, second = [each for each in caplog.records if each.name == "ragcache_api.http.envelope"]
     name = failed.headers["x-request-id"]
     assert first.getMessage() == f"request {name}: GET /v1/collections failed"
     assert "RuntimeError: the lamp is out" in caplog.text

@@ -408,6 +408,7 @@ async def check_live() -> HealthResponse:
     return HealthResponse(status="live")
 
 
+@health_router.get("/health", name="check_health", responses=problems())
 @health_router.get("/health/ready", responses=problems())
 async def check_ready(service: ServiceDep) -> HealthResponse:
     """Check that requests may be sent.

@@ -23,7 +23,8 @@ from ragcache.db import CollectionRow
 from ragcache.documents import LoadedSources, ReadLimits, SkippedFile, load_sources, read_file
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.bodies import CollectionName
-from ragcache_api.http.errors import HTTPProblem, stream_error
+from ragcache_api.http.envelope import stream_error
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     MULTIPART,
     CollectionCreatedResponse,
@@ -180,7 +181,7 @@ def list_documents(
     return PageOf[DocumentResponse].model_validate(listed)
 
 
-@router.get("/{collection}/documents/{document:path}")
+@router.get("/{collection}/documents/{document:id}")
 def get_document(
     collection: Collection, document: Document, context: ContextDep
 ) -> DocumentResponse:
@@ -190,7 +191,7 @@ def get_document(
     raise _unknown(collection, document)
 
 
-@router.delete("/{collection}/documents/{document:path}")
+@router.delete("/{collection}/documents/{document:id}")
 def delete_document(
     collection: Collection, document: Document, context: ContextDep, dry_run: Flag = False
 ) -> DeletionResponse | DeletedResponse:

@@ -146,7 +146,7 @@ async def list_models(context: ContextDep) -> ModelList:
     return ModelList(data=[_model_card(context.service)])
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:id}")
 async def get_model(name: str, context: ContextDep) -> ModelCard:
     """Return the served model by its name."""
     check_model(context.service, name)
