@@ -6,10 +6,11 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,44 @@ class Environment:
         return node / ".bin" if node.exists() else self.folder / "bin"
 
     def variables(self, home: Path) -> dict[str, str]:
-        """Environment variables of a client's process: nothing of the tests' own settings.
+        """Environment variables of a client's process: none of the tests' own settings.
 
         Args:
             home: Folder that the client takes for the user's home.
         """
         path = f"{self.programs}{os.pathsep}{os.environ['PATH']}"
         return {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8", "TERM": "dumb"}
+
+    def run(self, *command: str | Path, home: Path, seconds: float = 180) -> tuple[int, str]:
+        """Run a program in the client's home and end whatever it leaves running.
+
+        Args:
+            *command: Program and arguments.
+            home: Working folder, also the user's home.
+            seconds: Time limit.
+
+        Returns:
+            Exit status, and the texts of standard output and error.
+
+        Raises:
+            subprocess.TimeoutExpired: The time limit has passed.
+        """
+        with subprocess.Popen(
+            command,
+            cwd=home,
+            env=self.variables(home),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=seconds)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, printed
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Client:
         return script
 
 
-CLIENTS = (
+LIBRARIES = (
     Client(
         "openai-python",
         "openai for Python",
@@ -85,3 +85,10 @@ CLIENTS = (
         expects=(ANSWER, SOURCE, ANSWER),
     ),
 )
+"""SDKs and frameworks."""
+
+PROGRAMS: tuple[Client, ...] = ()
+"""Programs that people use as they are."""
+
+CLIENTS = (*LIBRARIES, *PROGRAMS)
+"""All clients, in the order of the guide."""

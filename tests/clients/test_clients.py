@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,17 +25,11 @@ def test_client_answers_from_the_collection(
 ) -> None:
     environment = environments.install(client)
     script = prepare_scripts(client, environment, tmp_path, service.url, service.key)
-    done = subprocess.run(
-        [RUNNERS[script.suffix], script],
-        cwd=tmp_path,
-        env=environment.variables(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=client.seconds,
-        stdin=subprocess.DEVNULL,
+    code, printed = environment.run(
+        RUNNERS[script.suffix], script, home=tmp_path, seconds=client.seconds
     )
-    sys.stdout.write(f"{done.stdout}\n{done.stderr[-4000:]}\n{service.log}")
-    worked = done.returncode == 0 and printed_in_order(done.stdout, client.expects)
+    sys.stdout.write(f"{printed}\n{service.log}")
+    worked = code == 0 and printed_in_order(printed, client.expects)
     assert worked != bool(client.fails), client.fails or client.expects
 
 
