@@ -66,6 +66,8 @@ class ServiceOptions(OpenConfig):
     """The port; 0 takes a free one."""
     connections: Positive = 1000
     """The most connections; one more gets 503."""
+    chat_max_tokens: Positive = 1024
+    """The most tokens of an answer over OpenAI's chat route, if the request sets no limit."""
     deadline: Annotated[float, Field(gt=0)] = 300.0
     """The most seconds of an answer, then 504, and of a body's coming."""
     lame_duck: Annotated[float, Field(ge=0)] = 5.0

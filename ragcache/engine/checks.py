@@ -14,6 +14,7 @@ from ragcache.engine.request import (
     check_states,
     check_tokens,
     check_window,
+    context_length,
 )
 from ragcache.engine.runner import ModelRunner
 from ragcache.errors import PromptTooLong, UnsupportedModel
@@ -70,7 +71,7 @@ class RequestChecker:
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_tokens: int, recomputed: int = 0
     ) -> None:
-        """Raise `PromptTooLong` for a prompt and answer that could never run.
+        """Raise `PromptTooLong` for a prompt and answer that can never run.
 
         Args:
             own: Tokens of question and template.
@@ -84,14 +85,15 @@ class RequestChecker:
             check_window(documents, own, window=window, max_tokens=max_tokens)
         if end + max_tokens > window:
             raise PromptTooLong(
-                f"the prompt ends at position {end} and the answer may take "
-                f"{max_tokens} more, but the model's window holds {window}"
+                f"{context_length(window)}, the prompt ends at position {end} and the answer needs "
+                f"{max_tokens} more; shorten the prompt"
             )
         tokens = own + recomputed + max_tokens
         if not self._kv_manager.can_hold(tokens):
+            limit = " beside those that are cached, which the pool of private states holds"
             raise PromptTooLong(
-                f"the request may need {tokens} tokens of its own, but the pool holds "
-                f"{self._pool_tokens}; give the engine more pool bytes"
+                f"{context_length(self._pool_tokens, limit)}, the request needs {tokens} tokens of "
+                "its own; shorten the prompt, or open the folder with larger private_bytes"
             )
 
     def max_answer_tokens(self, computed: int, end: int) -> int:

@@ -94,6 +94,16 @@ class Context:
         return chain(*known, self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionRule:
+    """Ends an answer whose last tokens are one pattern, several times in a row."""
+
+    limit: int
+    """Number of times, at least 2."""
+    period: int
+    """Length of the longest pattern, in tokens."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """A context to continue, and how. Raises `InvalidRequest` for an option outside of its
@@ -128,6 +138,8 @@ class Request:
     before `min_tokens`."""
     suppress_tokens: frozenset[int] = frozenset()
     """Tokens that are never chosen."""
+    repetition: RepetitionRule | None = None
+    """Rule by which an answer that repeats itself ends with `repetition`, from `min_tokens` on."""
     prompt_logprobs: int = 0
     """Number of the prompt's last own tokens whose log-probabilities are reported, computed with
     the prompt in one pass. Private states are then not shared."""
@@ -206,7 +218,7 @@ class Choice:
     text: str
     """Text before the stop string. Empty if the request has no `text`."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop`, `length` or `repetition`."""
     stopped_by: int | str | None = None
     """The token id or string that ended the answer, unless a limit or a constraint did."""
     chosen: tuple[SampledToken, ...] = ()
@@ -324,11 +336,20 @@ def check_place(segment: Segment, window: int) -> None:
 
 
 def check_window(document_tokens: int, own_tokens: int, *, window: int, max_tokens: int) -> None:
-    """Raise `PromptTooLong` if prompt and answer exceed the model's window."""
+    """Raise `PromptTooLong` if a prompt and `max_tokens` of an answer exceed the model's window."""
     if document_tokens + own_tokens + max_tokens > window:
         raise PromptTooLong(
-            f"the prompt needs {document_tokens + own_tokens} tokens ({document_tokens} of "
-            f"documents, {own_tokens} of question and template) and the answer up to "
-            f"{max_tokens}, but the model's window holds {window}; ask with a smaller k or a "
-            "shorter question"
+            f"{context_length(window)}, the prompt needs {document_tokens + own_tokens} tokens "
+            f"({document_tokens} of documents, {own_tokens} of question and template) and the "
+            f"answer {max_tokens}; ask with a smaller k or a shorter question"
         )
+
+
+def context_length(tokens: int, limit: str = "") -> str:
+    """Begin an error in OpenAI's words, by which clients know that a shorter prompt would do.
+
+    Args:
+        tokens: The most tokens of a prompt with its answer.
+        limit: Name of the limit, if it is not the model's window.
+    """
+    return f"This model's maximum context length is {tokens} tokens{limit}. However"

@@ -49,7 +49,7 @@ class SamplingParams:
     (`Choice.first_logprobs`)."""
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0, 100)
+        _check_number("temperature", self.temperature, 0, 2)
         _check_whole("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0, 1, above=True)
         _check_number("min_p", self.min_p, 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection
 
 from torch import Tensor
@@ -11,7 +12,14 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.constraint import GuardedConstraint
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
-from ragcache.engine.request import AnswerText, Choice, Request, RequestOutput, TokenDelta
+from ragcache.engine.request import (
+    AnswerText,
+    Choice,
+    RepetitionRule,
+    Request,
+    RequestOutput,
+    TokenDelta,
+)
 from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.engine.scheduler import AGING_SECONDS, SchedulableRequest
 from ragcache.errors import ConstraintFailed
@@ -53,6 +61,29 @@ class SequenceGroup:
             self.channel.finish(RequestOutput(choices, self.shared_tokens, *times, scores))
 
 
+class RepetitionDetector:
+    """Finds the place at which an answer has repeated one pattern for `limit` times.
+
+    Counts, for each period up to `rule.period`, the last tokens that equal the token one period
+    before them. A token costs one comparison for each period.
+    """
+
+    def __init__(self, rule: RepetitionRule) -> None:
+        self._rule = rule
+        self._last: deque[int] = deque(maxlen=rule.period)  # the latest token first
+        self._equal = [0] * rule.period
+
+    def push(self, token: int) -> bool:
+        """Add the next token. Returns whether the tokens end with a repeated pattern."""
+        found, repeats = False, self._rule.limit - 1
+        for index, earlier in enumerate(self._last):
+            equal = self._equal[index] + 1 if earlier == token else 0
+            self._equal[index] = equal
+            found = found or equal >= repeats * (index + 1)
+        self._last.appendleft(token)
+        return found
+
+
 class Sequence:
     """One answer of a group.
 
@@ -77,6 +108,8 @@ class Sequence:
         self.text: AnswerText | None = None
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)
+        rule = request.repetition
+        self._repetition = None if rule is None else RepetitionDetector(rule)
         self.private: BlockTable | None = None
         self.path: NodePath | None = None
         self.shown: list[str] = []
@@ -193,8 +226,11 @@ class Sequence:
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
         self._accepted = chosen
+        repeats = self._repetition is not None and self._repetition.push(chosen.token)
         if complete or generated == request.max_tokens:
             self._end, self.finished = ("stop" if complete else "length", None), True
+        elif repeats and generated >= request.min_tokens:
+            self._end, self.finished = ("repetition", None), True
 
     def deliver(self, now: float) -> None:
         """Deliver the accepted token to the caller, and close the answer if it has ended."""

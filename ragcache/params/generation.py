@@ -55,10 +55,11 @@ class GenerationParams(Params):
     """
 
     max_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
-    """Most tokens of an answer. Defaults to `OpenConfig.max_tokens`."""
+    """Most tokens of an answer, or fewer if the prompt leaves less room. Defaults to
+    `OpenConfig.max_tokens`."""
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Fewest tokens of an answer. Earlier stop tokens are not chosen."""
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Divisor of the logits. Higher values vary answers more. 0 takes the likeliest token."""
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Draw from the k likeliest tokens only. 0 draws from all tokens."""
@@ -85,6 +86,12 @@ class GenerationParams(Params):
     (`Choice.first_logprobs`)."""
     ignore_eos: bool = False
     """Continue after a token that ends an answer."""
+    repetition_limit: Annotated[int | None, Field(ge=0, le=10_000)] = None
+    """End an answer whose last tokens are one pattern this many times in a row, with the finish
+    reason `repetition`. 0 ends none. Defaults to 8 for the embedded reader and to 0 for other
+    models."""
+    repetition_period: Annotated[int, Field(ge=1, le=256)] = 32
+    """Longest pattern, in tokens, that `repetition_limit` counts."""
     json_schema: Mapping[str, Any] | str | None = None
     """Answer with JSON that is valid under this JSON schema."""
     json_object: bool = False
@@ -115,8 +122,6 @@ class GenerationParams(Params):
     """Share the states of the question's own tokens with other requests of the namespace."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
-    unbounded: bool = False
-    """Without `max_tokens`, allow as many tokens as the model's window and the engine hold."""
 
     @model_validator(mode="after")
     def _check_generation(self) -> Self:
@@ -133,6 +138,8 @@ class GenerationParams(Params):
                 "a refused answer keeps to no grammar; leave out either min_confidence or "
                 f"{forms[0]}"
             )
+        if self.repetition_limit == 1:
+            raise ValueError("repetition_limit is 1; a pattern repeats at least 2 times")
         if not self.refusal.strip():
             raise ValueError("the refusal is blank; give the text of answers that are refused")
         return self

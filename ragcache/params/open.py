@@ -46,8 +46,8 @@ class OpenConfig(Params):
     module_tokens: Annotated[int, Field(ge=1)] = 384
     """Most tokens of a module."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
-    """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API may fill the
-    model's window."""
+    """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API have the
+    service's setting `chat_max_tokens`."""
     force_modes: bool = False
     """Serve every mode, even a mode that is far from `exact` on the model. By default, each mode is
     measured once per folder, before its first question."""

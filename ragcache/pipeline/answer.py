@@ -122,8 +122,9 @@ class Answer:
     mode: str
     """Mode of the call, or `recognized:MODE` for a chat that reads modules."""
     finish_reason: str
-    """`stop`, `length`, `no_documents` if retrieval found nothing, or `no_answer` if the answer was
-    refused because its confidence was below `GenerationParams.min_confidence`."""
+    """`stop`, `length`, `repetition` (`GenerationParams.repetition_limit`), `no_documents` if
+    retrieval found nothing, or `no_answer` if the answer was refused because its confidence was
+    below `GenerationParams.min_confidence`."""
     reuse: Reuse
     """Tokens of the prompt that were read and computed."""
     timings: Timings

@@ -24,7 +24,7 @@ from ragcache.engine import (
 )
 from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.request import check_options
+from ragcache.engine.request import RepetitionRule, check_options
 from ragcache.errors import StoreError
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams, OpenConfig
@@ -36,6 +36,9 @@ from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
 
 logger = logging.getLogger(__name__)
+
+READER_REPETITIONS = 8
+"""Times in a row that the embedded reader may write one pattern. Small models fall into loops."""
 
 MakeRequest = Callable[[Context], Request]
 
@@ -83,6 +86,7 @@ def request_maker(
             constraint=constraint,
             suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
             tenant=tenant if params.share else None,
+            repetition=repetition_rule(params, extractive=model.extractive),
             priority=params.priority,
             timeout=params.timeout,
         )
@@ -91,6 +95,19 @@ def request_maker(
         return request
 
     return make_request
+
+
+def repetition_rule(params: GenerationParams, *, extractive: bool) -> RepetitionRule | None:
+    """Return the rule that ends an answer which repeats itself, if there is one.
+
+    Args:
+        params: Parameters of the answer.
+        extractive: Whether the embedded reader answers, which has a limit by default.
+    """
+    limit = params.repetition_limit
+    if limit is None:
+        limit = READER_REPETITIONS if extractive and not params.ignore_eos else 0
+    return RepetitionRule(limit, params.repetition_period) if limit else None
 
 
 def sampling_params(params: GenerationParams) -> SamplingParams:
@@ -131,7 +148,7 @@ class Submitter:
 
         Raises:
             InvalidRequest: An option cannot be used.
-            PromptTooLong: A prompt with its answer does not fit the window or the engine's pool.
+            PromptTooLong: A prompt leaves no room for an answer in the window or the engine's pool.
             ModeRefused: The answers of a mode are too far from `exact`.
             QueueFull: The queue is full. Prompts that were submitted already are canceled.
             EngineClosed: The engine has been closed.
@@ -183,21 +200,25 @@ class Submitter:
         generation: GenerationParams,
         policies: Sequence[AnswerPolicy],
     ) -> MakeRequest:
-        """Check sizes and options, and return the maker of the request. Leases nothing."""
+        """Check sizes and options, and return the maker of the request. Leases nothing.
+
+        An answer is limited to the tokens that the prompt leaves.
+        """
         checker = self.engine.core.checker
         blended = most_blended(prompt, prompt.question.mode.blend_percent)
         computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended
-        default = self.config.max_tokens
-        if generation.unbounded:
-            default = checker.max_answer_tokens(computed, prompt.end)
+        room = checker.max_answer_tokens(computed, prompt.end)
+        most = generation.token_limit(self.config.max_tokens)
+        most = min(most, max(room, generation.min_tokens))
         tenant = self.namespace if prompt.cacheable else None
-        request = request_maker(generation, self.model, default, tenant, policies)
+        limited = generation.replace(max_tokens=most)
+        request = request_maker(limited, self.model, most, tenant, policies)
         checker.check_sizes(
             own=computed - recomputed,
             documents=prompt.read_tokens + prompt.recomputed,
             recomputed=recomputed,
             end=prompt.end,
-            max_tokens=generation.token_limit(default),
+            max_tokens=most,
         )
         return request
 

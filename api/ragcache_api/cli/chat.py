@@ -16,7 +16,7 @@ from ragcache_api.cli.options import ASKING, ONE_ANSWER, expand_options
 from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
-    from ragcache import Answer, RagCache
+    from ragcache import Answer, AnswerStream, RagCache
 
 _PROMPT = "> "
 
@@ -82,14 +82,21 @@ class Talk:
                 stream = self._rag.stream_chat(
                     [*self.said, message], mode=self._mode, generation=self._generation
                 )
+                if not self.said or self._leaves_room(stream):
+                    ui.print_answer(stream, pieces=True)
+                    return stream.answer
+                stream.close()
             except PromptTooLong:
                 if not self.said:
                     raise
-                del self.said[:2]
-                ui.errors.print("[dim]the oldest question is forgotten: the window is full[/]")
-                continue
-            ui.print_answer(stream, pieces=True)
-            return stream.answer
+            del self.said[:2]
+            ui.errors.print("[dim]the oldest question is forgotten: the window is full[/]")
+
+    def _leaves_room(self, stream: AnswerStream) -> bool:
+        """Tell whether an answer can have as many tokens as the options allow."""
+        shared = self._rag.internals.shared
+        most = self._generation.token_limit(shared.config.max_tokens)
+        return stream.prompt_tokens + most <= shared.model.causal.window
 
     def _with_documents(self, text: str) -> str:
         """Return the message with the modules that it retrieves."""

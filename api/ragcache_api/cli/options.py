@@ -56,7 +56,6 @@ ONE_ANSWER = Withhold(
         "priority": "one question has no queue",
         "share": "one question has no other to share with",
         "skip_special_tokens": "a command calls no tools",
-        "unbounded": "give --max-tokens",
         "grammar": "it has no text form; give --json-schema, --json-object, --regex or --ebnf",
     }
 )

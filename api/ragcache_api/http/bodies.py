@@ -20,7 +20,7 @@ from ragcache_api.http.client_fields import (
     UNSERVED_IN_CHATS,
     UNSERVED_IN_COMPLETIONS,
     ClientModel,
-    FormRequest,
+    ClientOptions,
     UnservedField,
 )
 from ragcache_api.http.errors import HTTPProblem
@@ -37,7 +37,6 @@ IN_PROCESS = {
     "timeout": "the service sets the deadline",
     "priority": "a tenant could go before all others",
     "skip_special_tokens": "the service sets it for tool calls",
-    "unbounded": "the chat route sets it",
     "share": "a benchmark's option",
     "first_logprobs": "an option of evaluations in the process",
     "grammar": "give json_schema, json_object, regex or ebnf",
@@ -182,7 +181,7 @@ class NamedTool(ClientModel):
     function: NamedFunction
 
 
-class GenerationRequest(Asking, FormRequest):
+class GenerationRequest(Asking, ClientOptions):
     """Fields that chats and completions share. The answer is greedy by default."""
 
     model_config = ConfigDict(extra="allow")
@@ -216,12 +215,12 @@ class GenerationRequest(Asking, FormRequest):
                 raise unsupported(name, f"{name} is not served: {refused.remedy}")
         names = GenerationParams.model_fields.keys() & self.model_fields_set
         try:
-            form = self.form_options()
+            renamed = self.client_options()
         except ValueError as error:
             raise invalid("response_format", str(error)) from None
-        if repeated := sorted(form.keys() & names):
+        if repeated := sorted(renamed.keys() & names):
             raise invalid(repeated[0], f"{repeated[0]} is given twice, under two names")
-        options = {name: getattr(self, name) for name in names} | form | own
+        options = {name: getattr(self, name) for name in names} | renamed | own
         options["top_p"] = max(self.top_p, _LIKELIEST)
         return GenerationParams(**options, timeout=deadline)
 
@@ -247,15 +246,24 @@ class ChatRequest(Surface, GenerationRequest):
     """Whether an answer may have several calls. True by default."""
     function_call: Any = None
 
-    def generation(self, deadline: float, **own: Any) -> GenerationParams:
-        """Return the parameters of the answer, which may fill the window without a limit."""
+    def generation(
+        self, deadline: float, default_tokens: int | None = None, **own: Any
+    ) -> GenerationParams:
+        """Return the parameters of the answer.
+
+        Args:
+            deadline: Seconds from now until the answer must end.
+            default_tokens: Most tokens of the answer, if the request sets no limit. Defaults to
+                `OpenConfig.max_tokens`.
+            **own: Options that the route names differently.
+        """
         if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs")
-        most = self.max_completion_tokens or self.max_tokens
+        most = self.max_completion_tokens or self.max_tokens or default_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        own |= {"max_tokens": most, "logprobs": logprobs, "unbounded": most is None}
+        own |= {"max_tokens": most, "logprobs": logprobs}
         return super().generation(deadline, **own)
 
     @property

@@ -18,7 +18,7 @@ class UnservedField:
     """A field that is refused, because ignoring it would change the answer."""
 
     remedy: str
-    """What a caller can do instead."""
+    """Remedy for the caller."""
     neutral: tuple[Any, ...] = (None, False, 0, "", [], {})
     """Values that ask for nothing, and are accepted."""
 
@@ -48,7 +48,6 @@ UNSERVED: Mapping[str, UnservedField] = {
     "moderation": UnservedField("nothing is moderated"),
     "prompt_embeds": UnservedField("give a text"),
     "prompt_logprobs": UnservedField("completions report them with echo and logprobs"),
-    "repetition_detection": UnservedField("give repetition_penalty"),
     "return_prompt_text": _TOKENS,
     "return_token_ids": _TOKENS,
     "return_tokens_as_token_ids": _TOKENS,
@@ -180,8 +179,29 @@ class StructuredOutputs(ClientModel):
         return value
 
 
-class FormRequest(ClientModel):
-    """Fields of OpenAI and vLLM that give an answer its form."""
+class RepetitionDetection(ClientModel):
+    """The patterns that end an answer by repetition, as vLLM takes them."""
+
+    model_config = ConfigDict(extra="forbid")
+    max_pattern_size: Annotated[int, Field(ge=0, le=256)] = 0
+    """Longest pattern, in tokens. 0 ends no answer."""
+    min_pattern_size: Annotated[int, Field(ge=0, le=1)] = 0
+    """Shortest pattern, in tokens. Only 1, for which 0 stands, is served."""
+    min_count: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Number of times in a row that a pattern must come, at least 2."""
+
+    def options(self) -> dict[str, int]:
+        """Return the options of `GenerationParams`."""
+        if not self.max_pattern_size:
+            return {"repetition_limit": 0}
+        return {
+            "repetition_limit": max(self.min_count, 1),
+            "repetition_period": self.max_pattern_size,
+        }
+
+
+class ClientOptions(ClientModel):
+    """Fields of OpenAI and vLLM that mean options of `GenerationParams` under other names."""
 
     response_format: ResponseFormat | None = None
     """The form of the answer: any text, any JSON object, or JSON that matches a schema."""
@@ -196,8 +216,20 @@ class FormRequest(ClientModel):
     guided_grammar: str | None = None
     """`structured_outputs.grammar` of earlier vLLM."""
 
+    repetition_detection: RepetitionDetection | None = None
+    """The patterns that end an answer by repetition, as vLLM takes them."""
+
+    def client_options(self) -> dict[str, Any]:
+        """Return the options of `GenerationParams` that these fields ask for.
+
+        Raises:
+            ValueError: As `form_options`.
+        """
+        ending = {} if self.repetition_detection is None else self.repetition_detection.options()
+        return self.form_options() | ending
+
     def form_options(self) -> dict[str, Any]:
-        """Return the option of `GenerationParams` that these fields ask for, if there is one.
+        """Return the option of `GenerationParams` for the form of the answer, if one is given.
 
         Raises:
             ValueError: Two of the fields ask for a form, or a form is incomplete.

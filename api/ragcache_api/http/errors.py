@@ -70,6 +70,7 @@ _TITLES = {
     504: "Deadline exceeded",
     507: "Store full",
 }
+_OPENAI_CODES = {"prompt-too-long": "context_length_exceeded"}
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -107,7 +108,7 @@ class ErrorInfo:
             "message": self.detail,
             "type": _OPENAI_TYPES.get(self.status, kind),
             "param": self.param,
-            "code": self.code.replace("-", "_"),
+            "code": _OPENAI_CODES.get(self.code, self.code.replace("-", "_")),
         }
         return {"error": error}
 

@@ -435,7 +435,8 @@ class AnswerResponse(ResponseModel):
     question: str
     text: str
     finish_reason: str
-    """`stop`, `length`, `no_documents` (retrieval found nothing) or `no_answer` (refused)."""
+    """`stop`, `length`, `repetition`, `no_documents` (retrieval found nothing) or `no_answer`
+    (refused)."""
     confidence: float | None
     """Probability that the answer is right, 0 to 1. Null if it was not estimated."""
     mode: str

@@ -66,7 +66,6 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
         "first_logprobs": "an option of evaluations",
         "share": "an option of benchmarks",
         "skip_special_tokens": "set for tool calls",
-        "unbounded": "give max_tokens",
         "json_schema": "use with_structured_output",
         "json_object": "use with_structured_output",
         "regex": "bind it to calls",

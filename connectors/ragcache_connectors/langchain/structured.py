@@ -85,7 +85,7 @@ class _CompleteAnswers:
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         first = result[0]
         metadata = first.message.response_metadata if isinstance(first, ChatGeneration) else {}
-        if metadata.get("finish_reason") == "length":
+        if metadata.get("finish_reason") in ("length", "repetition"):
             raise OutputParserException(
                 "the answer was cut off before its JSON ended; give a larger max_tokens",
                 llm_output=first.text,

@@ -61,12 +61,13 @@ def test_an_error_leaves_the_conversation(
     assert "keys.md#1" in out
 
 
+@pytest.mark.parametrize("words", [9000, 4030])  # beyond the window, and too near to its end
 def test_the_oldest_question_leaves_a_full_window(
-    ingested: Path, quick_reader: LoadedModel, capsys: pytest.CaptureFixture[str]
+    ingested: Path, quick_reader: LoadedModel, capsys: pytest.CaptureFixture[str], words: int
 ) -> None:
     with RagCache.open(ingested, quick_reader) as rag:
-        talk = Talk(rag, None, {}, "rooted", GenerationParams(max_tokens=2))
-        long = {"role": "user", "content": "word " * 9000}
+        talk = Talk(rag, None, {}, "rooted", GenerationParams(max_tokens=200, stop=["."]))
+        long = {"role": "user", "content": "word " * words}
         talk.said = [long, {"role": "assistant", "content": "a"}]
         talk.say("Hello")
     assert "the oldest question is forgotten" in capsys.readouterr().err

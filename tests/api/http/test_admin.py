@@ -240,7 +240,7 @@ def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/answers", "/v1/chat/completions"])
 def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: str) -> None:
-    body = {**ASK, "max_tokens": 2500, "temperature": 100, "extractive": False}
+    body = {**ASK, "max_tokens": 2500, "ignore_eos": True, "extractive": False}
     if path != "/v1/answers":
         model = rag.internals.shared.model.name
         body |= {"model": model, "messages": [{"role": "user", "content": LEAVE}]}

@@ -166,7 +166,7 @@ def test_a_prompt_reads_the_modules_of_a_schema(client: TestClient) -> None:
     assert unknown.status_code == 404
 
 
-LONG = {**ASK, "stream": True, "max_tokens": 2500, "temperature": 100, "extractive": False}
+LONG = {**ASK, "stream": True, "max_tokens": 2500, "ignore_eos": True, "extractive": False}
 
 
 @pytest.mark.parametrize("path", ["/v1/answers", "/v1/collections/notes/documents"])

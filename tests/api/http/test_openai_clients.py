@@ -93,14 +93,23 @@ def last_outcome(served: str) -> str:
 
 def test_leaving_a_stream_ends_its_request(openai: OpenAI, served: str) -> None:
     with openai.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=3000, stream=True, temperature=100
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=3000,
+        stream=True,
+        extra_body={"ignore_eos": True},
     ) as stream:
         next(iter(stream))
     assert last_outcome(served) == "cancelled"
 
 
 def test_a_client_that_gives_up_waiting_ends_its_request(served: str) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3000, "temperature": 100}
+    body = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 3000,
+        "extra_body": {"ignore_eos": True},
+    }
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served}/v1/chat/completions", json=body, timeout=0.5)
     assert last_outcome(served) == "cancelled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import GenerationParams, RagCache
+from ragcache.engine import LLMEngine, Request
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.routes.openai import OutputFormat, join_deltas
 from tests.api.http.asgi import events
-from tests.api.http.conftest import LEAVE
+from tests.api.http.conftest import LEAVE, client_of
 
 MODEL = "ragcache-reader"
 
@@ -238,6 +240,44 @@ def test_a_refusal_that_a_client_sends_back_is_text(client: TestClient) -> None:
     assert asked({"type": "refusal", "text": "No."}).status_code == 400
 
 
+@pytest.mark.parametrize(("settings", "most"), [({}, 1024), ({"chat_max_tokens": 9}, 9)])
+def test_a_chat_without_a_limit_has_the_settings(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], most: int
+) -> None:
+    seen: list[Request] = []
+    submit = LLMEngine.submit_request
+
+    def submit_short(engine: LLMEngine, request: Request, **options: Any) -> Any:
+        seen.append(request)
+        return submit(engine, replace(request, max_tokens=1), **options)
+
+    monkeypatch.setattr(LLMEngine, "submit_request", submit_short)
+    with client_of(rag, **settings) as client:
+        assert ask(client, max_tokens=None).status_code == 200
+    assert [request.max_tokens for request in seen] == [most]
+
+
+@pytest.mark.parametrize(
+    ("sent", "ending"),
+    [
+        ({}, ("length", "repetition")),
+        ({"repetition_limit": 0}, ("length", "length")),
+        (
+            {"repetition_detection": {"max_pattern_size": 1, "min_count": 9}},
+            ("length", "repetition"),
+        ),
+        ({"repetition_detection": {"max_pattern_size": 0}}, ("length", "length")),
+    ],
+)
+def test_an_answer_that_repeats_itself_ends(
+    client: TestClient, sent: dict[str, Any], ending: tuple[str, str]
+) -> None:
+    told = ask(client, regex="(a a )+(b)?", max_tokens=64, min_tokens=2, **sent).json()
+    assert (told["choices"][0]["finish_reason"], told["ragcache"]["finish_reason"]) == ending
+    usage = told["usage"]["completion_tokens"]
+    assert usage == 64 if ending[1] == "length" else usage < 40
+
+
 @pytest.mark.slow
 def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
     client: TestClient, rag: RagCache
@@ -252,6 +292,13 @@ def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
     assert usage["total_tokens"] == window
     too_long = ask(client, messages=[{"role": "user", "content": words * 2}], max_tokens=None)
     assert too_long.status_code == 400
+    error = too_long.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(
+        f"This model's maximum context length is {window} tokens. However, the prompt"
+    )
+    clamped = ask(client, messages=messages, max_tokens=window, ignore_eos=True).json()
+    assert clamped["usage"] == usage
 
 
 @pytest.mark.slow
@@ -261,7 +308,7 @@ def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
         "/v1/chat/completions",
         json={
             "model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "stream": True,
-            "max_tokens": 2000, "logprobs": False, "temperature": 100, "seed": 2,
+            "max_tokens": 2000, "logprobs": False, "ignore_eos": True,
         },
         headers={"X-Request-Timeout": "2"},
     )  # fmt: skip

@@ -66,7 +66,7 @@ def test_full_collections_pass_by_what_stood_when_serving_began() -> None:
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 LONG = {
     "question": LEAVE, "collection": "notes", "stream": True, "max_tokens": 2500,
-    "temperature": 100, "extractive": False,
+    "ignore_eos": True, "extractive": False,
 }  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def test_blocks_behind_other_segments_are_not_found(
 def test_the_answers_of_one_request_share_its_prompt(
     sharing_core: SteppedCore, causal: CausalLM, tenant: str | None
 ) -> None:
-    sampling = SamplingParams(temperature=3, seed=4)
+    sampling = SamplingParams(temperature=2, seed=4)
     request = Request(plain_context(PROMPT), 3, n=4, sampling=sampling, tenant=tenant)
     handle = sharing_core.submit(request)
     sharing_core.step()

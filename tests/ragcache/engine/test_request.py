@@ -91,8 +91,9 @@ def test_window_message_names_the_sizes_and_a_remedy() -> None:
     with pytest.raises(PromptTooLong) as caught:
         check_window(90, 9, window=100, max_tokens=2)
     assert str(caught.value) == (
-        "the prompt needs 99 tokens (90 of documents, 9 of question and template) and the answer "
-        "up to 2, but the model's window holds 100; ask with a smaller k or a shorter question"
+        "This model's maximum context length is 100 tokens. However, the prompt needs 99 tokens "
+        "(90 of documents, 9 of question and template) and the answer 2; ask with a smaller k or a "
+        "shorter question"
     )
     check_window(90, 9, window=101, max_tokens=2)
 

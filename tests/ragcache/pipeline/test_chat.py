@@ -197,7 +197,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
 def test_a_chat_over_the_window_is_refused_unencoded(rag: RagCache) -> None:
     encoded = rag.stats().encoded
     for options in ({}, {"mode": "isolated"}, {"recognize": False}):
-        with pytest.raises(PromptTooLong, match="window holds 512"):
+        with pytest.raises(PromptTooLong, match="context length is 512 tokens"):
             rag.chat_batch([PASTED, user(KEYS + " key" * 600)], **options)  # type: ignore[arg-type]
     assert rag.stats().encoded == encoded
 

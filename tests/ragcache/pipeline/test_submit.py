@@ -199,7 +199,7 @@ def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) ->
         (2, GenerationParams(max_tokens=2, min_tokens=3), InvalidRequest),
         (2, GenerationParams(stop=("",)), InvalidRequest),
         (600, GenerationParams(), PromptTooLong),
-        (2, GenerationParams(max_tokens=508), PromptTooLong),
+        (2, GenerationParams(max_tokens=508, min_tokens=508), PromptTooLong),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
@@ -211,10 +211,10 @@ def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
     assert first.calls == second.calls == []
 
 
-def test_an_answer_without_a_limit_takes_what_the_window_leaves(reader: LoadedModel) -> None:
+def test_an_answer_takes_at_most_what_the_window_leaves(reader: LoadedModel) -> None:
     causal = wrap_causal(tiny_model("llama", max_position_embeddings=64))
     model = LoadedModel("narrow", causal, reader.tokenizer)
-    generation = GenerationParams(unbounded=True, ignore_eos=True)
+    generation = GenerationParams(max_tokens=1000, ignore_eos=True)
     with LLMEngine(causal, EngineConfig(pool_bytes=2**22)) as engine:
         narrow = Submitter(model, engine, DeferredReleases(), OpenConfig())
         [pending] = narrow.run([reading(FakeStates(model))], generation)
@@ -222,8 +222,9 @@ def test_an_answer_without_a_limit_takes_what_the_window_leaves(reader: LoadedMo
 
 
 def test_a_prompt_with_gaps_is_measured_by_its_end(submitter: Submitter) -> None:
-    prompt = replace(reading(FakeStates(submitter.model)), end=509)
-    with pytest.raises(PromptTooLong, match=r"ends at position 509 .* window holds 512"):
+    prompt = replace(reading(FakeStates(submitter.model)), end=512)
+    said = r"length is 512 tokens\. However, the prompt ends at position 512"
+    with pytest.raises(PromptTooLong, match=said):
         submitter.run([prompt])
 
 

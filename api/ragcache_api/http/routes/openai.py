@@ -113,7 +113,8 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     and `sources` lists the modules that were read.
     """
     check_model(context.service, body.model)
-    tokenizer, generation = context.service.tokenizer, body.generation(context.deadline)
+    tokenizer, settings = context.service.tokenizer, context.service.settings
+    generation = body.generation(context.deadline, settings.chat_max_tokens)
     if body.tools:  # checking a schema may take seconds
         output = await run_in_threadpool(OutputFormat.of, body, tokenizer)
     else:
@@ -215,11 +216,12 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def finish_reason_of(choice: Choice) -> str:
-    """Return OpenAI's finish reason of a choice: `length` or `stop`.
+    """Return OpenAI's finish reason of a choice: `length`, also for `repetition`, or `stop`.
 
-    OpenAI has no reasons for `no_documents` and `no_answer`; `ragcache.finish_reason` has them.
+    OpenAI has no reasons for `repetition`, `no_documents` and `no_answer`; `ragcache.finish_reason`
+    has them.
     """
-    return "length" if choice.finish_reason == "length" else "stop"
+    return "length" if choice.finish_reason in ("length", "repetition") else "stop"
 
 
 class _CompletionWriter(ABC):
