@@ -431,20 +431,27 @@ class Catalog:
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Delete a collection and everything that belongs to it, and cancel its open jobs.
 
+        A collection that its first job has yet to create has no documents.
+
         Returns the number of its documents, and keys as `replace_documents` does. Raises
         `UnknownCollection`.
         """
+        its_jobs = (
+            JobTable.namespace == self.namespace,
+            JobTable.target == jobs.collection_target(collection),
+        )
         with self._database.transaction() as session:
-            owner = collection_id(session, collection, self.namespace)
+            try:
+                owner = collection_id(session, collection, self.namespace)
+            except UnknownCollection:
+                if jobs.cancel_jobs(session, *its_jobs):
+                    return 0, []
+                raise
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             freed = delete_rows(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
-            jobs.cancel_jobs(
-                session,
-                JobTable.namespace == self.namespace,
-                JobTable.target == jobs.collection_target(collection),
-            )
+            jobs.cancel_jobs(session, *its_jobs)
             return len(names), retire(session, freed)
 
     def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:

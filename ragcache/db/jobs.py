@@ -38,6 +38,7 @@ OPEN = ("queued", "running")
 RETRIED = ("interrupted", "failed", "canceled")
 NOBODY = ""  # session of a job that any process may run
 MAX_JOBS = 256  # open requests
+RUNNING = 2  # requests of a namespace that a process runs at the same time
 PROGRESS_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between reads of the queue
 _HELD = select(func.count()).where(JobStateTable.job_id == JobTable.id)
@@ -176,7 +177,7 @@ class Jobs:
         """Begin to run the next request, of any namespace, if there is one.
 
         Takes requests of this session and of processes that have ended, after the earlier jobs of
-        their target. Namespaces take turns.
+        their target. Namespaces take turns, and none runs more than `RUNNING` at a time.
         """
         with self.database.reading() as session:
             if session.scalar(self._next()) is None:
@@ -200,7 +201,14 @@ class Jobs:
         served = aliased(JobTable)
         last = select(func.max(served.started_at)).where(served.namespace == JobTable.namespace)
         turn = func.coalesce(last.scalar_subquery(), 0.0)
-        first = select(JobTable).where(self._is_ours(), ~_is_behind_another())
+        running = (
+            (served.status == "running")
+            & (served.session == self.session)
+            & (served.request_digest != "")
+        )
+        number = select(func.count()).where(served.namespace == JobTable.namespace, running)
+        free = number.scalar_subquery() < RUNNING
+        first = select(JobTable).where(self._is_ours(), ~_is_behind_another(), free)
         return first.order_by(turn, JobTable.id).limit(1)
 
     def _is_ours(self) -> ColumnElement[bool]:
@@ -364,11 +372,13 @@ def collection_target(collection: str) -> str:
     return f"collection {collection}"
 
 
-def cancel_jobs(session: Session, *chosen: ColumnElement[bool]) -> None:
-    """End the open jobs among the chosen ones, in whichever session."""
+def cancel_jobs(session: Session, *chosen: ColumnElement[bool]) -> int:
+    """End the open jobs among the chosen ones, in whichever session, and return their number."""
     rows = select(JobTable.id).where(JobTable.status.in_(OPEN), *chosen).order_by(JobTable.id)
-    for job in session.scalars(rows.with_for_update()):
+    open_jobs = session.scalars(rows.with_for_update()).all()
+    for job in open_jobs:
         _end(session, job, "canceled", "")
+    return len(open_jobs)
 
 
 def note_deleted(session: Session, namespace: str, target: str, source_ids: Sequence[str]) -> None:

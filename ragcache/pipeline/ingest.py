@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,50 @@ class _Changes:
         }
 
 
+class EncodingTurns:
+    """Turns in which ingestions encode a portion of modules. Thread-safe.
+
+    `size` portions are encoded at a time. The next turn goes to the namespace that has waited
+    longest since its last one, so that a long ingestion does not keep other namespaces waiting.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        self._free = size
+        self._waiting: list[tuple[str, object]] = []
+        self._served: dict[str, int] = {}
+        self._turns = 0
+        self._changed = threading.Condition()
+
+    @property
+    def contended(self) -> bool:
+        """Whether the next turn has to be waited for."""
+        return self._free == 0 or bool(self._waiting)
+
+    @contextmanager
+    def turn(self, namespace: str) -> Iterator[None]:
+        """Wait for a turn of a namespace, and take it for the block."""
+        ticket = (namespace, object())
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._free and self._first() is ticket)
+                self._free -= 1
+                self._turns += 1
+                self._served[namespace] = self._turns
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+    def _first(self) -> tuple[str, object]:
+        return min(self._waiting, key=lambda each: self._served.get(each[0], 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Ingestor:
     """Stores documents with their modules, vectors and states."""
@@ -131,6 +176,7 @@ class Ingestor:
     encoder: ModuleEncoder
     retriever: Retriever
     config: OpenConfig
+    turns: EncodingTurns
 
     def ingest(
         self,
@@ -210,7 +256,7 @@ class Ingestor:
     ) -> Ingestion:
         changes = self._compare(collection, loaded, sync=sync)
         report = changes.report(loaded, sync=sync)
-        prepared = self._prepare(changes.changed, preparing)
+        prepared = self._prepare(job, changes.changed, preparing)
         modules = [module for _, each in prepared for module in each]
         self._check_window([module.token_ids for module in modules])
         skipped = [asdict(each) for each in loaded.skipped]
@@ -287,14 +333,16 @@ class Ingestor:
         return _Changes(tuple(documents), tuple(changed), known, tuple(gone), tuple(moved))
 
     def _prepare(
-        self, documents: Sequence[SourceDocument], preparing: Preparing | None
+        self, job: int, documents: Sequence[SourceDocument], preparing: Preparing | None
     ) -> list[Prepared]:
-        """Split documents into modules."""
+        """Split documents into modules. Raises `JobCanceled` within a second of a cancellation."""
         total, done = sum(len(d.text) for d in documents), 0
+        check_running = self._jobs.progress(job)
 
         def note(characters: int) -> None:
             nonlocal done
             done = min(done + characters, total)
+            check_running(0)
             if preparing is not None:
                 preparing("splitting", done, total)
 
@@ -317,7 +365,10 @@ class Ingestor:
             for document, modules in prepared:
                 for part in portions([module.token_ids for module in modules]):
                     jobs.expect(job, [self.encoder.key(ids) for ids in part])
-                    lease = self.encoder.lease(part, origin="ingest")
+                    if self.turns.contended:
+                        writing.close()
+                    with self.turns.turn(self.catalog.namespace):
+                        lease = self.encoder.lease(part, origin="ingest")
                     done += len(part)
                     encoded += sum(tier == "encoded" for tier in lease.source.values())
                     before = writing.pop_all()

@@ -38,8 +38,9 @@ from ragcache.pipeline.ingest import Ingestor, check_collection
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2
-"""Requests that run at the same time, for different collections."""
+WORKERS = 16
+"""Requests that run at the same time, for different collections, at most `RUNNING` of them for a
+namespace. They take turns at encoding (`EncodingTurns`)."""
 _MAX_KEY_LENGTH = 255
 _POLL_SECONDS = 0.25  # between checks of a queue whose requests have to wait for others
 _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between checks of a job

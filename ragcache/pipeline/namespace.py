@@ -19,7 +19,7 @@ from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.gate import ModeGate
-from ragcache.pipeline.ingest import Ingestor
+from ragcache.pipeline.ingest import EncodingTurns, Ingestor
 from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorkers
 from ragcache.pipeline.module_states import (
     ModuleEncoder,
@@ -56,6 +56,7 @@ class SharedServices:
     gate: ModeGate
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
+    turns: EncodingTurns = field(default_factory=EncodingTurns, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -182,7 +183,7 @@ class Namespace:
         encoder = ModuleEncoder(model, store, encode, frame, salt=salt)
         scopes = ScopeEncoder(model, store, encode, template, salt=salt)
         tokens = ModuleTokens(catalog, model)
-        ingestor = Ingestor(catalog, store, encoder, retriever, config)
+        ingestor = Ingestor(catalog, store, encoder, retriever, config, shared.turns)
         scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
         return cls(

@@ -1,4 +1,4 @@
-"""`ragcache ingest` and `sync`: files and folders become documents of a collection."""
+"""`ragcache ingest` and `sync`: files and folders become documents of a collection; `jobs`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeRemainingColumn
 
+from ragcache.config import NAMESPACE
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import INGESTING, expand_options
@@ -20,6 +21,7 @@ from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Ingestion
+    from ragcache.db import Jobs
     from ragcache.documents import SkippedFile
 
 INCOMPLETE = 3  # exit status if some files could not be read
@@ -164,3 +166,49 @@ def _print_names(label: str, names: Sequence[str]) -> None:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return escape(", ".join(names[:_SHOWN])) + more
+
+
+jobs_app = typer.Typer(help="The ingestions of a state folder.", no_args_is_help=True)
+NamespaceOption = Annotated[str, typer.Option(help="The namespace of the jobs.")]
+
+
+@jobs_app.command("ls")
+def list_jobs(
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    namespace: NamespaceOption = NAMESPACE,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs to list.")] = 20,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """List ingestions, the newest first, with their progress."""
+    with _jobs(state, ledger, namespace) as jobs:
+        rows = jobs.page(limit=limit).items
+    if as_json:
+        ui.print_json(rows)
+        return
+    table = ui.plain_table("id", "target", "status", "modules", "error", left=5)
+    for row in rows:
+        progress = f"{row.done:,} of {row.total:,}"
+        table.add_row(str(row.id), escape(row.target), row.status, progress, escape(row.error))
+    ui.console.print(table if rows else "no jobs yet; `ragcache ingest` makes them")
+
+
+@jobs_app.command("cancel")
+def cancel_job(
+    job: Annotated[int, typer.Argument(help="The id of the job, as `ragcache jobs ls` shows it.")],
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    namespace: NamespaceOption = NAMESPACE,
+) -> None:
+    """End a job that waits or runs, in whichever process; it then stores and removes nothing."""
+    with _jobs(state, ledger, namespace) as jobs:
+        row = jobs.cancel(job)
+    ui.console.print(f"job {job} is {row.status}")
+
+
+@contextmanager
+def _jobs(state: Path, ledger: str | None, namespace: str) -> Iterator[Jobs]:
+    with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import Jobs
+
+        yield Jobs(database, "", namespace)

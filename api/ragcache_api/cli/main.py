@@ -39,6 +39,7 @@ _COMMANDS = {
     ),
     "ingest": ("ingest.ingest", "Store documents and encode their attention states, once."),
     "sync": ("ingest.sync", "Bring a collection up to date with a folder."),
+    "jobs": ("ingest.jobs_app", "List ingestions, and end one that waits or runs."),
     "ask": ("ask.ask", "Answer a question from the documents of a collection."),
     "chat": ("chat.chat", "Talk with the model about the documents of a collection."),
     "retrieve": ("documents.retrieve", "Find the best modules for a query, with their scores."),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
-from tests.api.cli.conftest import Run, json_of
+from ragcache.db import Database, JobRequest, Jobs
+from tests.api.cli.conftest import Run, error_of, json_of
 
 
 def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
@@ -19,3 +21,20 @@ def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
     assert status == 0
     assert "0 documents added, 0 updated, 3 unchanged in notes: 0 modules" in out
     assert f"skipped: {notes}/photo.jpg: .jpg is no type that is read" in out
+
+
+def test_jobs_are_listed_and_canceled(run: Run, notes: Path, tmp_path: Path) -> None:
+    assert run("ingest", "notes", notes)[0] == 0
+    with closing(Database.open(tmp_path / "state" / "ledger.sqlite")) as database:
+        waiting = Jobs(database, "elsewhere").queue(JobRequest("collection plans", "x", ["a"]), 9)[
+            0
+        ]
+    assert f"{waiting}" in run("jobs", "ls")[1]
+    assert f"job {waiting} is canceled" in run("jobs", "cancel", waiting)[1]
+    rows = json_of(run("jobs", "ls", "--json"))
+    assert [(row["target"], row["status"]) for row in rows] == [
+        ("collection plans", "canceled"),
+        ("collection notes", "done"),
+    ]
+    error_of(run("jobs", "cancel", "99"), "UnknownJob")
+    error_of(run("jobs", "cancel", waiting, "--namespace", "tenant"), "UnknownJob")

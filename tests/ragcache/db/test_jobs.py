@@ -96,10 +96,12 @@ def test_jobs_run_in_order_and_namespaces_take_turns(jobs: Jobs, database: Datab
     others = [put(red, f"collection {n}")[0] for n in range(2)]
     tenants = [put(blue)[0], put(blue, PLANS)[0], put(green)[0]]
     elsewhere = put(Jobs(database, "there"), PLANS)[0]
-    order = []
-    for _ in range(6):
-        order.append(taken(jobs))
-    assert order == [first, tenants[0], tenants[2], others[0], tenants[1], others[1]]
+    order = [taken(jobs) for _ in range(6)]
+    assert order == [first, tenants[0], tenants[2], others[0], tenants[1], None]
+    assert jobs.any_waits(), "two jobs of a namespace run at a time"
+    store(jobs, others[0])
+    assert taken(jobs) == others[1]
+    store(jobs, others[1])
     assert (taken(jobs), jobs.any_waits()) == (None, True), "the second waits for the first"
     store(jobs, first)
     assert (taken(jobs), jobs.any_waits()) == (second, False)

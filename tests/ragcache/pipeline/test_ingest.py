@@ -13,7 +13,7 @@ import pytest
 
 import ragcache.store.tiers.base
 from ragcache import RagCache, SourceDocument
-from ragcache.db import JobRow, Ledger
+from ragcache.db import JobRow, Jobs, Ledger
 from ragcache.engine import EncodeJob, LLMEngine
 from ragcache.errors import (
     ConfigurationError,
@@ -25,10 +25,12 @@ from ragcache.errors import (
     QueueFull,
     StoreBudgetExceeded,
     StoreFull,
+    UnknownCollection,
     UnknownJob,
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel
+from ragcache.pipeline.ingest import EncodingTurns
 from ragcache.pipeline.ingestion_jobs import IngestionWorkers
 from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.retrieval import BM25Index
@@ -417,6 +419,77 @@ def test_a_job_that_is_canceled_stores_nothing(rag: RagCache, gate: Gate) -> Non
     with pytest.raises(JobCanceled, match="was canceled"):
         rag.ingest("plans", DOCUMENTS, progress=late)
     assert "plans" not in rag.stats().collections
+
+
+def test_deleting_the_collection_ends_its_first_job(rag: RagCache, gate: Gate) -> None:
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    assert gate.reached.wait(20)
+    assert rag.collections.delete("notes") == 0
+    gate.opened.set()
+    assert rag.jobs.wait(job, 20).status == "canceled"
+    rag.jobs.workers.join()
+    assert rag.stats().collections == {}
+    with pytest.raises(UnknownCollection):
+        rag.collections.delete("notes")
+
+
+def test_a_job_that_is_split_can_be_canceled(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache.db.jobs.PROGRESS_SECONDS", 0.0)
+    stages: list[str] = []
+
+    def cancel(stage: str, *_: int) -> None:
+        if stage == "splitting":
+            stages.append(stage)
+            rag.jobs.cancel(rag.jobs.list().items[0].id)
+
+    with pytest.raises(JobCanceled):
+        rag.ingest("notes", DOCUMENTS, preparing=cancel)
+    assert len(stages) == 1
+
+
+def test_jobs_of_one_namespace_let_another_one_through(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect, held, opened = Jobs.expect, threading.Semaphore(0), threading.Event()
+
+    def stall(self: Jobs, *args: Any) -> None:
+        if self.namespace == "default":
+            held.release()
+            assert opened.wait(60)
+        expect(self, *args)
+
+    monkeypatch.setattr(Jobs, "expect", stall)
+    stalled = [rag.jobs.submit(name, DOCUMENTS).id for name in ("a", "b", "c")]
+    assert all(held.acquire(timeout=20) for _ in range(2))
+    other = rag.within("tenant")
+    assert other.jobs.wait(other.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+    assert [rag.jobs.get(job).status for job in stalled] == ["running", "running", "queued"]
+    opened.set()
+    assert {rag.jobs.wait(job, 20).status for job in stalled} == {"done"}
+
+
+def test_turns_go_to_the_namespace_that_waited_longest() -> None:
+    turns, order = EncodingTurns(1), list[str]()
+
+    def take(namespace: str) -> None:
+        with turns.turn(namespace):
+            order.append(namespace)
+
+    with turns.turn("red"):
+        names = ["red", "red", "blue", "green", "blue"]
+        threads = []
+        for number, name in enumerate(names, start=1):
+            threads.append(threading.Thread(target=take, args=(name,)))
+            threads[-1].start()
+            while len(turns._waiting) < number:
+                pass
+        assert turns.contended
+    for thread in threads:
+        thread.join(20)
+    assert order == ["blue", "green", "red", "blue", "red"]
+    assert not turns.contended
 
 
 def test_a_job_leaves_out_what_was_deleted_while_it_ran(
