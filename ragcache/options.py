@@ -27,11 +27,9 @@ class IngestOptions(TypedDict, total=False):
     files, `splitting` in characters."""
 
 
-class SearchOptions(TypedDict, total=False):
-    """Options of `retrieve`: the collection, and the fields of `SearchParams`."""
+class SearchFields(TypedDict, total=False):
+    """The fields of `SearchParams`."""
 
-    collection: Required[str]
-    """The collection to search."""
     k: int
     search: SearchKind
     filters: Filters | None
@@ -40,6 +38,13 @@ class SearchOptions(TypedDict, total=False):
     rerank: int
     mmr: float | None
     candidates: int
+
+
+class SearchOptions(SearchFields, total=False):
+    """Options of `retrieve`: the collection, and the fields of `SearchParams`."""
+
+    collection: Required[str]
+    """The collection to search."""
 
 
 class AskOptions(SearchOptions, total=False):
@@ -64,8 +69,17 @@ class AskOptions(SearchOptions, total=False):
     states keys of their own."""
 
 
-class ChatOptions(TypedDict, total=False):
-    """Options of `chat`, `chat_batch`, `stream_chat` and `stream_chat_batch`."""
+class ChatOptions(SearchFields, total=False):
+    """Options of `chat`, `chat_batch`, `stream_chat` and `stream_chat_batch`.
+
+    The fields of `SearchParams` need a `collection`."""
+
+    collection: str | None
+    """A collection to answer from. The modules that it finds for the user's last message are put
+    before that message; all messages and `tools` stay. By default nothing is retrieved."""
+    selection: Selection | None
+    """Modules to answer from, as `retrieve` returned them for `collection`. Skips the search. For a
+    single conversation."""
 
     mode: str | ReuseMode
     """How stored states of recognized modules are read, as in `AskOptions`. Defaults to `rooted`.

@@ -37,6 +37,7 @@ from ragcache.pipeline import (
     AnswerStream,
     ChatCall,
     Conversation,
+    DocumentSearch,
     Ingestion,
     Modules,
     Namespace,
@@ -406,11 +407,7 @@ class RagCache:
         params = _search_params(options)
         mode = ReuseMode.parse(options.get("mode", ROOTED))
         ask = self.internals.ask
-        selection = options.get("selection")
-        if selection is not None and len(questions) != 1:
-            raise InvalidRequest(
-                f"a selection is for one question, not for {len(questions)}; ask one by one"
-            )
+        selection = _single_selection(options, len(questions))
         prompts = ask.prepare_prompts(
             questions,
             options["collection"],
@@ -427,6 +424,9 @@ class RagCache:
         Texts of ingested modules in the conversation are read from their stored states.
         `answer.sources` lists these modules in the order of the prompt. `answer.mode` is then
         `recognized:MODE`, otherwise `exact`. Control tokens in messages are ordinary text.
+
+        With `collection`, retrieved documents are put before the user's last message. The rest of
+        the conversation, results of tools included, and `tools` stay in the prompt.
 
         Args:
             messages: Messages `{"role": "system|user|assistant|tool", "content": text}`, or a plain
@@ -496,11 +496,14 @@ class RagCache:
                 "a call of a tool is no answer whose confidence is known; leave out either "
                 "min_confidence or tools"
             )
+        if options.get("tools") and generation.confidence is None:
+            generation = generation.replace(confidence=False)  # a call is not to be refused
         call = ChatCall(
             mode,
             options.get("recognize", True),
             options.get("tools"),
             options.get("chat_template_kwargs"),
+            _document_search(options, len(conversations)),
         )
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, generation)
@@ -633,7 +636,24 @@ class RagCache:
         return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
-def _search_params(options: AskOptions | SearchOptions) -> SearchParams:
+def _single_selection(options: AskOptions | ChatOptions, requests: int) -> Selection | None:
+    selection = options.get("selection")
+    if selection is not None and requests != 1:
+        raise InvalidRequest(f"a selection is for one question, not for {requests}; ask one by one")
+    return selection
+
+
+def _document_search(options: ChatOptions, conversations: int) -> DocumentSearch | None:
+    collection = options.get("collection")
+    if collection is not None:
+        selection = _single_selection(options, conversations)
+        return DocumentSearch(collection, _search_params(options), selection)
+    if given := sorted(options.keys() & {"selection", *SearchParams.model_fields}):
+        raise InvalidRequest(f"{', '.join(given)} search documents; give `collection`, too")
+    return None
+
+
+def _search_params(options: AskOptions | ChatOptions | SearchOptions) -> SearchParams:
     given: Mapping[str, Any] = options
     return SearchParams(
         **{name: given[name] for name in SearchParams.model_fields if name in given}

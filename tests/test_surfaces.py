@@ -13,7 +13,7 @@ import pytest
 from ragcache import RagCache
 from ragcache.engine import SamplingParams
 from ragcache.errors import ConfigurationError, InvalidRequest
-from ragcache.options import AskOptions, SearchOptions
+from ragcache.options import AskOptions, ChatOptions, SearchOptions
 from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, Surface
 from ragcache.pipeline.submit import sampling_params
 from ragcache_api.cli.measure import PLANNING
@@ -59,7 +59,8 @@ def test_an_option_has_a_default_and_a_text(options: type[Params]) -> None:
 
 def test_keywords_of_questions_and_searches_are_the_options() -> None:
     assert SearchOptions.__annotations__.keys() == {"collection", *SearchParams.model_fields}
-    assert SearchOptions.__annotations__.keys() <= AskOptions.__annotations__.keys()
+    for options in (AskOptions, ChatOptions):
+        assert SearchOptions.__annotations__.keys() <= options.__annotations__.keys()
 
 
 def test_commands_offer_options_that_exist() -> None:

@@ -10,7 +10,7 @@ from ragcache.pipeline.answer import (
     Reuse,
     Timings,
 )
-from ragcache.pipeline.chat import ChatCall, Conversation
+from ragcache.pipeline.chat import ChatCall, Conversation, DocumentSearch
 from ragcache.pipeline.chat_template import ChatTemplate, Message
 from ragcache.pipeline.ingest import Ingestion
 from ragcache.pipeline.modules import Modules
@@ -26,6 +26,7 @@ __all__ = [
     "ChatTemplate",
     "Citation",
     "Conversation",
+    "DocumentSearch",
     "Ingestion",
     "Message",
     "Modules",

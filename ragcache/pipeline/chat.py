@@ -1,4 +1,7 @@
-"""Chats: render the conversation, recognize modules in its text, and build a prompt."""
+"""Chats: render the conversation, recognize modules in its text, and build a prompt.
+
+With a collection, retrieved modules are put before the user's last message, and recognized there.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,16 @@ from itertools import product
 from typing import Any
 
 from ragcache.db import Catalog
-from ragcache.errors import InvalidRequest
+from ragcache.errors import EmptyQuestion, InvalidRequest
 from ragcache.modes import ROOTED, ReuseMode
+from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
-from ragcache.pipeline.chat_template import ChatTemplate, Message, find_mark
+from ragcache.pipeline.chat_template import (
+    ChatTemplate,
+    Message,
+    check_messages,
+    find_mark,
+)
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.prompt import (
     AskedQuestion,
@@ -24,7 +33,7 @@ from ragcache.pipeline.prompt import (
     TokenPrompt,
 )
 from ragcache.recognition import RecognizedModule, Recognizer
-from ragcache.retrieval import Hit
+from ragcache.retrieval import Hit, Retriever, Selection
 
 Conversation = Sequence[Message] | str
 """Messages, or a plain text to continue, which takes no chat template."""
@@ -42,6 +51,16 @@ _EDGE = 3
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentSearch:
+    """The search for the documents that a conversation is answered from."""
+
+    collection: str
+    params: SearchParams = SearchParams()
+    selection: Selection | None = None
+    """Modules that were retrieved already. Skips the search."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatCall:
     """Options that the conversations of one call share."""
 
@@ -49,6 +68,8 @@ class ChatCall:
     recognize: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    search: DocumentSearch | None = None
+    """Without a search, a conversation is answered as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,8 @@ class RenderedChat:
     """Modules in the text, in order."""
     lead: Sequence[int] = ()
     """Tokens before the text."""
+    selection: Selection | None = None
+    """The documents that were put before the user's last message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +102,7 @@ class ChatPipeline:
     catalog: Catalog
     encoder: ModuleEncoder
     tokens: ModuleTokens
+    retriever: Retriever
 
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
@@ -87,14 +111,19 @@ class ChatPipeline:
 
         Raises:
             InvalidRequest: A conversation is malformed, or an option does not suit it.
+            EmptyQuestion: Documents are searched for, and the user's last message is blank.
+            UnknownCollection: There is no such collection.
         """
-        called = time.perf_counter()
-        chats = [self._render(each, options) for each in conversations]
-        times = Timestamps(called, time.perf_counter())
-        return [
-            self.build(chat, AskedQuestion(chat.question, options.mode, "chat", times=times))
-            for chat in chats
-        ]
+        called, search = time.perf_counter(), options.search
+        if search is None:
+            chats = [self._render(each, options) for each in conversations]
+        else:
+            chats = [self._render_with_documents(each, options, search) for each in conversations]
+        reranking = sum(each.selection.rerank_seconds for each in chats if each.selection)
+        times = Timestamps(called, time.perf_counter(), rerank=reranking)
+        collection = "" if search is None else search.collection
+        asked = AskedQuestion("", options.mode, "chat", collection, times)
+        return [self.build(chat, replace(asked, text=chat.question)) for chat in chats]
 
     def build(self, chat: RenderedChat, question: AskedQuestion) -> TokenPrompt:
         """Build the prompt of one conversation. Leases and computes nothing."""
@@ -109,17 +138,19 @@ class ChatPipeline:
             mode,
             lambda start, length: self.encoder.fits_at(start, length, encoding),
         )
-        found = [each.module for each in chat.found]
-        cited = [Citation.of(Hit(module, 1.0)) for module in found]
+        found = [Hit(each.module, 1.0) for each in chat.found]
+        read_as = list(zip(found, groups or [None] * len(found), strict=True))
+        if chat.selection is not None:
+            read_as = _searched_first(chat.selection.hits, read_as)
         states = None
         if layout.spans and encoding is not None:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)
-        citations = zip(cited, groups or [None] * len(cited), strict=True)
+        citations = tuple((Citation.of(hit), group) for hit, group in read_as)
         return replace(
             layout.prompt(),
             states=states,
             question=question,
-            retrieved=Retrieved(tuple(found), tuple(citations)),
+            retrieved=Retrieved(tuple(hit.module for hit, _ in read_as), citations, chat.selection),
             without_documents=lambda: tuple(self._without_modules(chat)),
         )
 
@@ -143,6 +174,34 @@ class ChatPipeline:
         users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
         return RenderedChat(next(users, ""), text, self._find(text, options))
 
+    def _render_with_documents(
+        self, conversation: Conversation, options: ChatCall, search: DocumentSearch
+    ) -> RenderedChat:
+        """Render a conversation with the instruction and documents in the user's last message.
+
+        They do not move while the model calls tools, so that their states stay where they are.
+        """
+        if isinstance(conversation, str):
+            raise InvalidRequest("a plain text has no place for documents; give messages")
+        messages = check_messages(conversation)
+        asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
+        question = str(messages[asked[-1]]["content"]) if asked else ""
+        if not question.strip():
+            raise EmptyQuestion(
+                "no message of the user asks a question that documents could answer; write one"
+            )
+        selection = search.selection
+        if selection is None:
+            selection = self.retriever.retrieve(question, search.collection, search.params)
+        if selection.hits:
+            documents = "".join(hit.module.text for hit in selection.hits)
+            instruction = selection.version.instruction or self.encoder.frame.instruction
+            lead = self.encoder.frame.question
+            content = f"{instruction}\n\n{documents}{lead}{question}"
+            messages[asked[-1]] = {**messages[asked[-1]], "content": content}
+        chat = self._render(messages, options)
+        return replace(chat, question=question, selection=replace(selection, query=question))
+
     def _find(self, text: str, options: ChatCall) -> list[RecognizedModule]:
         """Find the modules in a text.
 
@@ -150,6 +209,16 @@ class ChatPipeline:
         """
         found = self.recognizer.find(text) if options.recognize else []
         return [each for each in found if not find_mark(each.module.text)]
+
+
+def _searched_first(
+    hits: Sequence[Hit], found: Sequence[tuple[Hit, int | None]]
+) -> list[tuple[Hit, int | None]]:
+    """Return the hits of a search with their groups, then the other modules of a conversation."""
+    groups = {hit.module.text: group for hit, group in found}
+    searched = {hit.module.text for hit in hits}
+    first = [(hit, groups.get(hit.module.text)) for hit in hits]
+    return first + [each for each in found if each[0].module.text not in searched]
 
 
 def lay_out_chat(

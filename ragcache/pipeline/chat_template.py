@@ -111,10 +111,8 @@ class ChatTemplate:
         Raises:
             InvalidRequest: A message is malformed, or the template refuses the messages.
         """
-        checked = [_checked(message, i) for i, message in enumerate(messages, 1)]
+        checked = check_messages(messages)
         chat = [self._escaper.hide(m, generated=m["role"] == "assistant") for m in checked]
-        if not chat:
-            raise InvalidRequest("there are no messages; give one of the user at least")
         offered = [self._escaper.hide(tool) for tool in tools or ()]
         variables = self.kwargs | template_kwargs(self.model.tokenizer, kwargs)
         if _uses_tools(chat) and not self._has_tool_calls(chat, offered, variables):
@@ -341,6 +339,18 @@ class ControlTokenEscaper:
         if any(text[first : first + n] in self._ends for n in range(1, most + 1)):
             places.add(first)
         return places
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as templates take them.
+
+    Raises:
+        InvalidRequest: There are none, or one is malformed.
+    """
+    checked = [_checked(message, number) for number, message in enumerate(messages, 1)]
+    if not checked:
+        raise InvalidRequest("there are no messages; give one of the user at least")
+    return checked
 
 
 def _uses_tools(chat: Sequence[Message]) -> bool:

@@ -193,7 +193,9 @@ class Namespace:
             ingestor,
             AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
-            ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
+            ChatPipeline(
+                template, in_context, Recognizer(catalog), catalog, encoder, tokens, retriever
+            ),
             Submitter(
                 model,
                 shared.engine,

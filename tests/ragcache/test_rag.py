@@ -325,16 +325,17 @@ class TestOptions:
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
         ("ask ask_batch stream", {"colection": "notes"},
-         "'colection'; options of ask: collection, k, search, filters, threshold, "
-         "relative_threshold, rerank, mmr, candidates, mode, generation, selection, "
+         "'colection'; options of ask: k, search, filters, threshold, relative_threshold, rerank, "
+         "mmr, candidates, collection, mode, generation, selection, "
          "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
-         "'temperature'; options of chat: mode, recognize, tools, generation, "
+         "'temperature'; options of chat: k, search, filters, threshold, relative_threshold, "
+         "rerank, mmr, candidates, collection, selection, mode, recognize, tools, generation, "
          "chat_template_kwargs$"),
         ("prompt stream_prompt", {"k": 2},
          "'k'; options of prompt: mode, source, gener"),
         ("retrieve", {"collection": "notes", "mode": "exact"},
-         "'mode'; options of retrieve: collection, k, search, filters, threshold, rel"),
+         "'mode'; options of retrieve: k, search, filters, threshold, rel"),
         ("ask stream retrieve", {"k": 2},
          "'collection' is missing; options of"),
     ])  # fmt: skip

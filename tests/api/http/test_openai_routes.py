@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,14 @@ from starlette.testclient import TestClient
 
 from ragcache import GenerationParams, RagCache
 from ragcache.engine import LLMEngine, Request
+from ragcache.models import LoadedModel
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.routes.openai import OutputFormat, join_deltas
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
+from tests.conftest import write_notes
+from tests.ragcache.pipeline.test_chat_template import TOOLS
 
 MODEL = "ragcache-reader"
 
@@ -450,6 +455,38 @@ def test_tools_are_answered_in_text(client: TestClient, choice: Any, more: dict[
         {"role": "tool", "tool_call_id": "1", "content": "A boat."},
     ]
     assert ask(client, messages=called, tools=[TOOL], tool_choice=choice).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def agent(
+    quick_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestClient]:
+    """A service whose model's template takes tools."""
+    folder, tokenizer = tmp_path_factory.mktemp("agent"), copy.deepcopy(quick_reader.tokenizer)
+    tokenizer.chat_template = f"{{# <tool_call> #}}{TOOLS}"
+    with RagCache.open(folder / "s", LoadedModel("a", quick_reader.causal, tokenizer)) as opened:
+        opened.ingest("notes", write_notes(folder / "notes"))
+        with client_of(opened) as made:
+            yield made
+
+
+def test_tools_go_together_with_a_collection(agent: TestClient) -> None:
+    called = {"id": "1", "function": {"name": "find", "arguments": '{"word": "leave"}'}}
+    messages = [
+        {"role": "user", "content": LEAVE},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "1", "content": "Nothing."},
+    ]
+    given = {"model": "a", "messages": messages, "tools": [TOOL], "k": 1}
+    told = ask(agent, **given, collection="notes").json()
+    [source] = told["sources"]
+    assert source["document"] == "leave.md"
+    assert told["ragcache"]["mode"] == "recognized:rooted"
+    kept = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    without = ask(agent, **given | {"k": None}).json()
+    assert 0 < kept < told["usage"]["prompt_tokens"] - without["usage"]["prompt_tokens"]
+    streamed = chunks(ask(agent, **given, collection="notes", stream=True).text)
+    assert [each["document"] for each in streamed[-1]["sources"]] == ["leave.md"]
 
 
 BARE = '{"name": "find", "arguments": {"word": "boat"}}'

@@ -5,6 +5,7 @@ The tokens of a prompt that is put together of modules and new text decode to th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
-from ragcache.errors import InvalidRequest, PromptTooLong
+from ragcache.errors import EmptyQuestion, InvalidRequest, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
-from ragcache.pipeline import ChatCall, ChatTemplate
+from ragcache.params import SearchParams
+from ragcache.pipeline import ChatCall, ChatTemplate, DocumentSearch
 from ragcache.pipeline.chat import (
     MIN_READ_TOKENS,
     ChatPipeline,
@@ -35,6 +37,7 @@ from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.pipeline.submit import request_maker
 from ragcache.recognition import Fingerprints, FingerprintTable, find
 from tests.ragcache.pipeline.conftest import spaced_tokenizer
+from tests.ragcache.pipeline.test_chat_template import CALL, TOOLS, WEATHER
 from tests.tiny_models import tiny_model
 
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
@@ -158,6 +161,78 @@ def test_a_pml_prompt_counts_what_it_makes(rag: RagCache) -> None:
     made = rag.prompt(asked).reuse
     assert made.created_tokens > 0
     assert made.cached_tokens == 0
+
+
+QUESTION = "Where does the spare key of the boathouse hang?"
+AGENT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "It rains.", "tool_call_id": "c1"},
+]
+
+
+@pytest.fixture
+def agent(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    """A model whose template takes tools."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = TOOLS
+    taught = LoadedModel("agent", model.causal, tokenizer)
+    with RagCache.open(tmp_path / "agent", taught, max_tokens=8) as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def test_documents_and_tools_share_a_prompt(agent: RagCache) -> None:
+    answer = agent.chat(AGENT, collection="notes", k=1, tools=[WEATHER])
+    [source] = answer.sources
+    assert (answer.question, source.document, source.tier) == (QUESTION, "keys", "host")
+    assert source.bm25 is not None
+    assert answer.mode == "recognized:rooted"
+    assert answer.reuse.cached_tokens >= len(agent.internals.chat.template.encode(KEYS))
+    search = DocumentSearch("notes", SearchParams(k=1))
+    call = ChatCall(EXACT, tools=[WEATHER], search=search)
+    [prompt] = agent.internals.chat.prepare_prompts([AGENT], call)
+    model = agent.internals.shared.model
+    text = model.tokenizer.decode([token for _, token in prompt.computed_tokens])
+    instruction = agent.internals.shared.instruction
+    documents = f"user: {instruction}\n\n{KEYS}\n\nQuestion: {QUESTION}<|end|>"
+    parts = [
+        '"name": "weather"',
+        "system: Be brief.",
+        documents,
+        "calls weather",
+        "tool: It rains.",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert BOATS not in text
+
+
+def test_a_chat_takes_the_selection_of_a_search(agent: RagCache) -> None:
+    found = agent.retrieve("survey boat", collection="notes", k=1)
+    answer = agent.chat(AGENT, collection="notes", selection=found)
+    assert [source.document for source in answer.sources] == ["boats"]
+    nothing = agent.chat(user("xyzzy"), collection="notes", tools=[WEATHER])
+    assert (nothing.sources, nothing.mode) == ((), "exact")
+    assert nothing.finish_reason != "no_documents", "tools may answer"
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "error", "fault"),
+    [
+        ("text", {"collection": "notes"}, InvalidRequest, "no place for documents"),
+        (AGENT[:1], {"collection": "notes"}, EmptyQuestion, "asks a question"),
+        (user(" "), {"collection": "notes"}, EmptyQuestion, "asks a question"),
+        (AGENT, {"k": 2}, InvalidRequest, "k search documents; give `collection`"),
+        (AGENT, {"collection": "other"}, UnknownCollection, "other"),
+    ],
+)
+def test_a_search_for_a_chat_that_cannot_be_made(
+    rag: RagCache, chat: Any, options: Any, error: type[Exception], fault: str
+) -> None:
+    with pytest.raises(error, match=fault):
+        rag.chat(chat, **options)
 
 
 def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
@@ -351,6 +426,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
         none,
         ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer)),
         cast("Any", tokens),
+        none,
     )
 
 

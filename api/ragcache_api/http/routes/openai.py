@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from time import time
@@ -28,6 +28,7 @@ from ragcache import (
 )
 from ragcache.engine import Choice, LogprobFormat, TokenDelta
 from ragcache.errors import InvalidRequest
+from ragcache.pipeline import Conversation
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
 from ragcache_api.http.bodies import (
     ChatRequest,
@@ -110,7 +111,8 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer a conversation.
 
     With `collection`, the user's last message is answered from the documents of that collection,
-    and `sources` lists the modules that were read.
+    and `sources` lists the modules that were read. With tools, or results of tools, the whole
+    conversation is answered, with the documents before the user's last message.
     """
     check_model(context.service, body.model)
     tokenizer, settings = context.service.tokenizer, context.service.settings
@@ -120,8 +122,11 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     else:
         output = OutputFormat.of(body, tokenizer)
     generation = output.apply(generation)
-    prompt = body.question if body.collection else [each.plain() for each in body.messages]
-    opening = _opening(context, body, generation, prompt, tools=output.tools)
+    if body.collection and not (output.tools or body.has_tool_calls):
+        opening = _question(context, body, generation, body.question)
+    else:
+        messages = [each.plain() for each in body.messages]
+        opening = _conversation(context, body, generation, messages, tools=output.tools)
     writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
     return await _respond(context, "chat", body, [opening], writer)
 
@@ -136,7 +141,8 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
-    openings = [_opening(context, body, generation, text) for text in prompts]
+    opening = _question if body.collection else _conversation
+    openings = [opening(context, body, generation, text) for text in prompts]
     writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
     return await _respond(context, "completion", body, openings, writer)
 
@@ -170,19 +176,26 @@ def _model_card(service: Service) -> ModelCard:
     return ModelCard(id=service.model, created=int(service.started))
 
 
-def _opening(
+def _question(
+    context: RequestContext, body: GenerationRequest, generation: GenerationParams, question: str
+) -> Opening:
+    rag, options = AsyncRagCache(context.rag), body.retrieval() | context.selection
+    collection = body.collection or ""
+    return lambda: rag.stream(question, collection=collection, generation=generation, **options)
+
+
+def _conversation(
     context: RequestContext,
     body: GenerationRequest,
     generation: GenerationParams,
-    prompt: Any,
-    **chat: Any,
+    messages: Conversation,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Opening:
-    rag = AsyncRagCache(context.rag)
-    if body.collection is None:
-        options = chat | body.reading()
-        return lambda: rag.stream_chat(prompt, generation=generation, **options)
-    options, collection = body.retrieval() | context.selection, body.collection
-    return lambda: rag.stream(prompt, collection=collection, generation=generation, **options)
+    rag, options = AsyncRagCache(context.rag), body.reading()
+    if body.collection is not None:
+        options = body.retrieval() | context.selection | {"collection": body.collection}
+    options["tools"] = tools
+    return lambda: rag.stream_chat(messages, generation=generation, **options)
 
 
 async def _respond(
@@ -458,8 +471,6 @@ class OutputFormat:
                 detail = "this model's chat template has no tool calls, so none can be required"
                 raise unsupported("tool_choice", f"{detail}; leave tool_choice out")
             return cls(None, None, None, offered)
-        if body.collection is not None:
-            raise unsupported("tools", "tools and collection do not go together")
         grammar, parallel = None, body.parallel_tool_calls is not False
         if choice != "auto" or not parallel:
             grammar = structured.tool_call_grammar(tools, choice, style=style, parallel=parallel)
