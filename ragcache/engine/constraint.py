@@ -83,6 +83,11 @@ def _taken(constraint: Constraint, token: int) -> bool:
     return constraint.finished
 
 
+def bits_of(word: int) -> list[int]:
+    """Return the positions of the bits that are set in a word of a mask."""
+    return [bit for bit in range(32) if word >> bit & 1]
+
+
 def penalty_table(device: torch.device) -> Tensor:
     """The bias of the logits of eight tokens, for every byte of a mask, [256, 8]: 0 where a
     token is allowed, else minus infinity."""

@@ -422,7 +422,7 @@ class EngineCore:
             if sequence.finished:  # ended or cancelled while the step ran
                 continue
             if not isinstance(token, SampledToken):
-                self._fail(sequence.group, sequence.failure or token)
+                self._fail(sequence.group, sequence.explain_failure(token))
                 continue
             if sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length:
                 self._fork(sequence)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.constraint import GuardedConstraint
+from ragcache.engine.constraint import GuardedConstraint, bits_of
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
 from ragcache.engine.request import (
@@ -204,6 +204,23 @@ class Sequence:
     @property
     def failure(self) -> ConstraintFailed | None:
         return None if self.constraint is None else self.constraint.failure
+
+    def explain_failure(self, error: Exception) -> Exception:
+        """Return the reason why no token could be sampled.
+
+        A constraint that leaves no token, or only an end that is forbidden, is the request's own
+        error. Otherwise the sampler's error stays.
+        """
+        if self.failure is None and (mask := self.mask()) is not None:
+            words = mask.tolist()
+            forbidden = self.forbidden()
+            allowed = (32 * at + bit for at, word in enumerate(words) for bit in bits_of(word))
+            if all(token in forbidden for token in allowed):
+                return ConstraintFailed(
+                    f"after {self.generated} tokens the request's constraint allows no further "
+                    "one, or only an end that min_tokens or ignore_eos forbids"
+                )
+        return self.failure or error
 
     def accept_token(self, chosen: SampledToken, now: float) -> None:
         """Accept the next token; `deliver` shows it.

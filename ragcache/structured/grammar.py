@@ -28,6 +28,7 @@ from ragcache.engine.detokenizer import token_to_bytes
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
+from ragcache.structured.satisfiable import is_satisfiable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -43,6 +44,9 @@ KB."""
 
 CHECK_SECONDS = 2.0
 """Maximum seconds of the compilation, in a process, of a grammar that joins many parts."""
+
+NO_TEXT = "no text satisfies it"
+"""Reason to refuse a grammar without any text."""
 
 _JOINED = re.compile(r'"(pattern|patternProperties|format|allOf|anyOf|oneOf)":')
 _FEW = 8  # joined parts that are compiled in milliseconds, however they are joined
@@ -128,6 +132,8 @@ class Grammar:
         if not isinstance(parsed, dict):
             raise InvalidRequest(f"a JSON schema is an object, not {type(parsed).__name__}")
         made = cls("json_schema", json.dumps(parsed, ensure_ascii=False))
+        if not is_satisfiable(parsed):
+            raise _refused(made, NO_TEXT)
         check_grammar(made)
         return made
 
@@ -303,7 +309,7 @@ _QUOTED = re.compile(r"^\s*(\d+ \||\^).*\n?|^at \d+\(\d+\): ", re.MULTILINE)
 
 def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
     if reason.startswith("NoExtension"):
-        reason = "no text satisfies it"
+        reason = NO_TEXT
     reason = " ".join(_QUOTED.sub("", reason).split())
     kind = grammar.kind.replace("json_schema", "JSON schema")
     return InvalidRequest(f"the {kind} cannot be compiled: {reason:.300}")

@@ -20,7 +20,7 @@ from ragcache_api.http.auth import KEY_HEADERS, AccessMiddleware
 from ragcache_api.http.browser import install_pages
 from ragcache_api.http.envelope import Envelope, install_error_handlers
 from ragcache_api.http.paths import is_openai
-from ragcache_api.http.protocol import error_schemas
+from ragcache_api.http.protocol import referenced_schemas
 from ragcache_api.http.routes import admin, answers, documents, keys, openai
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
@@ -155,7 +155,7 @@ class ServiceApp(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             key = {"type": "http", "scheme": "bearer", "description": "An API key."}
-            document["components"]["schemas"] |= error_schemas()
+            document["components"]["schemas"] |= referenced_schemas()
             schemes = {"key": key} | {
                 name: {"type": "apiKey", "in": "header", "name": name} for name in KEY_HEADERS
             }

@@ -178,17 +178,6 @@ def _error_responses(
     return {status: {"description": text, "content": content} for status, text in statuses.items()}
 
 
-def error_schemas() -> dict[str, Any]:
-    """Return the schemas of both shapes of an error, to which declared errors refer by name."""
-    models: list[tuple[type[BaseModel], Literal["serialization"]]] = [
-        (Problem, "serialization"),
-        (OpenAIError, "serialization"),
-    ]
-    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    schemas: dict[str, Any] = made["$defs"]
-    return schemas
-
-
 class DeletedResponse(ResponseModel):
     """The result of a deletion."""
 
@@ -510,7 +499,7 @@ class DocumentsRequest(RequestModel):
     documents: Annotated[list[DocumentRequest], Field(min_length=1, max_length=10_000)]
 
 
-_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
+_FILES = {"type": "array", "minItems": 1, "items": {"type": "string", "format": "binary"}}
 _FORM = {"type": "object", "properties": {"files": _FILES}, "required": ["files"]}
 MULTIPART = {
     "required": True,
@@ -520,6 +509,18 @@ MULTIPART = {
     },
 }
 """Body of an upload in the OpenAPI document."""
+
+
+def referenced_schemas() -> dict[str, Any]:
+    """Return the schemas to which declared errors and uploads refer by name."""
+    models: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = [
+        (Problem, "serialization"),
+        (OpenAIError, "serialization"),
+        (DocumentsRequest, "validation"),
+    ]
+    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas: dict[str, Any] = made["$defs"]
+    return schemas
 
 
 class DocumentResponse(ResponseModel):

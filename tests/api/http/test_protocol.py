@@ -6,12 +6,13 @@ import inspect
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -212,6 +213,50 @@ def test_every_answer_is_documented(client: TestClient) -> None:
 @pytest.mark.slow
 def test_every_answer_is_documented_at_length(client: TestClient) -> None:
     check_all(client, scaled(60))
+
+
+UPLOADS = "/v1/collections/{collection}/documents"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("media_type", ["application/json", "multipart/form-data"])
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_every_answer_to_an_upload_is_documented(
+    client: TestClient, method: str, media_type: str
+) -> None:
+    [upload] = [each for each in operations(client) if each.label == f"{method} {UPLOADS}"]
+    sent: list[int] = []
+
+    @given(case=upload.as_strategy())
+    @settings(
+        max_examples=scaled(60), suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate], derandomize=True, database=None,
+    )  # fmt: skip
+    def run(case: Any) -> None:
+        assume(case.media_type == media_type)
+        headers = {**(case.headers or {}), "Host": "localhost"}
+        response = case.call_and_validate(checks=CHECKS, headers=headers)
+        sent.append(response.status_code)
+
+    run()
+    assert sent if media_type == "multipart/form-data" else 202 in sent
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield every `$ref` of a document."""
+    if isinstance(value, dict):
+        yield from ([value["$ref"]] if isinstance(value.get("$ref"), str) else [])
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from references(each)
+
+
+def test_every_reference_of_the_document_resolves(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    named = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    found = set(references(document))
+    assert "#/components/schemas/DocumentsRequest" in found
+    assert found <= named
 
 
 def test_openais_interface_tells_400_of_what_cannot_be_read(client: TestClient) -> None:

@@ -124,6 +124,28 @@ def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
     assert isinstance(second, SampledToken)
 
 
+class Ending(Rising):
+    """Allows the end of the answer, or nothing at all."""
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def mask(self) -> Tensor:
+        return packed(self.tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"), [((), {}), ((STOP,), {"min_tokens": 2}), ((STOP,), {"ignore_eos": True})]
+)
+def test_a_constraint_without_a_token_is_the_requests_error(
+    core: SteppedCore, tokens: Tokens, options: dict[str, int]
+) -> None:
+    with pytest.raises(ConstraintFailed, match="after 0 tokens the request's constraint allows no"):
+        one(core, stop_ids=frozenset({STOP}), constraint=lambda: Ending(*tokens), **options)
+    assert_all_blocks_free(core)
+
+
 def test_a_finished_constraint_ends_the_answer(core: SteppedCore) -> None:
     [choice] = one(core, constraint=lambda: Rising(length=3), min_tokens=6).choices
     assert (len(choice.token_ids), choice.finish_reason, choice.stopped_by) == (3, "stop", None)
