@@ -1,4 +1,4 @@
-"""Defaults, and checks of options that load neither models nor databases."""
+"""Defaults, sizes, and checks of options that load neither models nor databases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
+
+from pydantic import AfterValidator
 
 from ragcache.errors import ConfigurationError, MissingExtra
 
@@ -140,3 +142,40 @@ def check_namespace(name: str) -> str:
 def salt_of(namespace: str) -> str:
     """Return the salt of a namespace's state keys, which is empty for the default namespace."""
     return "" if namespace == NAMESPACE else namespace
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return the number of bytes of a size such as `8GiB`, `512 MB` or 1048576.
+
+    Raises:
+        ConfigurationError: The text is not a size.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigurationError(f"cannot read the size {size!r}; write it like 8GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_optional_bytes(size: int | str | None) -> int | None:
+    """Return the number of bytes of a size that may be unlimited (None)."""
+    return None if size is None else parse_bytes(size)
+
+
+def _checked_size(size: int | str) -> int | str:
+    if parse_bytes(size) < 1:
+        raise ValueError(f"{size!r} is no size; it must be at least 1 byte")
+    return size
+
+
+Size = Annotated[int | str, AfterValidator(_checked_size)]
+"""A number of bytes, or a text such as `8GiB`. It is kept as given; `parse_bytes` converts it."""

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.db import Catalog
 from ragcache.documents import load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import CausalLM, LoadedModel, prompt_frame
-from ragcache.params import parse_bytes, parse_optional_bytes
 from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored

@@ -7,10 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Unpack, cast
 
-from ragcache.config import (
-    check_options,
-    check_texts,
-)
+from ragcache.config import check_options, check_texts, parse_bytes, parse_optional_bytes
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.db import (
     ApiKeys,
@@ -31,7 +28,7 @@ from ragcache.options import (
     PromptOptions,
     SearchOptions,
 )
-from ragcache.params import GenerationParams, OpenConfig, SearchParams, parse_bytes
+from ragcache.params import GenerationParams, OpenConfig, SearchParams
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
@@ -163,7 +160,15 @@ class RagCache:
         preamble = resolve_instruction(loaded.tokenizer, config.instruction)
         tiers = open_tiers(config, loaded.causal.device)
         database = Database.open(config.ledger or folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, parse_bytes(config.host_bytes), **tiers)
+        store = KVStore.open(
+            folder,
+            database,
+            parse_bytes(config.host_bytes),
+            disk_bytes=parse_optional_bytes(config.disk_bytes),
+            kv_dtype=config.kv_dtype,
+            tiers=tiers,
+            claim_patience=config.claim_patience,
+        )
         shared = SharedServices.start(
             database,
             store,

@@ -1,8 +1,8 @@
-"""The registry of storage tiers: names, budget options and traits.
+"""The registry of storage tiers: names, options, traits, and where their classes are.
 
-The registry is below the database and the routing, which refer to tiers by name, and knows no tier
-classes. The store reads `TierTraits` instead of checking classes. Behavior belongs to
-`store.tiers.Tier`, whose methods have defaults.
+The registry is below the database and the routing, which refer to tiers by name. It imports no tier
+class: the store does, by `TierSpec.implementation`. The store reads `TierTraits` instead of
+checking classes. Behavior belongs to `store.tiers.Tier`, whose methods have defaults.
 
 Example:
     >>> persistent_tiers()
@@ -14,6 +14,34 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ragcache.config import Size
+
+KVDType = Literal["model", "int8"]
+
+
+class TierOptions(BaseModel):
+    """Options of all tiers. `OpenConfig` inherits them, and the settings inherit `OpenConfig`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host_bytes: Size = "2GiB"
+    """Budget of the host tier."""
+    device_bytes: Size | None = None
+    """Budget of the device tier, on the GPU. Defaults to the memory that the engine leaves free."""
+    device_kv_dtype: KVDType = "model"
+    """Format of states in the device tier: the model's data type, or 8 bits."""
+    disk_bytes: Size | None = None
+    """Budget of the disk tier. Unlimited by default."""
+    remote: str | None = None
+    """URL of a remote tier for fsspec: `s3://BUCKET/PATH`, `file:///MOUNT`. Off by default."""
+    remote_bytes: Size | None = None
+    """Budget of the remote tier. Unlimited by default."""
+    kv_dtype: KVDType = "model"
+    """Format of states in the host, disk and remote tiers: the model's data type, or 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +75,37 @@ class TierSpec:
     """Option of `RagCache.open` with the tier's budget in bytes."""
     traits: TierTraits
     """Default traits. An opened tier may differ, for example a device tier on a CPU."""
+    implementation: str
+    """Module and class of the tier, as `module:class`. Its `from_options` opens the tier."""
 
 
 TIERS: dict[str, TierSpec] = {
     spec.name: spec
     for spec in (
-        TierSpec("device", "device_bytes", TierTraits(on_gpu=True, slabs=True, grouped=True)),
-        TierSpec("host", "host_bytes", TierTraits(slabs=True, buffers=True)),
-        TierSpec("disk", "disk_bytes", TierTraits(persistent=True, mapped=True)),
-        TierSpec("remote", "remote_bytes", TierTraits(persistent=True, shared=True)),
+        TierSpec(
+            "device",
+            "device_bytes",
+            TierTraits(on_gpu=True, slabs=True, grouped=True),
+            "ragcache.store.tiers.device:DeviceTier",
+        ),
+        TierSpec(
+            "host",
+            "host_bytes",
+            TierTraits(slabs=True, buffers=True),
+            "ragcache.store.tiers.host:HostTier",
+        ),
+        TierSpec(
+            "disk",
+            "disk_bytes",
+            TierTraits(persistent=True, mapped=True),
+            "ragcache.store.tiers.disk:DiskTier",
+        ),
+        TierSpec(
+            "remote",
+            "remote_bytes",
+            TierTraits(persistent=True, shared=True),
+            "ragcache.store.tiers.remote:RemoteTier",
+        ),
     )
 }
 """All tiers by name, fastest first. Lookup and demotion follow this order, separately among memory

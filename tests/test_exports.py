@@ -16,9 +16,9 @@ import pytest
 import ragcache
 import ragcache_schemas
 from ragcache import errors
+from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
-from ragcache.params import parse_bytes
 from ragcache_schemas import layout, parser, text
 
 PACKAGES = (

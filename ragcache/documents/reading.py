@@ -11,10 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import Self
 
+from ragcache.config import parse_bytes
 from ragcache.documents.formats import is_plain, read_document
 from ragcache.documents.source import SourceDocument, sanitize_document
 from ragcache.errors import MissingExtra, UnreadableDocument
-from ragcache.params import OpenConfig, parse_bytes
+from ragcache.params import OpenConfig
 from ragcache.processes import (
     WorkerFailed,
     WorkerOutOfMemory,

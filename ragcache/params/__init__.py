@@ -1,6 +1,6 @@
 """Options, each declared once. REST, command line, LangChain and settings inherit them."""
 
-from ragcache.params.base import Params, Size, Surface, explain, parse_bytes, parse_optional_bytes
+from ragcache.params.base import Params, Surface, explain
 from ragcache.params.generation import REFUSAL, GenerationParams
 from ragcache.params.open import OpenConfig
 from ragcache.params.search import SearchKind, SearchParams
@@ -12,9 +12,6 @@ __all__ = [
     "Params",
     "SearchKind",
     "SearchParams",
-    "Size",
     "Surface",
     "explain",
-    "parse_bytes",
-    "parse_optional_bytes",
 ]

@@ -7,12 +7,10 @@ bases are `Surface` and the option sets that it offers. This module depends on p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     GetJsonSchemaHandler,
@@ -23,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from ragcache.errors import ConfigurationError, InvalidRequest, RagCacheError
+from ragcache.errors import InvalidRequest, RagCacheError
 
 
 class Params(BaseModel):
@@ -182,40 +180,3 @@ def bounds(field: FieldInfo) -> str:
     if high is None:
         return f"above {low}" if above else f"at least {low}"
     return f"above {low} and at most {high}" if above else f"from {low} to {high}"
-
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Return the number of bytes of a size such as `8GiB`, `512 MB` or 1048576.
-
-    Raises:
-        ConfigurationError: The text is not a size.
-
-    Example:
-        >>> parse_bytes("1.5 KiB")
-        1536
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigurationError(f"cannot read the size {size!r}; write it like 8GiB or 512MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_optional_bytes(size: int | str | None) -> int | None:
-    """Return the number of bytes of a size that may be unlimited (None)."""
-    return None if size is None else parse_bytes(size)
-
-
-def _checked_size(size: int | str) -> int | str:
-    if parse_bytes(size) < 1:
-        raise ValueError(f"{size!r} is no size; it must be at least 1 byte")
-    return size
-
-
-Size = Annotated[int | str, AfterValidator(_checked_size)]
-"""A number of bytes, or a text such as `8GiB`. It is kept as given; `parse_bytes` converts it."""

@@ -7,23 +7,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragcache.config import check_instruction
+from ragcache.config import Size, check_instruction
 from ragcache.errors import ConfigurationError
-from ragcache.params.base import Params, Size
+from ragcache.params.base import Params
+from ragcache.tiers import TierOptions
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["model", "int8"]
 
 
-class OpenConfig(Params):
-    """Options of `RagCache.open`. Sizes are numbers of bytes, or texts such as `8GiB`.
+class OpenConfig(TierOptions, Params):
+    """Options of `RagCache.open`, with the options of the tiers.
+
+    Sizes are numbers of bytes, or texts such as `8GiB`.
 
     Raises:
         ConfigurationError: An option is unknown or has a value that cannot be used.
 
     Example:
         >>> OpenConfig(host_bytes="8GiB", max_tokens=16)
-        OpenConfig(max_tokens=16, host_bytes='8GiB')
+        OpenConfig(host_bytes='8GiB', max_tokens=16)
     """
 
     error = ConfigurationError
@@ -78,20 +80,6 @@ class OpenConfig(Params):
     private_bytes: Size | None = None
     """Memory for the states of questions and answers. Defaults to 512 MiB, on a GPU to a share of
     its memory."""
-    host_bytes: Size = "2GiB"
-    """Budget of the host tier."""
-    device_bytes: Size | None = None
-    """Budget of the device tier, on the GPU. Defaults to the memory that the engine leaves free."""
-    device_kv_dtype: KVDType = "model"
-    """Format of states in the device tier: the model's data type, or 8 bits."""
-    disk_bytes: Size | None = None
-    """Budget of the disk tier. Unlimited by default."""
-    remote: str | None = None
-    """URL of a remote tier for fsspec: `s3://BUCKET/PATH`, `file:///MOUNT`. Off by default."""
-    remote_bytes: Size | None = None
-    """Budget of the remote tier. Unlimited by default."""
-    kv_dtype: KVDType = "model"
-    """Format of states in the host, disk and remote tiers: the model's data type, or 8 bits."""
     ledger: str | None = None
     """URL of the ledger's database. Defaults to a file in the state folder."""
     stale_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0

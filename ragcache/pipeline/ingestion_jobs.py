@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ragcache.config import parse_bytes
 from ragcache.db import JobRequest, JobRow, Jobs, Page, TakenJob, collection_target
 from ragcache.documents import (
     LoadedSources,
@@ -32,7 +33,6 @@ from ragcache.errors import (
     LedgerUnavailable,
     RagCacheError,
 )
-from ragcache.params import parse_bytes
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ingest import Ingestor, check_collection
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragcache.answers.quotations import Quotations
-from ragcache.config import NAMESPACE, check_namespace, salt_of
+from ragcache.config import NAMESPACE, check_namespace, parse_optional_bytes, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
-from ragcache.params import OpenConfig, parse_optional_bytes
+from ragcache.params import OpenConfig
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer

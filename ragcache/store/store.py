@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -30,14 +31,13 @@ from ragcache.errors import (
     StoreError,
     StoreFull,
 )
-from ragcache.params import OpenConfig, parse_optional_bytes
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
-from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
-from ragcache.tiers import TIERS
+from ragcache.store.tiers import DiskTier, HostTier, Tier
+from ragcache.tiers import TIERS, TierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -507,39 +507,19 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
             index.tier.remove_parts(0.0)
 
 
-def open_tiers(config: OpenConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `KVStore.open` for a configuration.
+def open_tiers(
+    options: TierOptions, device: torch.device, names: Iterable[str] = TIERS
+) -> list[Tier]:
+    """Open the tiers that a configuration asks for, in addition to host and disk.
 
     Args:
-        config: Budgets and locations of the tiers.
+        options: Budgets and locations of the tiers.
         device: Device of the model.
+        names: Tiers to open. Defaults to all.
 
     Raises:
         ConfigurationError: The URL of the remote tier is not supported.
     """
-    opened = (open_tier(config, device) for open_tier in OPENERS.values())
-    return {
-        "disk_bytes": parse_optional_bytes(config.disk_bytes),
-        "kv_dtype": config.kv_dtype,
-        "claim_patience": config.claim_patience,
-        "tiers": [tier for tier in opened if tier is not None],
-    }
-
-
-def _open_device(config: OpenConfig, device: torch.device) -> Tier | None:
-    if config.device_bytes is None and device.type != "cuda":
-        return None
-    budget = parse_optional_bytes(config.device_bytes)
-    return DeviceTier(budget, device, kv_dtype=config.device_kv_dtype)
-
-
-def _open_remote(config: OpenConfig, device: torch.device) -> Tier | None:  # noqa: ARG001
-    if config.remote is None:
-        return None
-    budget = parse_optional_bytes(config.remote_bytes)
-    return RemoteTier.open(config.remote, budget, kv_dtype=config.kv_dtype)
-
-
-TierOpener = Callable[[OpenConfig, torch.device], Tier | None]
-OPENERS: dict[str, TierOpener] = {"device": _open_device, "remote": _open_remote}
-"""Opens each optional tier. A tier that the configuration does not ask for is None."""
+    classes: Iterable[type[Tier]] = (resolve_name(TIERS[name].implementation) for name in names)
+    opened = (each.from_options(options, device) for each in classes)
+    return [tier for tier in opened if tier is not None]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 
 from ragcache.db.ledger import Ledger
@@ -27,7 +28,7 @@ from ragcache.errors import (
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.states.serialization import Allocate
-from ragcache.tiers import TIERS, TierTraits
+from ragcache.tiers import TIERS, TierOptions, TierTraits
 
 
 class Tier(ABC):
@@ -96,6 +97,16 @@ class Tier(ABC):
         """Return keys that were present during the call. Raises `RemoteUnavailable`."""
 
     # Optional behavior.
+
+    @classmethod
+    def from_options(cls, options: TierOptions, device: torch.device) -> Tier | None:  # noqa: ARG003
+        """Open the tier that the options ask for, if any. Every store has host and disk anyway.
+
+        Args:
+            options: Options of all tiers.
+            device: Device of the model.
+        """
+        return None
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:  # noqa: ARG002
         """Read states into memory from `allocate`. Tiers that are not `mapped` ignore it."""

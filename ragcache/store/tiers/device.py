@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragcache.config import parse_optional_bytes
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import Arrival, KVKey, KVStates
 from ragcache.states.kv import CopyEvent, capture_lock
@@ -28,7 +29,7 @@ from ragcache.states.quantization import (
 from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import DeviceStreams, indexed
-from ragcache.tiers import TIERS
+from ragcache.tiers import TIERS, TierOptions
 
 _PIECE = 1 << 21  # bytes from which a copy nearly reaches the bandwidth of the bus
 _PIECES = 8  # minimum number of pieces of that size: a step starts after the first one
@@ -151,6 +152,13 @@ class DeviceTier(MemoryTier):
         self._ended: deque[_Memory] = deque()  # filled by finalizers at any time
         self._freed: deque[_Freed] = deque()
         self._arriving: deque[Arrival] = deque()  # keep the sources alive
+
+    @classmethod
+    def from_options(cls, options: TierOptions, device: torch.device) -> DeviceTier | None:
+        if options.device_bytes is None and device.type != "cuda":
+            return None
+        budget = parse_optional_bytes(options.device_bytes)
+        return cls(budget, device, kv_dtype=options.device_kv_dtype)
 
     @property
     def used_bytes(self) -> int:

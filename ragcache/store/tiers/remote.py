@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from ragcache.config import parse_optional_bytes
 from ragcache.db.ledger import Ledger
 from ragcache.errors import (
     ConfigurationError,
@@ -35,7 +36,7 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import read_blob, to_blob
 from ragcache.store.tiers.base import PART, SUFFIX, Tier, check_budget, key_of, named_os_error
-from ragcache.tiers import TIERS
+from ragcache.tiers import TIERS, TierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,13 @@ class RemoteTier(Tier):
         except ValueError as error:
             raise ConfigurationError(f"cannot use {url!r} as a remote tier: {error}") from error
         return cls(files, root, budget_bytes, kv_dtype=kv_dtype, retry=retry)
+
+    @classmethod
+    def from_options(cls, options: TierOptions, device: torch.device) -> RemoteTier | None:  # noqa: ARG003
+        if options.remote is None:
+            return None
+        budget = parse_optional_bytes(options.remote_bytes)
+        return cls.open(options.remote, budget, kv_dtype=options.kv_dtype)
 
     @property
     def used_bytes(self) -> int:

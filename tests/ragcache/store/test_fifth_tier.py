@@ -1,77 +1,33 @@
-"""A tier that only this file knows works through the store, the ledger and `RagCache`.
+"""A tier that only this file knows works through the store, the ledger and every surface.
 
-A new tier is a file of its own, a `TierSpec` in `ragcache/tiers.py` and an opener in
-`ragcache/store/store.py`, and its budget in `OpenConfig`: no other file names tiers.
+A new tier is a file of its own (`archive_tier.py` here), and in `ragcache/tiers.py` its options in
+`TierOptions` and its `TierSpec` in `TIERS`: no other file names tiers.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from ragcache import RagCache, SourceDocument, rag
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
-from ragcache.errors import ConfigurationError, StoreBudgetExceeded
-from ragcache.models import LoadedModel
-from ragcache.params import OpenConfig
-from ragcache.states import KVKey
-from ragcache.states.quantization import StoredStates
+from ragcache.errors import StoreBudgetExceeded
 from ragcache.store import KVStore, LeaseRequest, tier_status
-from ragcache.store.store import OPENERS
-from ragcache.store.tiers.base import MemoryTier, check_budget
 from ragcache.store.verify import verify
-from ragcache.tiers import TIERS, TierSpec, TierTraits
+from ragcache.tiers import TIERS, TierSpec
 from tests.ragcache.conftest import full_lease, make_key, make_states, same
+from tests.ragcache.store.archive_tier import ARCHIVE, ArchiveTier
 from tests.ragcache.store.conftest import nothing
-
-ARCHIVE: dict[KVKey, StoredStates] = {}
-"""Content of the tier, which outlives a store."""
-SPEC = TierSpec("archive", "archive_bytes", TierTraits(persistent=True))
-
-
-class ArchiveTier(MemoryTier):
-    """States in a dict that stands for a medium of its own."""
-
-    name = "archive"
-    traits = SPEC.traits
-
-    def __init__(self, budget_bytes: int) -> None:
-        super().__init__()
-        self.budget_bytes, self._states = budget_bytes, ARCHIVE
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(states.nbytes for states in ARCHIVE.values())
-
-    def size_of(self, states: StoredStates) -> int:
-        return states.nbytes
-
-    def put(self, key: KVKey, states: StoredStates) -> int:
-        check_budget(self.name, self.budget_bytes, self.used_bytes, states.nbytes)
-        ARCHIVE[key] = states
-        return states.nbytes
-
-
-class ArchiveConfig(OpenConfig):
-    archive_bytes: int | None = None
-
-
-def open_archive(config: OpenConfig, device: torch.device) -> ArchiveTier | None:
-    assert device.type == "cpu"
-    budget = getattr(config, "archive_bytes", None)
-    return None if budget is None else ArchiveTier(budget)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TIERS, "archive", SPEC)
-    monkeypatch.setitem(OPENERS, "archive", open_archive)
-    monkeypatch.setattr(rag, "OpenConfig", partial(ArchiveConfig, force_modes=True))
+    spec = TierSpec("archive", "archive_bytes", ArchiveTier.traits, "")
+    monkeypatch.setitem(TIERS, "archive", spec)
     ARCHIVE.clear()
 
 
@@ -115,18 +71,71 @@ def test_a_full_fifth_tier_names_its_budget(tmp_path: Path, database: Database) 
         archive.put(make_key(1), make_states(1))
 
 
-def test_rag_cache_opens_a_fifth_tier_by_its_budget(
-    tmp_path: Path, tiny_reader: LoadedModel
-) -> None:
-    options: Any = {"archive_bytes": 1 << 26, "max_tokens": 4}
-    with RagCache.open(tmp_path, tiny_reader, **options) as opened:
-        opened.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
-        assert ARCHIVE
-        expected = opened.ask("Where is the kiln?", collection="notes")
-        opened.modules.move("notes", "archive")
-        opened.modules.evict("notes", tier="disk")
-        answer = opened.ask("Where is the kiln?", collection="notes")
-        assert (answer.text, answer.sources[0].tier) == (expected.text, "archive")
-        assert "archive" in opened.stats().tiers
-    with pytest.raises(ConfigurationError, match="unknown option 'archive_size'"):
-        RagCache.open(tmp_path, tiny_reader, archive_size=1)  # type: ignore[call-arg]
+EDITED_REGISTRY = """
+import importlib.util, json, sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+package = Path(importlib.util.find_spec("ragcache").origin).parent
+text = (package / "tiers.py").read_text()
+row, option = '        TierSpec(\\n            "remote",', '    kv_dtype: KVDType = "model"'
+assert text.count(row) == text.count(option) == 1
+name = "tests.ragcache.store.archive_tier:ArchiveTier"
+new = f'TierSpec("archive", "archive_bytes", TierTraits(persistent=True), "{name}"),'
+fields = 'archive: str | None = None; archive_bytes: Size = "1MiB"'
+edited = folder / "tiers.py"
+edited.write_text(text.replace(row, new + row).replace(option, f"    {fields}\\n{option}"))
+spec = importlib.util.spec_from_file_location("ragcache.tiers", edited)
+sys.modules["ragcache.tiers"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["ragcache.tiers"])
+
+from typer.testing import CliRunner
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import ConfigurationError
+from ragcache_api.cli.main import app
+from ragcache_api.settings import ServiceSettings
+from tests.ragcache.store.archive_tier import ARCHIVE
+
+state, asked = folder / "state", "Where is the kiln?"
+
+def shelf(rag):
+    tiers = {index.name: index.tier for index in rag.internals.shared.store.persistent.indexes}
+    return tiers["archive"].shelf, tiers["archive"].budget_bytes
+
+with RagCache.open(state, embedding="none", archive="attic", archive_bytes="64MiB") as rag:
+    rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
+    assert ARCHIVE and shelf(rag) == ("attic", 64 << 20) and "archive" in rag.stats().tiers
+    expected = rag.ask(asked, collection="notes").text
+    rag.modules.move("notes", "archive")
+    rag.modules.evict("notes", tier="disk")
+    answer = rag.ask(asked, collection="notes")
+    assert (answer.text, answer.sources[0].tier) == (expected, "archive"), answer
+try:
+    RagCache.open(state, archive_size=1)
+    raise AssertionError("it is no option")
+except ConfigurationError as error:
+    assert "unknown option 'archive_size'" in str(error) and "archive_bytes" in str(error)
+
+def run(*words):
+    done = CliRunner().invoke(app, [*words, "--state", str(state), "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+answer = run("ask", asked, "-c", "notes", "--embedding", "none")
+assert "archive" in answer["reuse"]["bytes_moved"], "the command has opened the tier"
+assert run("verify")["clean"]
+settings = ServiceSettings.read(state=state, archive_bytes="32MiB", embedding="none")
+with RagCache.open(settings.state, **settings.open_options()) as rag:
+    assert rag.ask(asked, collection="notes").text == answer["text"] == expected
+    assert shelf(rag) == ("cellar", 32 << 20), "the variable RAGCACHE_ARCHIVE, and the option"
+"""
+
+
+@pytest.mark.slow
+def test_a_fifth_tier_with_options_is_on_every_surface(tmp_path: Path) -> None:
+    """The tier's file, and its options and its row in `ragcache/tiers.py`, are all it takes."""
+    command = [sys.executable, "-c", EDITED_REGISTRY, str(tmp_path)]
+    told = {"RAGCACHE_ARCHIVE": "cellar", "RAGCACHE_FORCE_MODES": "1"}
+    environment = os.environ | told | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -21,6 +21,7 @@ from ragcache.models import LoadedModel
 from ragcache.params import OpenConfig
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore, LeaseRequest, open_tiers, tier_status
+from ragcache.tiers import persistent_tiers
 from tests.ragcache.conftest import (
     TOKEN_BYTES,
     encode_missing,
@@ -242,9 +243,13 @@ def test_a_full_disk_does_not_stop_a_question(
 
 
 def test_a_configuration_opens_the_tiers_that_it_asks_for() -> None:
-    chosen = open_tiers(OpenConfig(disk_bytes="8GiB", kv_dtype="int8"), torch.device("cpu"))
-    assert (chosen["disk_bytes"], chosen["kv_dtype"]) == (8 << 30, "int8")
-    assert chosen["tiers"] == []
+    asked = OpenConfig(device_bytes="1MiB", remote="memory://far", kv_dtype="int8")
+    device, remote = open_tiers(asked, torch.device("cpu"))
+    assert (device.name, device.budget_bytes, device.kv_dtype) == ("device", 1 << 20, "model")
+    assert (remote.name, remote.budget_bytes, remote.kv_dtype) == ("remote", None, "int8")
+    [remote] = open_tiers(asked, torch.device("cpu"), persistent_tiers())
+    assert remote.name == "remote"
+    assert open_tiers(OpenConfig(), torch.device("cpu")) == []
 
 
 def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, tiny_reader: LoadedModel) -> None:
