@@ -94,9 +94,18 @@ class EngineClosed(RequestError):
         """Return the error of a call after `RagCache.close`."""
         return cls("the state folder is closed; open it again with RagCache.open")
 
+    @classmethod
+    def of_fork(cls) -> EngineClosed:
+        """Return the error of a call in a process that was forked after the engine was opened."""
+        return cls(
+            "this process was forked after the engine was opened, and has no thread that computes; "
+            "open the folder or the engine in the child, after forking, or start processes by "
+            "'spawn'"
+        )
+
 
 class EngineFailed(RequestError):
-    """A step of the engine failed while the request ran."""
+    """A step of the engine failed while the request ran, or the engine's thread has ended."""
 
 
 class IdempotencyConflict(RequestError, ValueError):

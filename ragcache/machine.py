@@ -1,5 +1,5 @@
-"""Properties of the machine: fast dtypes, timed once per process, free memory, and freed memory
-that stays with the process.
+"""Properties of the machine and the process: fast dtypes, timed once per process, free memory,
+freed memory that stays with the process, and what is closed at its exit.
 
 Flags do not tell: torch offers bfloat16 on every processor, but without AVX-512 or AMX a linear
 layer takes 4 to 6 times as long in it as in float32, and a product of two plain matrices up to 500
@@ -9,7 +9,9 @@ which hardly depends on other processes.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
 import os
 import platform
 import sys
@@ -18,8 +20,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,6 +36,9 @@ _PATIENCE = 0.02  # seconds for more runs than the fewest
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGEST_KEPT = 32 * 2**20  # bytes; the most that glibc takes
+_openings = count()
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -166,6 +173,35 @@ def prefer_cublaslt() -> None:
     """
     if "TORCH_BLAS_PREFER_CUBLASLT" not in os.environ:
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+class Closable(Protocol):
+    """An object whose threads compute until it is closed."""
+
+    def close(self) -> None:
+        """End the threads. A second call does nothing."""
+
+
+_closed_at_exit: WeakValueDictionary[int, Closable] = WeakValueDictionary()
+
+
+def close_at_exit(opened: Closable) -> None:
+    """Close an object when the interpreter exits, the last opened one first, unless it is gone.
+
+    PyTorch aborts a process whose threads are killed in its code (`terminate called without an
+    active exception`), as daemon threads are after the exit functions. A forked process inherits
+    the objects; their `close` has to leave the threads of the parent alone.
+    """
+    _closed_at_exit[next(_openings)] = opened
+
+
+@atexit.register
+def _close_all() -> None:
+    for opened in [each for _, each in sorted(_closed_at_exit.items(), reverse=True)]:
+        try:
+            opened.close()
+        except Exception:
+            logger.exception("%r could not be closed at exit", opened)
 
 
 def _shortest(run: Callable[[], object]) -> float:

@@ -18,7 +18,7 @@ from ragcache.db import (
 )
 from ragcache.documents import FileFilter, ReadLimits, load_sources
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import ConfigurationError, EngineClosed, InvalidRequest, StoreUnwritable
+from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.options import (
@@ -107,10 +107,9 @@ class RagCache:
         For services and tools that inspect the store, the engine or the model.
 
         Raises:
-            EngineClosed: The folder was closed.
+            EngineClosed: The folder was closed, or opened before this process was forked.
         """
-        if self._internals.shared.closed.is_set():
-            raise EngineClosed.of_folder()
+        self._internals.shared.check_open()
         return self._internals
 
     @property

@@ -16,6 +16,9 @@ from torch.nn.functional import embedding
 
 from ragcache.errors import ConstraintFailed
 
+PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
+"""Errors of foreign code that do not stay with their request: they end the engine's thread."""
+
 T = TypeVar("T")
 _NONE_ALLOWED = torch.zeros(0, dtype=torch.int32, device="cpu")
 
@@ -71,7 +74,9 @@ class GuardedConstraint:
     def _tried(self, doing: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
-        except Exception as error:  # foreign code, whose errors end only its own request
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:  # foreign code, panics of Rust included: ends its request
             failure = ConstraintFailed(f"the request's constraint failed in {doing}: {error!r}")
             failure.__cause__ = error
             self._constraint, self.failure = None, failure

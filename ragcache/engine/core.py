@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ragcache.engine.checks import RequestChecker
 from ragcache.engine.config import EngineConfig, EngineStats
+from ragcache.engine.constraint import PROCESS_ENDS
 from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
@@ -160,6 +161,9 @@ class EngineCore:
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""
+        for sequence in (*self._running, *self._waiting):  # first: freeing may fail
+            sequence.group.channel.fail(error)
+        self._encode_queue.fail_all(error)
         launched, self._launched = self._launched, None
         if launched is not None:
             with suppress(Exception):  # the device may still read the step's memory
@@ -167,8 +171,6 @@ class EngineCore:
         for sequence in (*self._running, *self._waiting):
             sequence.finished = True
             self.kv_manager.release_sequence(sequence)
-            sequence.group.channel.fail(error)
-        self._encode_queue.fail_all(error)
         self.kv_manager.forget_retained()  # may hold states of the failed step
         self._running, self._waiting = [], []
         self._changed = True
@@ -259,7 +261,9 @@ class EngineCore:
             sequence.sampler = sequence.new_sampler()
             try:
                 sequence.begin_text()
-            except Exception as error:  # a caller's text
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:  # a caller's text; panics of Rust are no `Exception`
                 self._fail(sequence.group, _text_failed(error))
         return sequence.sampler
 
@@ -489,7 +493,9 @@ class EngineCore:
             for sequence in accepted:
                 try:
                     sequence.deliver(now)
-                except Exception as error:  # a caller's text: fails its own request only
+                except PROCESS_ENDS:
+                    raise
+                except BaseException as error:  # a caller's text: fails its own request only
                     self._fail(sequence.group, _text_failed(error))
         self._retire(accepted)
 
@@ -561,7 +567,7 @@ def _order(sequence: Sequence) -> tuple[float, int]:
     return (sequence.group.seniority, sequence.number)
 
 
-def _text_failed(error: Exception) -> TextFailed:
+def _text_failed(error: BaseException) -> TextFailed:
     failure = TextFailed(f"the text of the request's answer could not be made: {error!r}")
     failure.__cause__ = error
     return failure

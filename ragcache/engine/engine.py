@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,10 +20,11 @@ import torch
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel, check_job
-from ragcache.engine.handle import RequestHandle
+from ragcache.engine.handle import RequestChannel, RequestHandle
 from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
+from ragcache.machine import close_at_exit
 from ragcache.models import CausalLM
 from ragcache.openmp import give_workers_back
 from ragcache.states import KVStates
@@ -59,10 +62,13 @@ class LLMEngine:
         self._queue: WeakSet[AnswerChannel] = WeakSet()
         self._open = True
         self._stopping = False
+        self._pid = os.getpid()
+        self._failure: BaseException | None = None  # that ended the thread
         self.stream = runner.stream
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
         give_workers_back()  # this thread loaded the model
+        close_at_exit(self)
 
     @property
     def stats(self) -> EngineStats:
@@ -71,8 +77,8 @@ class LLMEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine accepts requests."""
-        return self._open
+        """Whether the engine accepts requests: not closed, not failed, not of a parent process."""
+        return self._open and self._pid == os.getpid()
 
     @property
     def core(self) -> EngineCore:
@@ -99,8 +105,10 @@ class LLMEngine:
             InvalidRequest: A token is not in the vocabulary, or a segment's states have the
                 wrong shape, dtype or device.
             QueueFull: The queue is full.
-            EngineClosed: The engine was closed.
+            EngineClosed: The engine was closed, or opened before this process was forked.
+            EngineFailed: The engine's thread has ended.
         """
+        self._check_process()
         self._core.checker.check_request(request)
         give_workers_back()  # before the engine's thread computes
         channel = AnswerChannel(self._wake)
@@ -109,7 +117,7 @@ class LLMEngine:
             self._check_open()
             if not follow_up:
                 self._take_place(channel)
-            self._inbox.put(lambda: self._core.add_request(request, channel, now))
+            self._send(channel, lambda: self._core.add_request(request, channel, now))
         return RequestHandle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
@@ -126,23 +134,27 @@ class LLMEngine:
         Raises:
             PromptTooLong: A job exceeds the model's window.
             InvalidRequest: A token or the states of a root do not belong to the model.
-            EngineClosed: The engine was closed.
+            EngineClosed: The engine was closed, or opened before this process was forked.
+            EngineFailed: The engine's thread has ended.
         """
+        self._check_process()
         self._core.checker.check_jobs(jobs)
         channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
-            self._inbox.put(lambda: self._core.add_encoding(list(jobs), channel))
+            self._send(channel, lambda: self._core.add_encoding(list(jobs), channel))
         give_workers_back()
         return RequestHandle(channel)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stop the engine's thread.
+        """Stop the engine's thread. Does nothing in a forked process, which has no such thread.
 
         Args:
             drain: Whether to finish running requests first. Otherwise they fail with
                 `EngineClosed`.
         """
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if not self._open:
                 return
@@ -156,7 +168,14 @@ class LLMEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _check_process(self) -> None:
+        """Checked before the lock is taken, which another thread may have held at the fork."""
+        if self._pid != os.getpid():
+            raise EngineClosed.of_fork()
+
     def _check_open(self) -> None:
+        if self._failure is not None:
+            raise _thread_ended(self._failure)
         if not self._open:
             raise EngineClosed("the engine is closed; open it again to ask")
 
@@ -171,6 +190,22 @@ class LLMEngine:
             )
         self._queue.add(channel)
 
+    def _send(self, channel: RequestChannel[Any, Any], message: Message) -> None:
+        """Put a request in the inbox. It fails if the engine cannot take it."""
+
+        def deliver() -> None:
+            try:
+                message()
+            except Exception as error:
+                logger.exception("a request could not be taken")
+                channel.fail(_step_failed(error))
+            except BaseException as error:
+                self._refuse_all(error)
+                channel.fail(_thread_ended(error))
+                raise
+
+        self._inbox.put(deliver)
+
     def _wake(self) -> None:
         """Make the engine look for canceled requests before its next step."""
         self._inbox.put(_wake_up)
@@ -182,8 +217,11 @@ class LLMEngine:
             self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
 
     def _serve(self) -> None:
-        with _computing_on(self.stream):
-            self._run_steps()
+        try:
+            with _computing_on(self.stream):
+                self._run_steps()
+        except BaseException as error:  # SystemExit, a panic of Rust: nothing may wait forever
+            self._end(error)
 
     def _run_steps(self) -> None:
         if self.config.warm_up:
@@ -192,8 +230,8 @@ class LLMEngine:
             except Exception:  # the first requests will report it
                 logger.exception("the engine could not be warmed up")
         while not (self._stopping and not self._core.busy):
-            self._take_messages(wait=not self._core.busy or self._core.is_stalled)
             try:
+                self._take_messages(wait=not self._core.busy or self._core.is_stalled)
                 self._core.step()
             except Exception as error:  # the thread goes on, whatever a step raised
                 self._fail(error)
@@ -201,9 +239,29 @@ class LLMEngine:
     def _fail(self, error: Exception) -> None:
         """Fail all requests after an error in a step. Later requests are served."""
         logger.exception("a step of the engine failed")
-        failure = EngineFailed(f"the engine failed in a step: {error!r}")
-        failure.__cause__ = error
-        self._core.fail_all(failure)
+        self._core.fail_all(_step_failed(error))
+
+    def _refuse_all(self, error: BaseException) -> None:
+        """Accept no more requests, because of an error that ends the thread."""
+        with self._lock:
+            self._open, self._failure = False, error
+
+    def _end(self, error: BaseException) -> None:
+        """Fail all requests and refuse later ones, after an error that ends the thread."""
+        logger.critical("the engine's thread has ended", exc_info=error)
+        self._refuse_all(error)
+        failing = True
+        while failing:  # requests that are still in the inbox join the others, and fail with them
+            try:
+                self._take_messages(wait=False)
+                failing = False
+            except BaseException:
+                logger.exception("a request could not be taken")
+        try:
+            self._core.fail_all(_thread_ended(error))
+        except BaseException:  # all requests have failed by now
+            logger.exception("the memory of the engine could not be freed")
+        error.with_traceback(None)  # whose frames would keep states
 
     def _take_messages(self, *, wait: bool) -> None:
         try:
@@ -217,6 +275,21 @@ class LLMEngine:
 
 def _wake_up() -> None:
     """Message without an effect: wakes the thread."""
+
+
+def _step_failed(error: BaseException) -> EngineFailed:
+    failure = EngineFailed(f"the engine failed in a step: {error!r}")
+    failure.__cause__ = error
+    return failure
+
+
+def _thread_ended(error: BaseException) -> EngineFailed:
+    failure = EngineFailed(
+        f"the engine's thread has ended after {error!r}, and computes no more requests; close the "
+        "engine or the folder, and open it again"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 MAX_TOKENS_PER_PASS = 2048

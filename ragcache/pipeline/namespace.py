@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from ragcache.config import NAMESPACE, check_namespace, parse_optional_bytes, sa
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
+from ragcache.errors import EngineClosed
+from ragcache.machine import close_at_exit
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
 from ragcache.params import OpenConfig
 from ragcache.pipeline.answer import DeferredReleases
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedServices:
     """Components of an open state folder that all of its namespaces share."""
 
@@ -57,6 +60,7 @@ class SharedServices:
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     turns: EncodingTurns = field(default_factory=EncodingTurns, init=False)
+    _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -113,7 +117,15 @@ class SharedServices:
             reranker,
         )
         store.on_heartbeat.append(shared.workers.wake)
+        close_at_exit(shared)
         return shared
+
+    def check_open(self) -> None:
+        """Raise `EngineClosed` after `close`, and in a process that was forked after opening."""
+        if self._pid != os.getpid():
+            raise EngineClosed.of_fork()
+        if self.closed.is_set():
+            raise EngineClosed.of_folder()
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
         """Return the components of a namespace, which the first call builds.
@@ -128,8 +140,10 @@ class SharedServices:
                 found = self._namespaces[name] = Namespace.build(name, self)
             return found
 
-    def close(self, *, drain: bool) -> None:
+    def close(self, *, drain: bool = False) -> None:
         """Stop the engine, and close store and ledger, for all namespaces.
+
+        Does nothing in a forked process: connections and threads belong to its parent.
 
         Background ingestions are interrupted even with `drain`, because they may take hours. The
         next process that has the folder open continues them.
@@ -137,7 +151,7 @@ class SharedServices:
         Args:
             drain: Wait for running requests.
         """
-        if self.closed.is_set():
+        if self._pid != os.getpid() or self.closed.is_set():
             return
         self.workers.halt()
         self.engine.close(drain=drain)

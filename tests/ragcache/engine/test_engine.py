@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -36,7 +36,15 @@ from ragcache.engine.engine import MAX_TOKENS_PER_PASS
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import TokenDelta
 from ragcache.engine.runner import RaggedModelRunner
-from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
+from ragcache.errors import (
+    ConstraintFailed,
+    EngineClosed,
+    EngineFailed,
+    PromptTooLong,
+    QueueFull,
+    RequestCancelled,
+    TextFailed,
+)
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from tests.cluster.machines import wait_until
@@ -55,7 +63,7 @@ class Gate:
         self.inside = threading.Event()  # a pass has begun
         self.open = threading.Event()
         self.open.set()
-        self.failure: Exception | None = None  # of the next pass
+        self.failure: BaseException | None = None  # of the next pass
 
     def __call__(self, step: ForwardBatch) -> Tensor:
         self.inside.set()
@@ -307,6 +315,103 @@ def test_a_failed_step_ends_its_requests_and_serves_later_ones(
     assert engine.submit_request(request(1)).result(LONG).token_ids == expected.token_ids
     settled(engine)
     assert_all_blocks_free(engine.core)
+
+
+class Panic(BaseException):
+    """An error like the panics of Rust's extensions, which are no `Exception`."""
+
+
+ENDINGS = [SystemExit(3), KeyboardInterrupt(), Panic("index out of bounds")]
+
+
+@pytest.mark.parametrize("failure", ENDINGS, ids=repr)
+def test_an_ended_thread_fails_all_requests_and_later_ones(
+    engine: LLMEngine, gate: Gate, failure: BaseException
+) -> None:
+    gate.shut()
+    running = engine.submit_request(request(0, limit=100))
+    gate.wait()
+    queued = [engine.submit_request(request(n)) for n in range(1, 4)]
+    encoding = engine.encode([EncodeJob([1, 2])])
+    gate.failure = failure
+    gate.open.set()
+
+    async def await_request() -> RequestOutput:
+        return await asyncio.wait_for(queued[0], LONG)
+
+    async def iterate() -> list[TokenDelta]:
+        return [event async for event in queued[1]]
+
+    for wait in (
+        lambda: running.result(LONG),
+        lambda: asyncio.run(await_request()),
+        lambda: asyncio.run(asyncio.wait_for(iterate(), LONG)),
+        lambda: list(queued[2]),
+        lambda: list(encoding),
+        lambda: engine.submit_request(request()),
+        lambda: engine.encode([EncodeJob([1])]),
+    ):
+        with pytest.raises(EngineFailed, match=r"thread has ended after .*open it again") as caught:
+            wait()
+        assert caught.value.__cause__ is failure
+    assert not engine.is_open
+    engine.close()
+
+
+class Part:
+    """A constraint, and a text, that raise an error in one of their methods."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        self.where, self.error = where, error
+        self.finished = False
+        self._raise("begin")
+
+    def _raise(self, where: str) -> None:
+        if where == self.where:
+            raise self.error
+
+    def mask(self) -> Tensor:
+        self._raise("mask")
+        return torch.full((10,), -1, dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        self._raise("accept")
+
+    def push(self, tokens: object, **options: object) -> NoReturn:
+        raise self.error
+
+
+PARTS = [("constraint", "begin"), ("constraint", "mask"), ("constraint", "accept")]
+PARTS += [("text", "begin"), ("text", "push")]
+
+
+@pytest.mark.parametrize(("part", "where"), PARTS)
+@pytest.mark.parametrize("failure", ENDINGS, ids=repr)
+def test_errors_of_foreign_code_reach_their_request(
+    engine: LLMEngine, part: str, where: str, failure: BaseException
+) -> None:
+    """A panic ends its own request alone. Errors that end a process end the engine's thread."""
+    make: Any = lambda *_: Part(where, failure)  # noqa: E731
+    handle = engine.submit_request(replace(request(), **{part: make}))
+    panics = isinstance(failure, Panic)
+    with pytest.raises((ConstraintFailed, TextFailed) if panics else EngineFailed):
+        handle.result(LONG)
+    if panics:
+        assert engine.submit_request(request()).result(LONG).token_ids
+    else:
+        with pytest.raises(EngineFailed):
+            engine.submit_request(request())
+    assert engine.is_open == panics
+
+
+def test_a_message_that_fails_ends_its_request_alone(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "_enqueue", lambda _: 1 / 0)
+        with pytest.raises(EngineFailed, match="ZeroDivisionError"):
+            engine.submit_request(request()).result(LONG)
+    assert engine.submit_request(request()).result(LONG).token_ids
 
 
 def wait_ended(handle: RequestHandle[TokenDelta, RequestOutput]) -> None:
