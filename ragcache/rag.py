@@ -434,7 +434,7 @@ class RagCache:
 
         Args:
             messages: Messages `{"role": "system|user|assistant|tool", "content": text}`, or a plain
-                text to continue.
+                text or token ids to continue.
             **options: Options of `ChatOptions`.
 
         Returns:

@@ -90,15 +90,17 @@ def _logprob(token: SampledToken) -> float:
     return _LEAST if token.logprob is None else token.logprob
 
 
-def lift_of(chosen: Sequence[SampledToken], alone: Sequence[float]) -> float:
+def lift_of(chosen: Sequence[SampledToken], alone: Sequence[SampledToken]) -> float:
     """Return the mean increase of the log-probability of an answer's tokens by the documents.
 
     Args:
         chosen: The answer's tokens, sampled with the documents.
-        alone: Log-probabilities of the same tokens without the documents.
+        alone: The same tokens, scored without the documents.
     """
     pairs = zip(chosen, alone, strict=True)
-    return _mean([max(_LEAST, _logprob(each)) - max(_LEAST, other) for each, other in pairs])
+    return _mean(
+        [max(_LEAST, _logprob(each)) - max(_LEAST, _logprob(other)) for each, other in pairs]
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -44,6 +44,10 @@ from ragcache.errors import DeadlineExceeded, EngineFailed, TextFailed, Unusable
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 
+SCORED_ROWS = 256
+"""Prompt tokens of a step that are scored. Each takes logits of the whole vocabulary: 256 of them
+take 155 MB in float32 for a vocabulary of 151,936."""
+
 ANSWER_AHEAD = 256
 """Answer tokens for which a GPU's sequence reserves consecutive blocks, if the pool has room."""
 
@@ -322,15 +326,18 @@ class EngineCore:
         for number in output.preempted:
             self._preempt(next(each for each in self._running if each.number == number))
         self._admit(output, now)
-        work = []
+        work, scored = list[ScheduledWork](), SCORED_ROWS
         for sequence in self._running:
             count = output.tokens.get(sequence.number, 0)
             row = rows.get(sequence.number)
             if row is None:
                 count = min(count, len(sequence.tokens) - sequence.computed)
+                count = min(count, sequence.most_tokens(scored))
             if count:
                 self.kv_manager.allocate_slots(sequence, count)
-                work.append(ScheduledWork.of(sequence, sequence.next_chunk(count, row)))
+                chunk = sequence.next_chunk(count, row)
+                scored -= chunk.scored[1] - chunk.scored[0]
+                work.append(ScheduledWork.of(sequence, chunk))
         decoding = any(item.count == 1 for item in work)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
         left = most - sum(item.count for item in work)

@@ -273,19 +273,26 @@ class LogprobFormat:
 
     def text(self, chosen: Sequence[SampledToken], offset: int = 0) -> dict[str, Any]:
         """The `logprobs` of a text completion's choice. `offset` is the place of its first token,
-        in characters."""
+        in characters. The first token of a prompt has none: its entries are null."""
         tokens = [self._token(each.token) for each in chosen]
         offsets = list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else []
-        top = [
-            {self._token(token): _finite(value) for token, value in each.alternatives}
-            for each in chosen
-        ]
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(each.logprob or 0.0) for each in chosen],
-            "top_logprobs": top,
+            "token_logprobs": [
+                None if each.logprob is None else _finite(each.logprob) for each in chosen
+            ],
+            "top_logprobs": [
+                None if each.logprob is None else self._likeliest(each) for each in chosen
+            ],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, chosen: SampledToken) -> dict[str, float]:
+        """Alternatives by their text. Of equal texts, the likeliest counts."""
+        found: dict[str, float] = {}
+        for token, value in chosen.alternatives:
+            found.setdefault(self._token(token), _finite(value))
+        return found
 
     def _token(self, token_id: int) -> str:
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)

@@ -142,7 +142,8 @@ class Request:
     """Rule by which an answer that repeats itself ends with `repetition`, from `min_tokens` on."""
     prompt_logprobs: int = 0
     """Number of the prompt's last own tokens whose log-probabilities are reported, computed with
-    the prompt in one pass. Private states are then not shared."""
+    the prompt in one pass, with `sampling.logprobs` alternatives each. The first own token has
+    none. Private states are then not shared."""
 
     def __post_init__(self) -> None:
         if not self.context.token_ids:
@@ -151,10 +152,10 @@ class Request:
             _check_known_tokens(self.context)
         if self.stop and self.text is None:
             raise InvalidRequest("stop strings need `text`, which turns tokens into text")
-        if not 0 <= self.prompt_logprobs < len(self.context.token_ids):
+        if not 0 <= self.prompt_logprobs <= len(self.context.token_ids):
             raise InvalidRequest(
                 f"prompt_logprobs is {self.prompt_logprobs}; the prompt has "
-                f"{len(self.context.token_ids)} own tokens, and the first follows none of them"
+                f"{len(self.context.token_ids)} own tokens"
             )
         check_options(self.max_tokens, self.min_tokens, self.n, self.timeout, stop=self.stop)
 
@@ -242,7 +243,7 @@ class RequestOutput:
     """Time at which the request left the queue."""
     first_token_at: float
     finished_at: float
-    prompt_logprobs: tuple[float, ...] = ()
+    prompt_logprobs: tuple[SampledToken, ...] = ()
     """See `Request.prompt_logprobs`."""
 
     @property

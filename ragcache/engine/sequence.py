@@ -38,7 +38,9 @@ class SequenceGroup:
     ) -> None:
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
-        self.prompt_logprobs: dict[int, float] = {}  # by index of the own token
+        self.prompt_logprobs: dict[int, SampledToken] = {}  # by index of the own token
+        if request.prompt_logprobs == len(request.context.token_ids):
+            self.prompt_logprobs[0] = SampledToken(request.context.token_ids[0])
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
         self.expires_at = math.inf if request.timeout is None else submitted_at + request.timeout
@@ -179,6 +181,13 @@ class Sequence:
             wants_logits=end == len(self.tokens),
             scored=self._scored_rows(begin, end),
         )
+
+    def most_tokens(self, scored: int) -> int:
+        """Most tokens of the next chunk of which at most `scored` score the token after them."""
+        last = self.prompt_length - 1
+        if not self.request.prompt_logprobs or self.computed >= last:
+            return len(self.tokens)
+        return max(0, last - self.request.prompt_logprobs - self.computed) + scored
 
     def _scored_rows(self, begin: int, end: int) -> tuple[int, int]:
         """Rows of the chunk begin:end whose logits score the next prompt token."""

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.encoding import Encoding
-from ragcache.engine.sampler import DeviceTimestamp, PendingTokens, SamplerState
+from ragcache.engine.sampler import (
+    GPU_ROWS,
+    DeviceTimestamp,
+    PendingTokens,
+    SamplerState,
+    report_logprobs,
+)
+from ragcache.engine.sampling import logprobs_of
 from ragcache.engine.sequence import Sequence
 
 
@@ -43,15 +50,21 @@ class ScheduledWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """Log-probabilities [N] of the tokens begin:begin + N of a sequence's own prompt."""
+    """Log-probabilities of the tokens begin:begin + N of a sequence's own prompt."""
 
     sequence: Sequence
     begin: int
-    logprobs: Tensor
+    found: list[tuple[Tensor, Tensor, Tensor]]
+    """Results of `logprobs_of` for runs of the tokens."""
 
     def record(self) -> None:
         """Store the values in the sequence's group. Waits for the device."""
-        self.sequence.group.prompt_logprobs.update(enumerate(self.logprobs.tolist(), self.begin))
+        at, group = self.begin, self.sequence.group
+        for run in self.found:
+            tokens = self.sequence.tokens[at : at + len(run[0])]
+            counts = [self.sequence.request.sampling.logprobs or 0] * len(tokens)
+            group.prompt_logprobs.update(enumerate(report_logprobs(tokens, counts, *run), at))
+            at += len(tokens)
 
 
 def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, list[PromptScores]]:
@@ -72,10 +85,11 @@ def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, 
         begin, end = item.chunk.scored
         if begin < end and isinstance(item.owner, Sequence):
             first = item.end - item.count + begin + 1
-            tokens = torch.tensor(item.owner.tokens[first : first + end - begin])
-            rows = logits[at : at + end - begin].float().log_softmax(dim=-1)
-            found = rows.gather(-1, tokens.to(rows.device)[:, None])[:, 0]
-            scores.append(PromptScores(item.owner, first, found))
+            rows = logits[at : at + end - begin]
+            tokens = torch.tensor(item.owner.tokens[first : first + len(rows)]).to(rows.device)
+            split = (torch.split(each, GPU_ROWS) for each in (rows, tokens))
+            runs = zip(*split, strict=True)
+            scores.append(PromptScores(item.owner, first, [logprobs_of(*run) for run in runs]))
             at += end - begin
         if item.chunk.wants_logits:
             sampled.append(at)

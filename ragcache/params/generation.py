@@ -81,6 +81,9 @@ class GenerationParams(Params):
     """Number of answers (choices) to one prompt."""
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     """Report the log-probability of each token and of this many alternatives."""
+    prompt_logprobs: bool = False
+    """Report the log-probability of each token of the prompt, with as many alternatives as
+    `logprobs` (`Answer.prompt_logprobs`). The whole prompt is then computed: it reads no states."""
     first_logprobs: bool = False
     """Report the log-probabilities of the whole vocabulary for the first token
     (`Choice.first_logprobs`)."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ragcache.answers.policy import AnswerOutput, AnswerPolicy
 from ragcache.answers.quotations import AnswerSpan
-from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
+from ragcache.engine import Choice, RequestHandle, RequestOutput, SampledToken, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.retrieval import Hit
 from ragcache.store import Lease
@@ -137,6 +137,9 @@ class Answer:
     confidence: float | None = None
     """Probability, 0 to 1, that the first choice is right, also if it was refused. Set on request
     and for calibrated answers."""
+    prompt_logprobs: tuple[SampledToken, ...] = ()
+    """Tokens of the prompt with their log-probabilities, if `GenerationParams.prompt_logprobs` is
+    set. The first token has none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain values for JSON, without `Choice.first_logprobs`."""
@@ -208,6 +211,7 @@ class PreparedAnswer:
             completion.choices,
             finished.spans,
             next(iter(finished.confidences), None),
+            completion.prompt_logprobs,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion, InvalidRequest
@@ -35,8 +35,8 @@ from ragcache.pipeline.prompt import (
 from ragcache.recognition import RecognizedModule, Recognizer
 from ragcache.retrieval import Hit, Retriever, Selection
 
-Conversation = Sequence[Message] | str
-"""Messages, or a plain text to continue, which takes no chat template."""
+Conversation = Sequence[Message] | str | Sequence[int]
+"""Messages, or a plain text or token ids to continue, which take no chat template."""
 
 MIN_READ_TOKENS = 8
 """Fewest tokens of a module that are read. Fewer are computed."""
@@ -163,13 +163,17 @@ class ChatPipeline:
             done = end or 0
 
     def _render(self, conversation: Conversation, options: ChatCall) -> RenderedChat:
-        if isinstance(conversation, str):
+        if isinstance(conversation, str) or _are_tokens(conversation):
             if options.tools:
                 raise InvalidRequest("a plain text has no place for tools; give messages")
             if options.template_kwargs:
                 raise InvalidRequest("a plain text has no chat template; give messages")
+            if not isinstance(conversation, str):
+                tokens = [*conversation]
+                return RenderedChat(self.template.model.decode(tokens), "", lead=tokens)
             text, lead = self.template.plain(conversation), self.template.lead
             return RenderedChat(conversation, text, self._find(text, options), lead)
+        conversation = cast("Sequence[Message]", conversation)
         text = self.template.render_chat(conversation, options.tools, options.template_kwargs)
         users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
         return RenderedChat(next(users, ""), text, self._find(text, options))
@@ -181,9 +185,9 @@ class ChatPipeline:
 
         They do not move while the model calls tools, so that their states stay where they are.
         """
-        if isinstance(conversation, str):
+        if isinstance(conversation, str) or _are_tokens(conversation):
             raise InvalidRequest("a plain text has no place for documents; give messages")
-        messages = check_messages(conversation)
+        messages = check_messages(cast("Sequence[Message]", conversation))
         asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
         question = str(messages[asked[-1]]["content"]) if asked else ""
         if not question.strip():
@@ -219,6 +223,10 @@ def _searched_first(
     searched = {hit.module.text for hit in hits}
     first = [(hit, groups.get(hit.module.text)) for hit in hits]
     return first + [each for each in found if each[0].module.text not in searched]
+
+
+def _are_tokens(conversation: Sequence[Message] | Sequence[int]) -> TypeGuard[Sequence[int]]:
+    return bool(conversation) and all(type(each) is int for each in conversation)
 
 
 def lay_out_chat(

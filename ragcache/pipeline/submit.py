@@ -25,7 +25,7 @@ from ragcache.engine import (
 from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import RepetitionRule, check_options
-from ragcache.errors import StoreError
+from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
@@ -86,6 +86,7 @@ def request_maker(
             constraint=constraint,
             suppress_tokens=frozenset() if unsaid is None else frozenset({unsaid}),
             tenant=tenant if params.share else None,
+            prompt_logprobs=len(context.token_ids) if params.prompt_logprobs else 0,
             repetition=repetition_rule(params, extractive=model.extractive),
             priority=params.priority,
             timeout=params.timeout,
@@ -204,6 +205,11 @@ class Submitter:
 
         An answer is limited to the tokens that the prompt leaves.
         """
+        if generation.prompt_logprobs and prompt.states is not None:
+            raise InvalidRequest(
+                "prompt_logprobs needs every token computed, and this prompt reads states; ask in "
+                "mode exact"
+            )
         checker = self.engine.core.checker
         blended = most_blended(prompt, prompt.question.mode.blend_percent)
         computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended

@@ -52,6 +52,7 @@ ONE_ANSWER = Withhold(
         "n": "a command prints one answer",
         "logprobs": "a command prints text",
         "first_logprobs": "a command prints text",
+        "prompt_logprobs": "a command prints text",
         "timeout": "Ctrl-C ends the command",
         "priority": "one question has no queue",
         "share": "one question has no other to share with",

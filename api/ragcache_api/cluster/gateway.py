@@ -95,7 +95,7 @@ class RequestInspector:
 def _question(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
     """Return the question of a request. Raises `InvalidRequest` or `HTTPProblem` without one."""
     texts = body.prompts if isinstance(body, CompletionRequest) else [body.question]
-    if len(texts) != 1 or not texts[0].strip():
+    if len(texts) != 1 or not isinstance(texts[0], str) or not texts[0].strip():
         raise InvalidRequest("a collection is searched for one text")
     return texts[0]
 

@@ -21,7 +21,7 @@ from ragcache_api.http.browser import install_pages
 from ragcache_api.http.envelope import Envelope, install_error_handlers
 from ragcache_api.http.paths import is_openai
 from ragcache_api.http.protocol import referenced_schemas
-from ragcache_api.http.routes import admin, answers, documents, keys, openai
+from ragcache_api.http.routes import admin, answers, documents, keys, openai, tokens
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
@@ -32,6 +32,7 @@ _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router,
     openai.router,
+    tokens.router,
     answers.router,
     answers.schemas_router,
     documents.router,

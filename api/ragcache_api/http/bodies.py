@@ -31,6 +31,7 @@ PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, patter
 CollectionName = PathName
 Question = Annotated[str, Field(min_length=1, max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=4_000_000)]
+TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
 _LIKELIEST = 1e-9  # a `top_p` that leaves only the likeliest token; OpenAI writes 0
 
 IN_PROCESS = {
@@ -39,6 +40,7 @@ IN_PROCESS = {
     "skip_special_tokens": "the service sets it for tool calls",
     "share": "a benchmark's option",
     "first_logprobs": "an option of evaluations in the process",
+    "prompt_logprobs": "completions report them with echo and logprobs",
     "grammar": "give json_schema, json_object, regex or ebnf",
 }
 """Options that no remote caller has."""
@@ -285,31 +287,45 @@ class CompletionRequest(Surface, GenerationRequest):
 
     withheld = IN_PROCESS
     unserved = UNSERVED_IN_COMPLETIONS
-    prompt: Text | list[Text] | list[int] | list[list[int]]
-    """A text, or a list of texts. Token ids are refused."""
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    """A text, the token ids of a text, or a list of either."""
+    max_tokens: Annotated[int | None, Field(ge=0, le=2**31)] = None
+    """Most tokens of an answer, or fewer if the prompt leaves less room. 0 only repeats the prompt,
+    with `echo`."""
     echo: bool | None = None
-    """Repeat the prompt before the answer."""
+    """Repeat the prompt before the answer. With `logprobs`, report the prompt's log-probabilities,
+    too."""
     best_of: int | None = None
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
         """Return the parameters of the answer, or refuse options of the old interface."""
         if self.best_of is not None and self.best_of != self.n:
             raise unsupported("best_of")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo with logprobs")
-        return super().generation(deadline, **own)
+        if self.max_tokens == 0:
+            own |= {"max_tokens": 1}  # it is computed with the prompt, and left out
+            if not self.echo:
+                raise invalid("max_tokens", "max_tokens is 0, which needs echo; give 1 or more")
+        if self.scores_prompt and self.collection is not None:
+            raise unsupported("echo", "echo with logprobs scores a text; leave out collection")
+        if self.stream and (self.scores_prompt or self.max_tokens == 0):
+            raise unsupported("stream", "a prompt is scored whole; leave out stream")
+        return super().generation(deadline, prompt_logprobs=self.scores_prompt, **own)
 
     @property
-    def prompts(self) -> list[str]:
-        """Texts to continue. Raises `HTTPProblem` (400) for token ids.
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are reported."""
+        return bool(self.echo) and self.logprobs is not None
 
-        They might come from another tokenizer.
-        """
-        listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        texts = [each for each in listed if isinstance(each, str)]
-        if not texts or len(texts) != len(listed):
-            raise invalid("prompt", "give a text, or a list of texts")
-        return texts
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts and token ids to continue. Raises `HTTPProblem` (400) without any."""
+        alone = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        listed: Any = [self.prompt] if alone else self.prompt
+        if not listed or any(each == [] for each in listed):
+            raise invalid("prompt", "give a text, token ids, or a list of either")
+        if self.collection is not None and not all(isinstance(each, str) for each in listed):
+            raise invalid("prompt", "a collection is searched for a text, not for token ids")
+        return [*listed]
 
 
 AnsweredRequest = AnswerRequest | PromptRequest | ChatRequest | CompletionRequest

@@ -47,7 +47,6 @@ UNSERVED: Mapping[str, UnservedField] = {
     "modalities": UnservedField("an answer is text", (None, [], ["text"])),
     "moderation": UnservedField("nothing is moderated"),
     "prompt_embeds": UnservedField("give a text"),
-    "prompt_logprobs": UnservedField("completions report them with echo and logprobs"),
     "return_prompt_text": _TOKENS,
     "return_token_ids": _TOKENS,
     "return_tokens_as_token_ids": _TOKENS,

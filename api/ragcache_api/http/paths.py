@@ -20,6 +20,7 @@ _TEXT_ONLY = "the service reads and writes text only"
 _NO_WEBHOOKS = "the service calls no webhooks: follow an ingestion at GET /v1/jobs/JOB"
 _TRAINING = "the service trains no models"
 _ONE_MODEL = "GET /v1/models names the served model"
+_TOKENS = frozenset(("detokenize", "tokenize", "tokenizer_info"))
 _RESOURCES = {
     "agents": _NO_STATE,
     "assistants": _NO_STATE,
@@ -85,7 +86,7 @@ def is_openai(path: str) -> bool:
         parts = parts[2:]
         return parts[0] in _RESOURCES
     name = parts[0] if parts else ""
-    return name not in _OWN if versions else name in _RESOURCES
+    return name not in _OWN if versions else name in _RESOURCES or name in _TOKENS
 
 
 def explain_unserved(method: str, path: str, methods_of: Callable[[str], Sequence[str]]) -> str:

@@ -64,6 +64,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     )
     withheld: ClassVar[Mapping[str, str]] = {
         "first_logprobs": "an option of evaluations",
+        "prompt_logprobs": "an option of evaluations",
         "share": "an option of benchmarks",
         "skip_special_tokens": "set for tool calls",
         "json_schema": "use with_structured_output",

@@ -361,11 +361,15 @@ def test_a_streamed_completion_adds_up_to_the_whole(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": [1, 2, 3]},
+        {"prompt": [1, 10**9]},
+        {"prompt": [[1], []]},
+        {"prompt": [1], "collection": "notes"},
         {"prompt": []},
         {"suffix": "x"},
         {"best_of": 3},
-        {"echo": True, "logprobs": 1},
+        {"echo": True, "logprobs": 1, "collection": "notes"},
+        {"echo": True, "logprobs": 1, "stream": True},
+        {"echo": True, "max_tokens": 0, "stream": True},
         {"stream": True, "prompt": ["a", "b"]},
         {"max_tokens": 0},
         {"prompt": None},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import Request, RequestOutput, SamplingParams, TextStream
+from ragcache.engine import core as core_module
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
@@ -176,8 +177,11 @@ def test_the_first_place_has_the_log_probabilities_of_all_tokens(
     assert one(core).choices[0].first_logprobs is None
 
 
-@pytest.mark.parametrize("prefill", [3, 64])
-def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill: int) -> None:
+@pytest.mark.parametrize(("prefill", "rows"), [(3, 256), (64, 256), (64, 2)])
+def test_log_probabilities_of_the_prompt_come_with_it(
+    causal: CausalLM, prefill: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "SCORED_ROWS", rows)
     core = core_of(causal, config_of(causal, step_tokens=prefill, prefill_tokens=prefill))
     other = core.submit(Request(plain_context(PROMPT[:4]), 2))
     scored = Request(plain_context(PROMPT), 1, prompt_logprobs=5, tenant="shared")
@@ -187,12 +191,43 @@ def test_log_probabilities_of_the_prompt_come_with_it(causal: CausalLM, prefill:
     wanted = [float(expected[at - 1, PROMPT[at]]) for at in range(len(PROMPT) - 5, len(PROMPT))]
     for handle in handles:
         output = handle.result(0)
-        assert output.prompt_logprobs == pytest.approx(wanted, abs=1e-4)
+        assert [each.token for each in output.prompt_logprobs] == list(PROMPT[-5:])
+        found = [each.logprob for each in output.prompt_logprobs]
+        assert found == pytest.approx(wanted, abs=1e-4)
         assert output.shared_tokens == 0, "every token is computed"
         assert output.token_ids == (int(expected[-1].argmax()),)
     assert other.result(0).prompt_logprobs == ()
-    with pytest.raises(InvalidRequest, match="prompt_logprobs is 9"):
-        Request(plain_context(PROMPT), 1, prompt_logprobs=9)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs is 10"):
+        Request(plain_context(PROMPT), 1, prompt_logprobs=10)
+
+
+def test_a_whole_prompt_is_scored_as_by_a_dense_forward(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of at most `SCORED_ROWS` prompt tokens exist at once."""
+    monkeypatch.setattr(core_module, "SCORED_ROWS", 4)
+    widths = []
+    take = core_module.take_scores
+    monkeypatch.setattr(
+        core_module,
+        "take_scores",
+        lambda work, logits: (widths.append(len(logits)), take(work, logits))[1],
+    )
+    sampling = SamplingParams(logprobs=3)
+    request = Request(plain_context(PROMPT), 1, prompt_logprobs=len(PROMPT), sampling=sampling)
+    outputs = core_of(causal).run(*[request] * 3)
+    expected = logits_after([*PROMPT]).log_softmax(-1)
+    for output in outputs:
+        first, *others = output.prompt_logprobs
+        assert (first.token, first.logprob, first.alternatives) == (PROMPT[0], None, ())
+        for at, each in enumerate(others, start=1):
+            top = expected[at - 1].topk(3)
+            assert each.token == PROMPT[at]
+            assert each.logprob == pytest.approx(float(expected[at - 1, PROMPT[at]]), abs=1e-4)
+            assert [token for token, _ in each.alternatives] == top.indices.tolist()
+            likeliest = [value for _, value in each.alternatives]
+            assert likeliest == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert max(widths) <= 4 + len(outputs)
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,24 @@ def test_a_chat_over_the_window_is_refused_unencoded(rag: RagCache) -> None:
     assert rag.stats().encoded == encoded
 
 
+def test_token_ids_are_continued_and_scored(rag: RagCache, model: LoadedModel) -> None:
+    tokens = [*model.encode_untrusted("The key hangs in the red cupboard.")]
+    scored = GenerationParams(prompt_logprobs=True, logprobs=2, max_tokens=4)
+    answer = rag.chat(tokens, generation=scored)
+    assert [each.token for each in answer.prompt_logprobs] == tokens
+    assert answer.prompt_logprobs[0].logprob is None
+    assert all(len(each.alternatives) == 2 for each in answer.prompt_logprobs[1:])
+    plain = rag.chat(tokens, generation=GenerationParams(max_tokens=4))
+    assert plain.prompt_logprobs == ()
+    assert plain.choices[0].token_ids == answer.choices[0].token_ids
+    with pytest.raises(InvalidRequest, match="reads states"):
+        rag.chat(PASTED, generation=scored)
+    whole = rag.chat(PASTED, mode="exact", generation=scored)
+    assert len(whole.prompt_logprobs) == whole.reuse.prompt_tokens
+    with pytest.raises(InvalidRequest, match="plain text"):
+        rag.chat(tokens, tools=[{}])
+
+
 def test_private_characters_of_a_module_are_no_marks(tmp_path: Path, model: LoadedModel) -> None:
     text = "\U00100000 hangs in the red cupboard of the boathouse, as ever."
     with RagCache.open(tmp_path / "state", model, max_tokens=4) as rag:

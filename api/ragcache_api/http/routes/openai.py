@@ -26,7 +26,7 @@ from ragcache import (
     GenerationParams,
     structured,
 )
-from ragcache.engine import Choice, LogprobFormat, TokenDelta
+from ragcache.engine import Choice, LogprobFormat, SampledToken, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline import Conversation
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
@@ -133,7 +133,10 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
 
 @router.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
 async def complete_text(body: CompletionRequest, context: ContextDep) -> Response:
-    """Continue texts as they are.
+    """Continue texts, or the tokens of texts, as they are.
+
+    With `echo` and `logprobs`, the log-probabilities of the prompt's tokens come before those of
+    the answer.
 
     With `collection`, the prompt is a question to the documents of that collection.
     """
@@ -141,8 +144,12 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
-    opening = _question if body.collection else _conversation
-    openings = [opening(context, body, generation, text) for text in prompts]
+    openings = [
+        _question(context, body, generation, str(each))
+        if body.collection
+        else _conversation(context, body, generation, each, recognize=not body.scores_prompt)
+        for each in prompts
+    ]
     writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
     return await _respond(context, "completion", body, openings, writer)
 
@@ -190,11 +197,13 @@ def _conversation(
     generation: GenerationParams,
     messages: Conversation,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    recognize: bool = True,
 ) -> Opening:
     rag, options = AsyncRagCache(context.rag), body.reading()
     if body.collection is not None:
         options = body.retrieval() | context.selection | {"collection": body.collection}
-    options["tools"] = tools
+    options |= {"tools": tools, "recognize": recognize}
     return lambda: rag.stream_chat(messages, generation=generation, **options)
 
 
@@ -396,15 +405,37 @@ class _TextWriter(_CompletionWriter):
     ) -> None:
         super().__init__(context, body, active)
         self._with_logprobs = body.logprobs is not None
-        self._echoed = body.prompts if body.echo else [""] * len(body.prompts)
+        self._echoed = [self._text_of(each) if body.echo else "" for each in body.prompts]
+        self._only_prompt = body.max_tokens == 0
+        self._scores_prompt = body.scores_prompt
         self._number = body.n
         self._lengths: Counter[int] = Counter()
+
+    def _text_of(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._logprobs.tokenizer.decode(prompt)
+
+    def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        if not self._only_prompt:
+            return super().completion(answers)
+        empty = Choice((), "", "length")
+        return super().completion([replace(a, choices=(empty,) * self._number) for a in answers])
+
+    def _reported(self, answer: Answer, choice: Choice) -> list[SampledToken]:
+        """Return the tokens with log-probabilities: of the prompt, the answer, and its end.
+
+        A scored prompt is followed by the stop token, as by vLLM: `lm-eval` leaves out the last
+        token.
+        """
+        ending = [choice.ending] if self._scores_prompt and choice.ending is not None else []
+        return [*answer.prompt_logprobs, *choice.chosen, *ending]
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         choices: list[dict[str, Any]] = []
         for echoed, answer in zip(self._echoed, answers, strict=True):
             for each in answer.choices:
-                logprobs = self._logprobs.text(each.chosen) if self._with_logprobs else None
+                logprobs = None
+                if self._with_logprobs:
+                    logprobs = self._logprobs.text(self._reported(answer, each))
                 ending, text = finish_reason_of(each), echoed + each.text
                 choices.append(_choice(len(choices), logprobs, ending, text=text))
         return choices
@@ -463,7 +494,7 @@ class OutputFormat:
             raise invalid("tool_choice", str(error)) from None
         if choice == "none":
             return cls(None, None, None)
-        tools = [_plain_tool(tool) for tool in body.tools or ()]
+        tools = [plain_tool(tool) for tool in body.tools or ()]
         offered = () if body.form_options() else structured.tool_names(tools)
         style = structured.tool_style(tokenizer)
         if style is None:
@@ -551,7 +582,7 @@ def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"content": text or None, "refusal": None, "tool_calls": [*calls.values()]}
 
 
-def _plain_tool(tool: Tool) -> dict[str, Any]:
+def plain_tool(tool: Tool) -> dict[str, Any]:
     """Return a tool for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
     function = {key: value for key, value in tool.function.items() if key in _PLAIN}
     if not isinstance(function.get("name"), str):
