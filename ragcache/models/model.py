@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +26,8 @@ from ragcache.attention import (
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.positions import PositionScheme, changes_at_length
 
-SAMPLES = 1024  # elements of every weight whose bits enter the digest as they are
+_PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
+_MOST_HASHERS = 8
 VOLATILE = (
     *("transformers_version", "_name_or_path", "_attn_implementation"),
     *("architectures", "dtype", "torch_dtype"),
@@ -257,21 +260,35 @@ def _positions(config: Any) -> int:
 
 
 def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
-    """A digest of configuration, dtypes and weights: of every weight tensor the name, shape and
-    dtype, an integer sum over all of its bits (exact, whatever the order of summing) and a sample
-    of its elements; a quantized weight counts as the tensors that it consists of. states_dtype: of
-    kept states, where the model computes in another."""
+    """A SHA-256 of configuration, dtypes and weights: of every weight tensor the name, shape, dtype
+    and all bytes, hashed in threads. A quantized weight counts as the tensors that it consists of.
+
+    Args:
+        model: The Hugging Face model.
+        states_dtype: Dtype of kept states, if the model computes in another.
+    """
     digest = hashlib.sha256(_config_text(model.config).encode())
     if states_dtype not in (None, model.dtype):
         digest.update(f"states|{states_dtype}|".encode())
-    for name, weight in sorted(model.state_dict().items()):
-        for part, tensor in plain_tensors(name, weight.detach()):
-            bits = _bits(tensor)
-            total = int(bits.sum(dtype=torch.int64))
-            step = max(1, bits.numel() // SAMPLES)
-            digest.update(f"{part}|{tuple(tensor.shape)}|{tensor.dtype}|{total}|".encode())
-            digest.update(bits[::step].cpu().numpy().tobytes())
+    parts = [
+        part
+        for name, weight in sorted(model.state_dict().items())
+        for part in plain_tensors(name, weight.detach())
+    ]
+    with ThreadPoolExecutor(min(_MOST_HASHERS, os.cpu_count() or 1)) as threads:
+        for (name, tensor), content in zip(
+            parts, threads.map(_content_digest, [tensor for _, tensor in parts]), strict=True
+        ):
+            digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode() + content)
     return digest.hexdigest()[:32]
+
+
+def _content_digest(weight: Tensor) -> bytes:
+    """SHA-256 of a tensor's bytes, a piece at a time: a GPU's weights are not copied whole."""
+    digest = hashlib.sha256()
+    for piece in torch.split(weight.contiguous().view(-1).view(torch.uint8), _PIECE_BYTES):
+        digest.update(piece.cpu().numpy().data)
+    return digest.digest()
 
 
 def plain_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -293,11 +310,3 @@ def _config_text(config: Any) -> str:
         for name in VOLATILE:
             part.pop(name, None)
     return json.dumps(entries, sort_keys=True, default=str)
-
-
-def _bits(weight: Tensor) -> Tensor:
-    flat = weight.contiguous().view(-1)
-    if flat.is_floating_point():
-        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        return flat.view(width[flat.element_size()])
-    return flat.to(torch.int64)
