@@ -20,6 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ragcache.documents import office
+from ragcache.documents.charset import detect_encoding
 from ragcache.documents.html import read_html
 from ragcache.documents.markdown import write_fence, write_table
 from ragcache.documents.source import DocumentPart, SourceDocument
@@ -165,8 +166,8 @@ def is_supported(name: str) -> bool:
 def decode_text(raw: bytes, declared: str = "") -> str:
     """Decode the text of a file.
 
-    Tries its byte order mark, UTF-8, the encoding that it declares, and the likeliest encoding by
-    charset-normalizer. Raises `UnreadableDocument`.
+    Tries its byte order mark, UTF-8, the encoding that it declares, and the likeliest encoding
+    (`ragcache.documents.charset`). Raises `UnreadableDocument`.
     """
     for bom, encoding in _BOMS:
         if raw.startswith(bom):
@@ -178,10 +179,11 @@ def decode_text(raw: bytes, declared: str = "") -> str:
         raise UnreadableDocument("a binary file")
     for encoding in ("utf-8", declared):
         try:
-            return raw.decode(encoding) if encoding else _detect(raw)
+            if encoding:
+                return raw.decode(encoding)
         except (UnicodeDecodeError, LookupError):
             continue
-    return _detect(raw)
+    return raw.decode(detect_encoding(raw))
 
 
 def _decode(raw: bytes, encoding: str) -> str:
@@ -190,15 +192,6 @@ def _decode(raw: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         message = f"it begins as {encoding.removesuffix('-sig').upper()}, but is not at byte"
         raise UnreadableDocument(f"{message} {error.start}") from error
-
-
-def _detect(raw: bytes) -> str:
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(raw).best()
-    if best is None:
-        raise UnreadableDocument("a binary file: no encoding of text explains its bytes")
-    return str(best)
 
 
 def _read_text(raw: bytes, suffix: str, _: int) -> _Content:
