@@ -8,6 +8,7 @@ served and would change the answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -337,18 +338,31 @@ _ROUTES: dict[str, type[AnsweredRequest]] = {
 }
 
 
+_BASE = re.compile(r"collections/([^/]+)/(chat/completions|completions)$")
+
+
 def answered_by(path: str) -> type[AnsweredRequest] | None:
     """Return the class of the bodies that are posted to a path for an answer, if there is one."""
-    return _ROUTES.get(path.partition("/v1/")[2])
+    route = path.partition("/v1/")[2]
+    base = _BASE.match(route)
+    return _ROUTES.get(base[2] if base else route)
 
 
 def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
-    """Parse a request for an answer. Another path or an invalid body gives None."""
+    """Parse a request for an answer. Another path or an invalid body gives None.
+
+    The collection is the body's, or else the one that the path or the model's id names.
+    """
     model = answered_by(path)
     try:
-        return None if model is None else model.model_validate_json(body)
+        parsed = None if model is None else model.model_validate_json(body)
     except ValidationError:
         return None
+    if not isinstance(parsed, GenerationRequest) or parsed.collection is not None:
+        return parsed
+    base = _BASE.match(path.partition("/v1/")[2])
+    named = base[1] if base else parsed.model.partition("@")[2]
+    return parsed.model_copy(update={"collection": named}) if named else parsed
 
 
 def own_generation(body: AnswerRequest | PromptRequest, deadline: float) -> GenerationParams:

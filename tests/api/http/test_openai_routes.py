@@ -511,3 +511,59 @@ def test_a_bare_call_of_an_offered_tool_is_a_call() -> None:
 def test_templates_get_what_they_know() -> None:
     [tool] = shape(tools=[TOOL]).tools or []
     assert set(tool["function"]) == {"name", "parameters"}
+
+
+QUESTION = {"messages": [{"role": "user", "content": LEAVE}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": f"{MODEL}@notes"}),
+        ("/v1/collections/notes/chat/completions", {"model": MODEL}),
+        ("/v1/collections/notes/chat/completions", {"model": f"{MODEL}@notes"}),
+        ("/v1/collections/notes/chat/completions", {"model": MODEL, "collection": "notes"}),
+    ],
+)
+def test_collections_named_without_a_field(
+    client: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    expected = ask(client, collection="notes").json()
+    told = client.post(path, json=QUESTION | body).json()
+    assert told["choices"] == expected["choices"]
+    assert told["sources"][0]["document"] == expected["sources"][0]["document"]
+
+
+def test_a_completion_below_a_collection(client: TestClient) -> None:
+    body = {"model": MODEL, "prompt": LEAVE, "max_tokens": 4}
+    told = client.post("/v1/collections/notes/completions", json=body).json()
+    assert told["sources"]
+    assert told["object"] == "text_completion"
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "status", "code"),
+    [
+        ("/v1/chat/completions", f"{MODEL}@none", 404, "unknown_collection"),
+        ("/v1/chat/completions", "other@notes", 404, "model_not_found"),
+        ("/v1/collections/none/chat/completions", MODEL, 404, "unknown_collection"),
+        ("/v1/collections/notes/chat/completions", "other", 404, "model_not_found"),
+        ("/v1/collections/notes/chat/completions", f"{MODEL}@other", 400, "invalid_request"),
+    ],
+)
+def test_wrong_names_of_collections(
+    client: TestClient, path: str, model: str, status: int, code: str
+) -> None:
+    refused = client.post(path, json=QUESTION | {"model": model})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+
+
+def test_models_name_the_collections(client: TestClient) -> None:
+    listed = [each["id"] for each in client.get("/v1/models").json()["data"]]
+    assert listed == [MODEL, f"{MODEL}@notes"]
+    assert [client.get(f"/v1/models/{each}").json()["id"] for each in listed] == listed
+    assert client.get(f"/v1/models/{MODEL}@none").status_code == 404
+    [card] = client.get("/v1/collections/notes/models").json()["data"]
+    assert card["id"] == MODEL
+    missing = client.get("/v1/collections/none/models")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")

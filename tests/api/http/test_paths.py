@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from ragcache_api.http.bodies import ChatRequest, CompletionRequest, parse_body
 from ragcache_api.http.paths import explain_unserved, is_openai
 
 CHAT = "POST /v1/chat/completions"
@@ -145,3 +147,19 @@ def test_head_is_get_without_a_body(client: TestClient, path: str) -> None:
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
     assert client.head("/v1/answers").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "collection"),
+    [
+        ("/v1/chat/completions", "reader", None),
+        ("/v1/chat/completions", "reader@notes", "notes"),
+        ("/v1/collections/notes/chat/completions", "reader", "notes"),
+        ("/v1/collections/notes/completions", "reader", "notes"),
+    ],
+)
+def test_gateway_finds_the_collection(path: str, model: str, collection: str | None) -> None:
+    body = {"model": model, "prompt": "Where?", "messages": [{"role": "user", "content": "Where?"}]}
+    parsed = parse_body(path, json.dumps(body).encode())
+    assert isinstance(parsed, ChatRequest | CompletionRequest)
+    assert parsed.collection == collection

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from time import time
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -32,6 +32,7 @@ from ragcache.pipeline import Conversation
 from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
 from ragcache_api.http.bodies import (
     ChatRequest,
+    CollectionName,
     CompletionRequest,
     GenerationRequest,
     Tool,
@@ -51,6 +52,11 @@ from ragcache_api.http.streaming import AnswerFormat, Opening, deltas_of, format
 
 DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
+collections = APIRouter(
+    prefix="/v1/collections/{collection}", tags=["openai"], responses=openai_problems()
+)
+Body = TypeVar("Body", bound=GenerationRequest)
+Collection = Annotated[CollectionName, Path()]
 _PLAIN = {"name", "description", "parameters"}  # fields of a tool that chat templates know
 _STREAMED = event_stream("The completion")
 
@@ -114,7 +120,18 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     and `sources` lists the modules that were read. With tools, or results of tools, the whole
     conversation is answered, with the documents before the user's last message.
     """
-    check_model(context.service, body.model)
+    return await _chat(_addressed(context.service, body), context)
+
+
+@collections.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
+async def complete_chat_in_collection(
+    collection: Collection, body: ChatRequest, context: ContextDep
+) -> Response:
+    """Answer a conversation from the documents of a collection."""
+    return await _chat(_addressed(context.service, body, collection), context)
+
+
+async def _chat(body: ChatRequest, context: RequestContext) -> Response:
     tokenizer, settings = context.service.tokenizer, context.service.settings
     generation = body.generation(context.deadline, settings.chat_max_tokens)
     if body.tools:  # checking a schema may take seconds
@@ -140,7 +157,18 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
     With `collection`, the prompt is a question to the documents of that collection.
     """
-    check_model(context.service, body.model)
+    return await _complete(_addressed(context.service, body), context)
+
+
+@collections.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
+async def complete_text_in_collection(
+    collection: Collection, body: CompletionRequest, context: ContextDep
+) -> Response:
+    """Answer prompts as questions to the documents of a collection."""
+    return await _complete(_addressed(context.service, body, collection), context)
+
+
+async def _complete(body: CompletionRequest, context: RequestContext) -> Response:
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
@@ -155,32 +183,74 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
 
 @router.get("/models")
-async def list_models(context: ContextDep) -> ModelList:
-    """List the served model."""
-    return ModelList(data=[_model_card(context.service)])
+def list_models(context: ContextDep) -> ModelList:
+    """List the served model, alone and with each collection as `MODEL@COLLECTION`."""
+    ids = [context.service.model, *(f"{context.service.model}@{name}" for name in _names(context))]
+    return ModelList(data=[_model_card(context.service, each) for each in ids])
+
+
+@collections.get("/models")
+def list_models_of_collection(collection: Collection, context: ContextDep) -> ModelList:
+    """List the served model for a client whose base URL names a collection."""
+    _check_collection(context, collection)
+    return ModelList(data=[_model_card(context.service, context.service.model)])
 
 
 @router.get("/models/{name:id}")
-async def get_model(name: str, context: ContextDep) -> ModelCard:
-    """Return the served model by its name."""
-    check_model(context.service, name)
-    return _model_card(context.service)
+def get_model(name: str, context: ContextDep) -> ModelCard:
+    """Return a model by its id."""
+    if collection := collection_of(context.service, name):
+        _check_collection(context, collection)
+    return _model_card(context.service, name)
 
 
-def check_model(service: Service, name: str) -> None:
-    """Check that a request names the served model. Raises `HTTPProblem` (404)."""
-    if name != service.model:
-        raise HTTPProblem(
-            404,
-            "model-not-found",
-            f"the model {name!r:.200} is not served; {service.model!r} is",
-            None,
-            "model",
-        )
+def collection_of(service: Service, name: str) -> str | None:
+    """Return the collection that a model's id names.
+
+    Args:
+        service: The service.
+        name: `MODEL` or `MODEL@COLLECTION`.
+
+    Raises:
+        HTTPProblem: (404) The model is not served.
+    """
+    if name == service.model:
+        return None
+    if name.startswith(f"{service.model}@"):
+        return name.removeprefix(f"{service.model}@")
+    detail = f"the model {name!r:.200} is not served; {service.model!r} is"
+    raise HTTPProblem(404, "model-not-found", detail, None, "model")
 
 
-def _model_card(service: Service) -> ModelCard:
-    return ModelCard(id=service.model, created=int(service.started))
+def _addressed(service: Service, body: Body, base: str | None = None) -> Body:
+    """Return a request with the collection that its base URL, model or own field names.
+
+    Raises:
+        HTTPProblem: (404) The model is not served. (400) The request names two collections.
+    """
+    places = (base, collection_of(service, body.model), body.collection)
+    named = sorted({each for each in places if each is not None})
+    if len(named) > 1:
+        raise invalid("collection", f"the request names several collections: {', '.join(named)}")
+    return body.model_copy(update={"collection": named[0]}) if named else body
+
+
+def _names(context: RequestContext) -> Iterator[str]:
+    """Names of the collections that the caller may read."""
+    page = context.rag.collections.page(limit=1000)
+    yield from (row.name for row in page.items)
+    while page.next is not None:
+        page = context.rag.collections.page(page.next, 1000)
+        yield from (row.name for row in page.items)
+
+
+def _check_collection(context: RequestContext, collection: str) -> None:
+    """Raise `UnknownCollection` unless a collection exists."""
+    context.rag.collections.instruction(collection)
+
+
+def _model_card(service: Service, name: str) -> ModelCard:
+    return ModelCard(id=name, created=int(service.started))
 
 
 def _question(
