@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, get_args
@@ -37,6 +37,12 @@ def check_texts(name: str, values: Sequence[str] | None) -> None:
     """
     if isinstance(values, str):
         raise ConfigurationError(f"{name} is {values!r:.80}; it takes a list of texts")
+
+
+def check_numbers(name: str, values: Iterable[object]) -> None:
+    """Raise `ConfigurationError` for values other than a list of whole numbers."""
+    if not all(type(each) is int for each in values):
+        raise ConfigurationError(f"{name} is {values!r:.80}; it takes a list of whole numbers")
 
 
 def check_options(given: Mapping[str, object], known: type, subject: str) -> None:

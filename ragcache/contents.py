@@ -18,6 +18,7 @@ from ragcache.pipeline import Namespace, generated_schema, members
 from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.module_states import scaffold_modules
+from ragcache.store.admin import delete_documents
 from ragcache_schemas import Placement, Schema, expand_slots
 
 
@@ -44,9 +45,8 @@ class Collections:
 
     def delete(self, collection: str) -> int:
         """Delete a collection with its documents, and return how many it had."""
-        documents, freed = self._namespace.catalog.delete_collection(collection)
-        self._namespace.shared.store.discard(freed)
-        return documents
+        namespace = self._namespace
+        return delete_documents(namespace.catalog, namespace.shared.store, collection)
 
     def preview_deletion(
         self, collection: str, document_ids: Sequence[str] | None = None

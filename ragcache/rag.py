@@ -50,6 +50,7 @@ from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import Retriever, Selection
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, TierStatus, open_tiers, tier_status
+from ragcache.store.admin import delete_documents
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
@@ -334,10 +335,9 @@ class RagCache:
             0
         """
         check_texts("document_ids", document_ids)
-        catalog = self.internals.catalog
-        known = catalog.documents(collection, document_ids)
-        self._shared.store.discard(catalog.delete_documents(collection, document_ids))
-        return len(known)
+        return delete_documents(
+            self.internals.catalog, self._shared.store, collection, document_ids
+        )
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the best modules of a collection.
@@ -671,8 +671,9 @@ def search_arguments(options: SearchOptions) -> tuple[str, SearchParams]:
 
 
 def _state_folder(folder: Path) -> Path:
+    """Create a state folder that only its owner can read, unless it exists."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error

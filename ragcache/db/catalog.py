@@ -454,6 +454,17 @@ class Catalog:
             jobs.cancel_jobs(session, *its_jobs)
             return len(names), retire(session, freed)
 
+    def state_keys(self, collection: str, source_ids: Sequence[str] | None) -> list[KVKey]:
+        """Return the keys of documents' states, by default of the whole collection.
+
+        Raises `UnknownCollection`.
+        """
+        with self._database.reading() as session:
+            owner = collection_id(session, collection, self.namespace)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            names = list(session.scalars(rows)) if source_ids is None else source_ids
+            return modules_of(session, owner, names)[1]
+
     def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:
         """Count the documents, modules and states that a deletion would remove.
 

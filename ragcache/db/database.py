@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple
@@ -71,6 +72,8 @@ class Database:
             StoreError: The database cannot be read or written.
         """
         database = cls.connect(where, busy_seconds)
+        if database.engine.dialect.name == "sqlite":
+            _create_private(Path(database.name))
         with _named_errors(database.name):
             with database._reading.connect() as connection:
                 revision = revision_of(connection)
@@ -264,6 +267,12 @@ def _engine(url: str, busy_seconds: float) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise MissingExtra("PostgreSQL needs psycopg: pip install 'ragcache[postgres]'") from error
+
+
+def _create_private(file: Path) -> None:
+    """Create a file that only its owner can read. SQLite's log gets the mode of its database."""
+    with suppress(OSError):  # it exists, or SQLite names the reason that it cannot be created
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _configure(connection: Any, _: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache.config import check_texts
+from ragcache.config import check_numbers, check_texts
 from ragcache.db import (
     Catalog,
     Database,
@@ -203,8 +203,9 @@ class Modules:
 
         Raises:
             UnknownModule: There is no module of an id.
-            ConfigurationError: `seconds` is negative or not finite.
+            ConfigurationError: `seconds` is negative or not finite, or `ids` are not numbers.
         """
+        check_numbers("ids", ids)
         self.store.ledger.flush()
         keys = held_keys(self._database, ids, self.catalog.namespace)
         return admin.expire(self.store, keys, seconds, dry_run=dry_run)

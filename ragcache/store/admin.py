@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ragcache.errors import ConfigurationError
+from ragcache.db import Catalog
+from ragcache.errors import ConfigurationError, StoreFull
 from ragcache.states import KVKey
 from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.store import KVStore
@@ -179,3 +180,43 @@ def tier_status(store: KVStore) -> list[TierStatus]:
             )
         )
     return found
+
+
+def delete_documents(
+    catalog: Catalog, store: KVStore, collection: str, source_ids: Sequence[str] | None = None
+) -> int:
+    """Delete documents with their states, and return how many there were.
+
+    Works on a full disk, too, where the ledger has no room for its log of the deletion: the blobs
+    of the documents are then deleted first. If the process ends before the rows go, their states
+    count as lost and are encoded again.
+
+    Args:
+        catalog: Catalog of the namespace.
+        store: The store.
+        collection: Collection of the documents.
+        source_ids: Ids of the documents; unknown ids are skipped. By default, deletes the
+            collection with all documents.
+
+    Raises:
+        UnknownCollection: There is no such collection.
+        StoreFull: The documents have no blobs that would make room.
+    """
+
+    def delete() -> tuple[int, list[KVKey]]:
+        if source_ids is None:
+            return catalog.delete_collection(collection)
+        known = catalog.documents(collection, source_ids)
+        return len(known), catalog.delete_documents(collection, source_ids)
+
+    try:
+        number, freed = delete()
+    except StoreFull:
+        blobs = [key for key in catalog.state_keys(collection, source_ids) if key in store.disk]
+        if not blobs:
+            raise
+        for key in blobs:
+            store.disk.delete(key)
+        number, freed = delete()
+    store.discard(freed)
+    return number

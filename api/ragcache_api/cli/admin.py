@@ -40,7 +40,9 @@ def create_key(
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
     if ledger is None:
-        state.mkdir(parents=True, exist_ok=True)  # keys may be created before the first document
+        state.mkdir(
+            0o700, parents=True, exist_ok=True
+        )  # keys may be created before the first document
     with _keys(state, ledger or f"sqlite:///{state / 'ledger.sqlite'}") as keys:
         row, secret = keys.create(name, role, namespace)
     if as_json:

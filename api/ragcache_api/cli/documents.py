@@ -122,6 +122,7 @@ def remove(
         )
     with ui.inspect_store(state, ledger, remote) as (database, store):
         from ragcache.db import Catalog
+        from ragcache.store.admin import delete_documents
 
         catalog = Catalog(database, "", None, namespace)
         catalog.version(collection)
@@ -129,12 +130,7 @@ def remove(
         _check_ids(collection, ids, known)
         taken = catalog.preview_deletion(collection, None if everything else list(known))
         if not dry_run:
-            freed = (
-                catalog.delete_collection(collection)[1]
-                if everything
-                else catalog.delete_documents(collection, list(known))
-            )
-            store.discard(freed)
+            delete_documents(catalog, store, collection, None if everything else list(known))
     if as_json:
         ui.print_json(
             {

@@ -136,8 +136,8 @@ def module(server: httpx.Client, document: str) -> dict[str, Any]:
 def open_view(page: Page, view: str) -> None:
     """Opens a view and waits until it shows what it read, without a fault."""
     page.open(view)
-    shown = page.find(f".view.{view}")
-    page.until(lambda: shown.text and not page.all(".loading"))
+    # the view may be drawn again meanwhile, so that an element found before would be stale
+    page.until(lambda: page.find(f".view.{view}").text and not page.all(".loading"))
     current = page.all("nav a[aria-current=page]")
     assert [each.get_attribute("data-view") for each in current] == [view]
     assert [fault.text for fault in page.all(".fault")] == [], view

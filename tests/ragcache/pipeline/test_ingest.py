@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 import ragcache.store.tiers.base
 from ragcache import RagCache, SourceDocument
@@ -132,6 +135,35 @@ def test_a_full_disk_stops_an_ingestion_and_nothing_else(
         assert (answer.text, answer.reuse) == (expected.text, expected.reuse)
     assert rag.stats().collections == {"c": 1}
     assert rag.ingest("c", [SourceDocument("flow", "Flood.")]).added == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_documents_are_deleted_from_a_full_disk(rag: RagCache, whole: bool) -> None:
+    rag.ingest("c", DOCUMENTS)
+    disk, engine = rag.internals.shared.store.disk, rag.internals.shared.database.engine
+    before = set(disk.keys())
+
+    def refuse(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("DELETE") and set(disk.keys()) == before:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    event.listen(engine, "before_cursor_execute", refuse)
+    try:
+        delete = rag.collections.delete if whole else partial(rag.delete, document_ids=["kiln"])
+        assert delete("c") == (2 if whole else 1)
+    finally:
+        event.remove(engine, "before_cursor_execute", refuse)
+    assert list(rag.stats().collections.values()) == ([] if whole else [1])
+    assert len(before - set(disk.keys())) == (2 if whole else 1)
+
+
+def test_a_state_folder_is_for_its_owner_alone(rag: RagCache, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (folder, *folder.iterdir())}
+    assert modes.pop("state") == 0o700
+    files = {name: mode for name, mode in modes.items() if name.startswith("ledger.sqlite")}
+    assert set(files.values()) == {0o600}
+    assert "ledger.sqlite" in files
 
 
 def test_an_interrupted_ingestion_keeps_states_and_stores_no_row(

@@ -90,6 +90,9 @@ def test_pins_and_limits_are_listed_and_taken_back(rag: RagCache) -> None:
             rag.modules.expire(ids(rag, "kiln"), seconds)
     with pytest.raises(UnknownModule, match="no module 999"):
         rag.modules.expire([*ids(rag, "kiln"), 999], 1)
+    for wrong in ("c", ["c"], [1.5], [True]):
+        with pytest.raises(ConfigurationError, match="it takes a list of whole numbers"):
+            rag.modules.expire(wrong, 1)  # type: ignore[arg-type]
     with pytest.raises(UnknownModule):
         rag.within("other").modules.expire(ids(rag, "kiln"), 1)
     assert limits(rag) == {"kiln": None, "lamp": None}
