@@ -142,8 +142,13 @@ class Answer:
     set. The first token has none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain values for JSON, without `Choice.first_logprobs`."""
+        """Return the answer as plain values for JSON.
+
+        `Choice.first_logprobs` is left out, and `prompt_logprobs` unless the request asked for it.
+        """
         plain = asdict(self)
+        if not self.prompt_logprobs:
+            del plain["prompt_logprobs"]
         for choice in plain["choices"]:
             del choice["first_logprobs"]
         return plain

@@ -500,7 +500,7 @@ def test_chat_logprobs_have_whole_characters_and_finite_numbers() -> None:
 def test_text_logprobs_have_the_offset_of_each_token() -> None:
     assert LogprobFormat(Letters()).text(CHOSEN, offset=3) == {
         "tokens": ["a", "\ufffd"],
-        "token_logprobs": [-0.5, 0.0],
-        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {}],
+        "token_logprobs": [-0.5, None],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, None],
         "text_offset": [3, 4],
     }
