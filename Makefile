@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-clients check format bench-ttft eval clean
+.PHONY: demo test test-all test-clients check audit format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -35,7 +35,13 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py
 	$(BIN)/python tools/prose.py
+	$(BIN)/bandit --quiet --severity-level medium --configfile pyproject.toml --recursive ragcache schemas connectors api
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Known vulnerabilities of the installed packages. Needs pip-audit and an index that has such data.
+audit: $(INSTALLED)
+	$(BIN)/pip install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
