@@ -13,6 +13,7 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import app
 from tests.api.http.server_process import Started, end_forks, start_server
+from tests.api.page.conftest import chromium  # noqa: F401
 from tests.clients.environments import Environments
 from tests.conftest import REPOSITORY
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.clients.table import KEY, RESOLVED, SERVICE, Client
+from tests.clients.table import KEY, PORT, RESOLVED, SERVICE, Client
+from tests.conftest import REPOSITORY
 
 NO_TORCH = "torch; python_version < '3'\n"
 """Override of requirements: no client needs torch for asking a service."""
@@ -116,12 +118,16 @@ class Environments:
 
 
 def _install_python(folder: Path, client: Client) -> None:
-    overrides = folder / "overrides.txt"
-    overrides.write_text(NO_TORCH, "utf-8")
     uv = Path(sys.executable).with_name("uv")  # `tools/install.sh` installs it
-    _run(uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder)
+    python = folder / "bin" / "python"
+    _run(uv, "venv", "--quiet", "--seed", "--allow-existing", "--python", sys.executable, folder)
+    overrides = folder / "overrides.txt"
+    overrides.write_text("" if client.torch else NO_TORCH, "utf-8")
+    if client.torch:  # pip finds a CPU build where an index of its settings offers one
+        constraints = REPOSITORY / "constraints.txt"
+        _run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch")
     _run(
-        *(uv, "pip", "install", "--quiet", "--python", folder / "bin" / "python"),
+        *(uv, "pip", "install", "--quiet", "--python", python),
         *("--exclude-newer", RESOLVED, "--overrides", overrides, *client.requirements),
     )
 
@@ -142,11 +148,19 @@ def prepare_scripts(
 ) -> Path:
     """Copy a client's files into its home with the service's address and key; return its script."""
     source = client.script.parent
+    port = str(free_port())
     for file in client.files:
-        text = file.read_text("utf-8").replace(SERVICE, url).replace(KEY, key)
+        text = file.read_text("utf-8").replace(SERVICE, url).replace(KEY, key).replace(PORT, port)
         copy = home / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(text, "utf-8")
     if client.node:  # node looks for packages next to the script
         (home / "node_modules").symlink_to(environment.folder / "node_modules")
     return home / client.script.name
+
+
+def free_port() -> int:
+    """Return a port of loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -6,6 +6,7 @@ python -m tests.clients.guide --write  # writes it
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +15,14 @@ from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "guides" / "clients.md"
 BEGIN, END = "<!-- begin: python -m tests.clients.guide --write -->\n", "<!-- end -->\n"
-LANGUAGES = {".py": "python", ".mjs": "js", ".json": "json", ".yaml": "yaml", ".toml": "toml"}
+LANGUAGES = {
+    ".py": "python",
+    ".mjs": "js",
+    ".json": "json",
+    ".jsonl": "json",
+    ".yaml": "yaml",
+    ".toml": "toml",
+}
 """Languages of blocks by the suffix of the file; `sh` for all others."""
 
 
@@ -45,7 +53,7 @@ def section(client: Client) -> Iterator[str]:
     if client.note:
         yield f"{client.note}\n\n"
     install = "npm install" if client.node else "pip install"
-    yield f"```sh\n{install} {' '.join(client.requirements)}\n```\n"
+    yield f"```sh\n{install} {shlex.join(client.requirements)}\n```\n"
     for file in client.files:
         if file != client.script:
             yield f"\n`{file.relative_to(client.script.parent)}`:\n"

@@ -15,6 +15,8 @@ RESOLVED = "2026-11-24"
 """Packages published after this day are left out, so that an environment is always the same."""
 SERVICE, KEY, MODEL, COLLECTION = "http://127.0.0.1:8000", "YOUR_KEY", "ragcache-reader", "handbook"
 """Service, key, model and collection in the scripts. A test replaces the service and the key."""
+PORT = "8181"
+"""Port in the scripts of programs that listen. A test replaces it with a free one."""
 QUESTION = "Where does the key of the pool car hang?"
 ANSWER, SOURCE = "harbour office", "travel.md"
 """Words of the answer to `QUESTION`, and the document that they are from."""
@@ -40,6 +42,8 @@ class Client:
     """A sentence of the guide on what is particular to this client."""
     fails: str = ""
     """Reason why the client does not work. Its script must then fail."""
+    torch: bool = False
+    """Whether the client needs torch. All others are installed without it."""
     seconds: float = 180
     """Time limit of the script."""
 
@@ -83,6 +87,78 @@ LIBRARIES = (
         "https://github.com/openai/openai-node",
         ("openai@7.57.0",),
         expects=(ANSWER, SOURCE, ANSWER),
+    ),
+    Client(
+        "open-webui",
+        "Open WebUI",
+        "https://github.com/open-webui/open-webui",
+        ("open-webui==0.12.4",),
+        group="Programs",
+        expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
+        note="Its page lists `ragcache-reader` and one model for each collection, "
+        "`ragcache-reader@handbook`. Answers of these show their sources.",
+    ),
+    Client(
+        "opencode",
+        "opencode",
+        "https://github.com/sst/opencode",
+        ("opencode-ai@1.18.33",),
+        group="Programs",
+        expects=(ANSWER,),
+    ),
+    Client(
+        "continue",
+        "Continue",
+        "https://github.com/continuedev/continue",
+        ("@continuedev/cli@1.5.47",),
+        group="Programs",
+        expects=(ANSWER,),
+        note="The file also serves the extensions for editors, as `~/.continue/config.yaml`.",
+    ),
+    Client(
+        "gptme",
+        "gptme",
+        "https://github.com/gptme/gptme",
+        ("gptme==0.35.1",),
+        group="Programs",
+        expects=(ANSWER,),
+    ),
+    Client(
+        "aider",
+        "aider",
+        "https://github.com/Aider-AI/aider",
+        ("aider-chat==0.86.2",),
+        group="Programs",
+        expects=(ANSWER,),
+        note="aider adds `Reply in LANGUAGE` to every question. `LC_ALL=C` keeps this out of the "
+        "search.",
+    ),
+    Client(
+        "litellm-proxy",
+        "LiteLLM proxy",
+        "https://github.com/BerriAI/litellm",
+        ("litellm[proxy]==1.108.7",),
+        group="Programs",
+        expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
+        note="The service behind a proxy: its clients ask for `handbook`, or for any model of the "
+        "service by its id.",
+    ),
+    Client(
+        "lm-eval",
+        "lm-evaluation-harness",
+        "https://github.com/EleutherAI/lm-evaluation-harness",
+        ("lm-eval[api]==0.4.13",),
+        group="Programs",
+        expects=("|exact_match|↑  |    1|", "|choices|", "|acc"),
+    ),
+    Client(
+        "guidellm",
+        "GuideLLM",
+        "https://github.com/vllm-project/guidellm",
+        ("guidellm==0.8.1",),
+        group="Programs",
+        expects=("Benchmarking complete",),
+        torch=True,
     ),
 )
 """SDKs and frameworks."""

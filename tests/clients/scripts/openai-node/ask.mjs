@@ -8,7 +8,7 @@ const question = {
 };
 
 const answer = await client.chat.completions.create(question);
-console.log(answer.choices[0].message.content, answer.sources.map((source) => source.document));
+console.log(answer.choices[0].message.content, answer.sources.map((each) => each.source.name));
 
 for await (const chunk of await client.chat.completions.create({ ...question, stream: true })) {
   process.stdout.write(chunk.choices[0].delta.content ?? "");

@@ -7,7 +7,7 @@ collection = {"collection": "handbook"}
 answer = client.chat.completions.create(
     model="ragcache-reader", messages=question, extra_body=collection
 )
-print(answer.choices[0].message.content, [source["document"] for source in answer.sources])
+print(answer.choices[0].message.content, [each["source"]["name"] for each in answer.sources])
 
 for chunk in client.chat.completions.create(
     model="ragcache-reader", messages=question, extra_body=collection, stream=True

@@ -1,0 +1,1 @@
+cn --config config.yaml --print "Where does the key of the pool car hang?"

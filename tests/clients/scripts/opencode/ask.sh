@@ -1,0 +1,1 @@
+opencode run "Where does the key of the pool car hang?"
