@@ -53,6 +53,8 @@ class Citation:
     """Titles of the sections that the module is in, outermost first."""
     rerank: float | None = None
     """Score of the reranker, 0 to 1, if one was used."""
+    text: str = field(default="", repr=False)
+    """Text of the module. Empty for a module of a PML prompt."""
 
     @classmethod
     def of(cls, hit: Hit, scaffold: str = "") -> Citation:
@@ -69,6 +71,7 @@ class Citation:
             page=module.page,
             headings=module.headings,
             rerank=hit.rerank,
+            text=module.text,
         )
 
 

@@ -91,7 +91,7 @@ def test_what_a_request_reads_is_known_for_chats_and_schemas(
     assert answered.status_code == 200, answered.text
     listed = {**chat, "messages": [{"role": "user", "content": LEAVE["question"]}]}
     found = client.post("/v1/chat/completions", json={**listed, "collection": "notes", "k": 1})
-    assert found.json()["sources"][0]["document"].endswith("leave.md")
+    assert found.json()["sources"][0]["source"]["name"].endswith("leave.md")
     reads = {
         each.path: [module.key for module in each.reads.located.modules]
         for replica in replicas.replicas

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from ragcache import GenerationParams, RagCache
+from ragcache import Citation, GenerationParams, RagCache
 from ragcache.engine import LLMEngine, Request
 from ragcache.models import LoadedModel
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.routes.openai import OutputFormat, join_deltas
+from ragcache_api.http.routes.openai import OutputFormat, join_deltas, source_of
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
 from tests.conftest import write_notes
@@ -93,7 +93,14 @@ def test_a_collection_turns_retrieval_on(client: TestClient, rag: RagCache) -> N
     told = ask(client, collection="notes", max_tokens=None).json()
     answer = rag.ask(LEAVE, collection="notes")
     assert told["choices"][0]["message"]["content"].strip() == answer.text
-    assert [s["module"] for s in told["sources"]] == [s.module for s in answer.sources]
+    for told_source, source in zip(told["sources"], answer.sources, strict=True):
+        name = source.document
+        assert told_source["source"] == {"id": name, "name": name, "url": source.uri}
+        assert told_source["document"] == [source.text]
+        [details] = told_source["metadata"]
+        assert (details["source"], details["module"]) == (name, source.module)
+        assert details["headings"] == [*source.headings]
+    assert "26 days" in told["sources"][0]["document"][0]
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     streamed = chunks(ask(client, collection="notes", stream=True).text)
     assert streamed[-1]["sources"] == told["sources"]
@@ -484,13 +491,13 @@ def test_tools_go_together_with_a_collection(agent: TestClient) -> None:
     given = {"model": "a", "messages": messages, "tools": [TOOL], "k": 1}
     told = ask(agent, **given, collection="notes").json()
     [source] = told["sources"]
-    assert source["document"] == "leave.md"
+    assert source["source"]["name"] == "leave.md"
     assert told["ragcache"]["mode"] == "recognized:rooted"
     kept = told["usage"]["prompt_tokens_details"]["cached_tokens"]
     without = ask(agent, **given | {"k": None}).json()
     assert 0 < kept < told["usage"]["prompt_tokens"] - without["usage"]["prompt_tokens"]
     streamed = chunks(ask(agent, **given, collection="notes", stream=True).text)
-    assert [each["document"] for each in streamed[-1]["sources"]] == ["leave.md"]
+    assert [each["source"]["name"] for each in streamed[-1]["sources"]] == ["leave.md"]
 
 
 BARE = '{"name": "find", "arguments": {"word": "boat"}}'
@@ -531,7 +538,7 @@ def test_collections_named_without_a_field(
     expected = ask(client, collection="notes").json()
     told = client.post(path, json=QUESTION | body).json()
     assert told["choices"] == expected["choices"]
-    assert told["sources"][0]["document"] == expected["sources"][0]["document"]
+    assert told["sources"][0]["source"] == expected["sources"][0]["source"]
 
 
 def test_a_completion_below_a_collection(client: TestClient) -> None:
@@ -567,3 +574,17 @@ def test_models_name_the_collections(client: TestClient) -> None:
     assert card["id"] == MODEL
     missing = client.get("/v1/collections/none/models")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")
+
+
+@pytest.mark.parametrize(
+    ("scores", "distances"),
+    [
+        ({}, None),
+        ({"cosine": 0.5}, [0.5]),
+        ({"cosine": -0.1}, [0.0]),
+        ({"cosine": 0.5, "rerank": 0.9}, [0.9]),
+    ],
+)
+def test_similarity_of_a_source(scores: dict[str, float], distances: list[float] | None) -> None:
+    citation = Citation("leave.md", "leave.md#1", "", 1.0, text="26 days", **scores)
+    assert source_of(citation).get("distances") == distances

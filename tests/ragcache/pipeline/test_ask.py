@@ -463,8 +463,8 @@ def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline
     assert [group.start for group in prompt.states.groups] == [s.start for s in prompt.spans]
     assert (prompt.states.encoding, prompt.recomputed, prompt.cacheable) == ("rooted", 0, True)
     assert prompt.retrieved.citations == (
-        (Citation("leave", "leave#1", "/leave", 1 / 3, "computed"), 1),
-        (Citation("boats", "boats#1", "/boats", 1.0, "computed"), 2),
+        (Citation("leave", "leave#1", "/leave", 1 / 3, text=ROWS[2].text), 1),
+        (Citation("boats", "boats#1", "/boats", 1.0, text=ROWS[0].text), 2),
     )
 
 

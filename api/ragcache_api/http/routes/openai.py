@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import time
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
@@ -23,6 +23,7 @@ from ragcache import (
     AnswerSpan,
     AsyncAnswerStream,
     AsyncRagCache,
+    Citation,
     GenerationParams,
     structured,
 )
@@ -77,6 +78,29 @@ class Usage(ResponseModel):
     prompt_tokens_details: PromptDetails
 
 
+class SourceOrigin(ResponseModel):
+    """The document of a source."""
+
+    id: str
+    name: str
+    url: str
+
+
+class CompletionSource(ResponseModel):
+    """A module that an answer was read from, in the shape that Open WebUI shows.
+
+    The lists have one element.
+    """
+
+    source: SourceOrigin
+    document: list[str]
+    """Text of the module."""
+    metadata: list[dict[str, Any]]
+    """Module, page, headings, tier and scores, as in `sources` of `/v1/answers`."""
+    distances: list[float] | None = None
+    """Similarity to the question, 0 to 1: the reranker's score, or else the cosine."""
+
+
 class OpenAICompletion(ResponseModel):
     """A chat completion or a text completion."""
 
@@ -89,7 +113,7 @@ class OpenAICompletion(ResponseModel):
     """Digest of the model's weights and configuration."""
     choices: list[dict[str, Any]]
     usage: Usage
-    sources: list[dict[str, Any]] | None = None
+    sources: list[CompletionSource] | None = None
     """Modules that the answer was read from, with `collection` only."""
     ragcache: dict[str, Any]
     """Mode, reuse, timings, spans, confidence and finish reason, as in `/v1/answers`."""
@@ -307,6 +331,19 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def source_of(citation: Citation) -> dict[str, Any]:
+    """Write a source as `CompletionSource`."""
+    details = asdict(citation)
+    name, text = details.pop("document"), details.pop("text")
+    source = {
+        "source": {"id": name, "name": name, "url": citation.uri},
+        "document": [text],
+        "metadata": [{"source": name, **details}],
+    }
+    similarity = citation.cosine if citation.rerank is None else citation.rerank
+    return source if similarity is None else source | {"distances": [max(0.0, similarity)]}
+
+
 def finish_reason_of(choice: Choice) -> str:
     """Return OpenAI's finish reason of a choice: `length`, also for `repetition`, or `stop`.
 
@@ -370,7 +407,7 @@ class _CompletionWriter(ABC):
             }
         }
         if self._with_sources:
-            fields["sources"] = [source for answer in answers for source in answer.sources]
+            fields["sources"] = [source_of(each) for answer in answers for each in answer.sources]
         return fields
 
     @abstractmethod
