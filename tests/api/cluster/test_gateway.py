@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from ragcache.db import Catalog
+from ragcache.db import Catalog, Database
 from ragcache.errors import LedgerUnavailable
 from ragcache.models import LoadedModel
 from ragcache_api.cluster.replicas import RoutingTable
@@ -224,6 +224,23 @@ def test_a_replica_answers_from_a_selection_without_the_ledger(
     monkeypatch.setattr(Catalog, "_rows", unread)
     answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
     assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
+
+
+def test_an_outage_of_the_ledger_interrupts_no_replica(
+    client: TestClient, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a single service does, replicas answer for `stale_seconds` from what is in memory."""
+    question = {**LEAVE, "max_tokens": 1}
+    client.post("/v1/answers", json=question)
+
+    def away(*_: object, **__: object) -> None:
+        raise LedgerUnavailable("the ledger is away")
+
+    for name in ("reading", "transaction", "fetch"):
+        monkeypatch.setattr(Database, name, away)
+    answers = [client.post("/v1/answers", json=question) for _ in range(8)]
+    assert [each.status_code for each in answers] == [200] * 8, answers[0].text
+    assert sorted(len(each.seen) for each in replicas.replicas) == [0, 9]
 
 
 def test_the_gateway_leaves_the_confidence_of_answers_as_it_is(
