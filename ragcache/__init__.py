@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ragcache.openmp import spin_briefly
+
 if TYPE_CHECKING:
     from ragcache.aio import AsyncRagCache
     from ragcache.documents import SourceDocument
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
         Timings,
     )
     from ragcache.rag import RagCache
+
+spin_briefly()  # OpenMP reads its settings when torch is imported, which is later
 
 __version__ = "0.1.0"
 __all__ = [

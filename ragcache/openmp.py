@@ -1,4 +1,5 @@
-"""OpenMP worker threads: released by threads that compute beside the engine.
+"""OpenMP worker threads: how many, how long they spin, and their release by threads that compute
+beside the engine.
 
 Every thread that has computed keeps a team of workers. With more workers than cores, libgomp does
 not let them spin between two parallel regions, and each of the hundreds of regions of a step pays
@@ -14,10 +15,12 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_CGROUP = Path("/sys/fs/cgroup")
 _HARD = 2  # omp_pause_hard: the calling thread's team ends (OpenMP 5.0, §3.2.44)
 
 
@@ -43,14 +46,49 @@ def keeps_no_workers(function: Callable[P, T]) -> Callable[P, T]:
 
 def spin_briefly() -> None:
     """Lets libgomp's workers spin between two parallel regions for a fraction of a millisecond
-    instead of several, unless the environment sets it. Programs call it before importing torch.
+    instead of several, unless the environment sets it.
 
-    On free cores the engine is as fast (32 streams of the reader on two: 800 to 910 tokens a second
-    against 820 to 890). Beside two busy processes, which spinning workers would slow down, it is
-    faster (230 to 270 against 150 to 170).
+    libgomp reads the setting when torch is imported; `import ragcache` therefore calls this. It has
+    no effect in a program that imports torch first.
+
+    Spinning workers keep other processes, and the workers that everyone waits for, from a core:
+    beside two busy processes on two cores, four questions took 17 s with libgomp's default, 2.3 to
+    3.9 s at 10,000 turns, 0.9 to 1.8 s at 2,000, and 1.0 to 1.6 s in one thread.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "10000"
+        os.environ["GOMP_SPINCOUNT"] = "2000"
+
+
+def fit_threads() -> None:
+    """Lower torch's number of threads to the cores that this process may use.
+
+    torch counts the machine's cores. In a container with a quota, the threads beyond it would be
+    halted for most of each period, and all others wait for them. `OMP_NUM_THREADS` overrides it.
+    """
+    import torch
+
+    cores = available_cores()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+
+
+def available_cores() -> int:
+    """Cores that this process may use: of its affinity and of its control group's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        if (version_2 := _CGROUP / "cpu.max").exists():
+            quota, period = version_2.read_text().split()
+        else:
+            quota, period = (
+                (_CGROUP / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
+        limit = int(quota) // int(period)
+    except (OSError, ValueError):  # no control groups, or no limit: "max"
+        return cores
+    return max(1, min(cores, limit)) if int(quota) > 0 else cores  # version 1: -1 is no limit
 
 
 @cache

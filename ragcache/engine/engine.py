@@ -26,7 +26,7 @@ from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.machine import close_at_exit
 from ragcache.models import CausalLM
-from ragcache.openmp import give_workers_back
+from ragcache.openmp import fit_threads, give_workers_back
 from ragcache.states import KVStates
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class LLMEngine:
 
     def __init__(self, model: CausalLM, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.for_device(model.device)
+        fit_threads()
         runner = runner_for(model, prefill_tokens=self.config.prefill_tokens)
         self._core = EngineCore(runner, self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()

@@ -12,7 +12,6 @@ from typing import Any
 import typer
 
 from ragcache.errors import RagCacheError
-from ragcache.openmp import spin_briefly
 from ragcache_api.cli.console import errors
 
 _AFTER_CTRL_C = {
@@ -123,7 +122,6 @@ def _leave_heap() -> None:
 
 def main() -> None:
     """Run a command. Prints a ragcache error as one line, and exits with status 1."""
-    spin_briefly()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     atexit.register(_leave_heap)
     try:
