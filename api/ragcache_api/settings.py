@@ -95,6 +95,10 @@ class ServiceOptions(OpenConfig):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     """Level of the server's log."""
 
+    def settings(self) -> ServiceSettings:
+        """Return all settings, read with these options; see `ServiceSettings.read`."""
+        return ServiceSettings.read(**self.given())
+
     @field_validator("rate")
     @classmethod
     def _is_a_rate(cls, text: str | None) -> str | None:

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.util import find_spec
-from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,32 +16,33 @@ from rich.markup import escape
 
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.options import LEDGER, STORE, Offer, expand_options
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys
     from ragcache.models import LoadedModel
     from ragcache.store.verify import VerifyReport
-    from ragcache_api.settings import ServiceSettings
 
 
 keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
 
 
 @keys_app.command("create")
+@expand_options
 def create_key(
     name: Annotated[str, typer.Argument(help="The name of its holder.")],
+    options: Annotated[ServiceOptions, LEDGER],
     role: Annotated[str, typer.Option(help="user or admin.")] = "user",
     namespace: Annotated[str, typer.Option(help="The namespace that it opens.")] = "default",
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
-    if ledger is None:
-        state.mkdir(
-            0o700, parents=True, exist_ok=True
-        )  # keys may be created before the first document
-    with _keys(state, ledger or f"sqlite:///{state / 'ledger.sqlite'}") as keys:
+    settings = options.settings()
+    if settings.ledger is None:  # keys may be created before the first document
+        settings.state.mkdir(0o700, parents=True, exist_ok=True)
+        settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
+    with _keys(settings) as keys:
         row, secret = keys.create(name, role, namespace)
     if as_json:
         ui.print_json({**asdict(row), "secret": secret})
@@ -54,13 +53,13 @@ def create_key(
 
 
 @keys_app.command("ls")
+@expand_options
 def list_keys(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     as_json: ui.JsonOption = False,
 ) -> None:
     """List keys, with the first characters of each secret."""
-    with _keys(state, ledger) as keys:
+    with _keys(options.settings()) as keys:
         rows = keys.list()
     if as_json:
         ui.print_json(rows)
@@ -84,20 +83,20 @@ def list_keys(
 
 
 @keys_app.command("revoke")
+@expand_options
 def revoke_key(
     key: Annotated[int, typer.Argument(help="The id of the key, as `ragcache keys ls` shows it.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
 ) -> None:
     """Refuse a key from now on; a running service follows within ten seconds."""
-    with _keys(state, ledger) as keys:
+    with _keys(options.settings()) as keys:
         keys.revoke(key)
     ui.console.print(f"key {key} is revoked")
 
 
 @contextmanager
-def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
-    with ui.open_ledger(state, ledger) as database:
+def _keys(settings: ServiceSettings) -> Iterator[ApiKeys]:
+    with ui.open_ledger(settings) as database:
         from ragcache.db import ApiKeys
 
         yield ApiKeys(database)
@@ -112,14 +111,14 @@ modules_app = typer.Typer(help="The modules and their states.", no_args_is_help=
 
 
 @modules_app.command("ls")
+@expand_options
 def list_all_modules(
+    options: Annotated[ServiceOptions, LEDGER],
     collection: Annotated[str | None, typer.Argument(help="Only this collection.")] = None,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
-    with ui.open_ledger(state, ledger) as database:
+    with ui.open_ledger(options.settings()) as database:
         from ragcache.db import list_modules
 
         rows = list_modules(database, collection)
@@ -149,27 +148,27 @@ def list_all_modules(
 
 
 @modules_app.command("expire")
+@expand_options
 def expire_modules(
     modules: Annotated[list[int], typer.Argument(help="Ids, as in `ls --json`.", min=1)],
+    options: Annotated[ServiceOptions, STORE],
     after: Annotated[
         float | None, typer.Option(min=0, help="Seconds from now until the states expire.")
     ] = None,
     never: Annotated[bool, typer.Option("--never", help="Lift the limit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change.")] = False,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
-    remote: ui.RemoteOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Limit how long the states of modules are kept; the documents stay."""
     if never == (after is not None):
         raise typer.BadParameter("give either --after SECONDS or --never")
-    ui.check_state(state, ledger)
+    settings = options.settings()
+    ui.check_state(settings)
     from ragcache.db import held_keys
     from ragcache.db.tables import DEFAULT_NAMESPACE
     from ragcache.store import admin
 
-    with ui.inspect_store(state, ledger, remote) as (database, store):
+    with ui.inspect_store(settings) as (database, store):
         keys = held_keys(database, modules, DEFAULT_NAMESPACE)
         done = admin.expire(store, keys, after, dry_run=dry_run)
     if as_json:
@@ -184,16 +183,17 @@ ledger_app = typer.Typer(help="Show the ledger's tables and who has it open.", n
 
 
 @ledger_app.command("status")
+@expand_options
 def ledger_status(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     as_json: ui.JsonOption = False,
 ) -> None:
     """Show the revision of the ledger and who has it open; nothing is changed."""
     from ragcache.db import ledger_status
 
-    ui.check_state(state, ledger)
-    found = ledger_status(ledger or state / "ledger.sqlite")
+    settings = options.settings()
+    ui.check_state(settings)
+    found = ledger_status(settings.ledger or settings.state / "ledger.sqlite")
     if as_json:
         ui.print_json(asdict(found))
         return
@@ -212,16 +212,17 @@ def ledger_status(
 _EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt")
 
 
+@expand_options
 def stats(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     as_json: ui.JsonOption = False,
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
-    with ui.open_ledger(state, ledger) as database:
+    settings = options.settings()
+    with ui.open_ledger(settings) as database:
         from ragcache.db import Catalog, Ledger
 
-        states = Ledger.of_folder(database, state, reads=True)
+        states = Ledger.of_folder(database, settings.state, reads=True)
         collections = Catalog(database, "", None).collections()
         tiers, evictions = states.totals(), states.evictions()
     if as_json:
@@ -247,18 +248,18 @@ def stats(
 _KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # printed whole in JSON only
 
 
+@expand_options
 def verify(
-    state: ui.StateOption = ui.DEFAULT_STATE,
+    options: Annotated[ServiceOptions, STORE],
     repair: Annotated[bool, typer.Option("--repair", help="Repair as much as possible.")] = False,
-    ledger: ui.LedgerOption = None,
-    remote: ui.RemoteOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
-    ui.check_state(state, ledger)
+    settings = options.settings()
+    ui.check_state(settings)
     from ragcache.store.verify import verify as verify_store
 
-    opened, bar = ui.inspect_store(state, ledger, remote), ui.progress_bar("verifying")
+    opened, bar = ui.inspect_store(settings), ui.progress_bar("verifying")
     with bar as progress, opened as (_, store):
         report = verify_store(store, repair=repair, progress=progress)
     if as_json:
@@ -293,25 +294,22 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
         ui.console.print("`ragcache verify --repair` repairs as much as possible")
 
 
+@expand_options
 def doctor(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
+    options: Annotated[ServiceOptions, Offer(("model", "dtype", "state"))],
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check the installation, the model with its dtypes, and the state folder."""
-    from ragcache_api.settings import ServiceSettings
-
-    settings = ServiceSettings.read()
+    settings = options.settings()
 
     @cache
     def loaded() -> LoadedModel:
         from ragcache.models import load_model
 
         return load_model(
-            model,
+            settings.model,
             device=settings.device,
-            dtype=dtype,
+            dtype=settings.dtype,
             states_dtype=settings.states_dtype,
             long_context=settings.long_context,
             quantization=settings.quantization,
@@ -320,11 +318,11 @@ def doctor(
     checks = {
         "machine": _check_machine,
         "attention backend": _check_backend,
-        "embedded reader" if model is None else "model": lambda: _check_model(loaded()),
+        "embedded reader" if settings.model is None else "model": lambda: _check_model(loaded()),
         "dtype": lambda: _check_dtype(loaded()),
-        "modes": lambda: _check_modes(loaded(), state, settings),
+        "modes": lambda: _check_modes(loaded(), settings),
         "retrieval": lambda: _check_retrieval(settings.embedding),
-        "state folder": lambda: _check_state(state),
+        "state folder": lambda: _check_state(settings),
     }
     results = {name: _run_check(check) for name, check in checks.items()}
     if as_json:
@@ -397,7 +395,7 @@ def _check_dtype(model: LoadedModel) -> str:
     return f"{model.dtypes.reason}; states are kept in {dtype_name(model.dtypes.states)}"
 
 
-def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> str:
+def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     """Return the verdicts of the gate on the modes, from the ledger or measured now.
 
     Raises:
@@ -414,7 +412,7 @@ def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> 
     with ExitStack() as stack:
         ledger = None
         with suppress(StoreError):  # reported by the check of the state folder
-            ledger = Ledger(stack.enter_context(ui.open_ledger(state, settings.ledger)))
+            ledger = Ledger(stack.enter_context(ui.open_ledger(settings)))
         engine = stack.enter_context(LLMEngine(model.causal))
         results = [each for each in ModeGate(model, engine, ledger).measure() if each is not None]
     if not results:
@@ -425,36 +423,21 @@ def _check_modes(model: LoadedModel, state: Path, settings: ServiceSettings) -> 
     return said
 
 
-def _check_state(state: Path) -> str:
+def _check_state(settings: ServiceSettings) -> str:
     from ragcache.db import list_modules
 
-    if not (state / "ledger.sqlite").exists():
-        return f"{state} does not exist yet; `ragcache ingest` makes it"
-    with ui.open_ledger(state) as database:
-        return f"{len(list_modules(database))} modules in {state}"
+    if settings.ledger is None and not (settings.state / "ledger.sqlite").exists():
+        return f"{settings.state} does not exist yet; `ragcache ingest` makes it"
+    with ui.open_ledger(settings) as database:
+        return f"{len(list_modules(database))} modules in {settings.state}"
 
 
+SERVING = Offer(("model", "dtype", "embedding", "instruction", "state", "host", "port", "replicas"))
+
+
+@expand_options
 def serve(
-    state: Annotated[Path | None, typer.Option("--state", help="The state folder.")] = None,
-    host: Annotated[str | None, typer.Option(help="The address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="The port; 0 takes a free one.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A model folder or hub name; without it, the embedded reader."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of computations: auto, float32, bfloat16, float16."),
-    ] = None,
-    embedding: Annotated[
-        str | None, typer.Option(help="auto, minilm, none (words only), or a model.")
-    ] = None,
-    instruction: Annotated[
-        str | None, typer.Option(help="Instruction with which the model reads the documents.")
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(min=1, help="Replicas behind one gateway, on Ray (extra `ray`).")
-    ] = None,
+    options: Annotated[ServiceOptions, SERVING],
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -465,20 +448,8 @@ def serve(
     Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
     """
     from ragcache_api.http.server import serve as serve_app
-    from ragcache_api.settings import ServiceSettings
 
-    others = _parse_settings(setting or [])
-    settings = ServiceSettings.read(
-        state=state,
-        host=host,
-        port=port,
-        model=model,
-        dtype=dtype,
-        embedding=embedding,
-        instruction=instruction,
-        replicas=replicas,
-        **others,
-    )
+    settings = ServiceSettings.read(**options.given(), **_parse_settings(setting or []))
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return
@@ -499,9 +470,6 @@ def _serve_cluster(settings: ServiceSettings) -> None:
     serve_cluster(settings)
 
 
-_OPTIONS = signature(serve).parameters.keys() - {"setting"}
-
-
 def _parse_settings(texts: list[str]) -> dict[str, str]:
     pairs = {}
     for text in texts:
@@ -509,7 +477,7 @@ def _parse_settings(texts: list[str]) -> dict[str, str]:
         if not equals or not name:
             raise ConfigurationError(f"--set takes NAME=VALUE, not {text!r}")
         name = name.replace("-", "_")
-        if name in _OPTIONS:
+        if name in SERVING.names:
             raise ConfigurationError(f"{name} has an option of its own: write --{name} {value}")
         pairs[name] = value
     return pairs

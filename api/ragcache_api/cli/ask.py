@@ -126,11 +126,12 @@ class DemoAnswer:
         }
 
 
+@expand_options
 def demo(
+    options: Annotated[ServiceOptions, Offer(("dtype",))],
     handbook: Annotated[
         Path | None, typer.Option(help="Another folder of documents, with the same questions.")
     ] = None,
-    dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side, and
@@ -138,6 +139,7 @@ def demo(
     handbook = example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
         raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
+    dtype = options.settings().dtype
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
     with (

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from ragcache.db import Database
     from ragcache.store import KVStore
     from ragcache_api.cli.served import ServedAnswer
-    from ragcache_api.settings import ServiceOptions
+    from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 UNWRAPPED_WIDTH = 10_000  # characters: logs and pipes keep paths on one line
-DEFAULT_STATE = Path("ragcache-state")
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
@@ -47,32 +46,6 @@ console = _console(sys.stdout)
 errors = _console(sys.stderr, stderr=True)
 
 
-def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """Return an option's value if it was given, or else the service setting of the same name."""
-    from ragcache_api.settings import ServiceSettings
-
-    name = str(parameter.name)
-    source = context.get_parameter_source(name)
-    given = source is not None and source.name != "DEFAULT"
-    return value if given else getattr(ServiceSettings.read(), name)
-
-
-def _setting(name: str, text: str) -> Any:
-    """Create an option whose default is the service setting of its name."""
-    return typer.Option(
-        f"--{name}", envvar=f"RAGCACHE_{name.upper()}", callback=_or_setting, help=text
-    )
-
-
-_LEDGER = "The URL of a database, where the ledger is not in the state folder."
-_REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
-_MODEL = "A model folder or hub name; without it, the embedded reader."
-_DTYPE = "Type of the model's computations: auto, float32, bfloat16 or float16."
-StateOption = Annotated[Path, _setting("state", "The state folder.")]
-LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
-RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
-ModelOption = Annotated[str | None, _setting("model", _MODEL)]
-DTypeOption = Annotated[Any, _setting("dtype", _DTYPE)]
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -103,9 +76,7 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
         options: Options of the command.
         **changes: Settings that the command decides itself.
     """
-    from ragcache_api.settings import ServiceSettings
-
-    settings = ServiceSettings.read(**options.given() | changes)
+    settings = options.replace(**changes).settings()
     check_model(settings.model)
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
@@ -124,11 +95,9 @@ def open_existing_rag(
         NoState: The folder does not exist. Raised before torch is imported.
         UnknownCollection: The folder lacks the collection.
     """
-    from ragcache_api.settings import ServiceSettings
-
-    settings = ServiceSettings.read(**options.given())
+    settings = options.settings()
     check_model(settings.model)
-    with open_ledger(settings.state, settings.ledger) as database:
+    with open_ledger(settings) as database:
         if collection is not None:
             check_collection(database, collection)
     return open_rag(options, **changes)
@@ -157,33 +126,35 @@ def check_model(name: str | None) -> None:
 
 
 @contextmanager
-def open_ledger(state: Path, ledger: str | None = None) -> Iterator[Database]:
+def open_ledger(settings: ServiceSettings) -> Iterator[Database]:
     """Open the ledger at a URL, or the ledger in an existing state folder. Raises `NoState`."""
-    check_state(state, ledger)
+    check_state(settings)
     from ragcache.db import Database
 
-    path = state / "ledger.sqlite"
-    with closing(Database.open(ledger) if ledger else Database.open_existing(path)) as database:
+    path = settings.state / "ledger.sqlite"
+    opened = Database.open(settings.ledger) if settings.ledger else Database.open_existing(path)
+    with closing(opened) as database:
         yield database
 
 
 @contextmanager
-def inspect_store(
-    state: Path, ledger: str | None, remote: str | None
-) -> Iterator[tuple[Database, KVStore]]:
-    """Open the ledger and the store of a state folder, without background work."""
-    with open_ledger(state, ledger) as database:
-        from ragcache.store import KVStore, RemoteTier
+def inspect_store(settings: ServiceSettings) -> Iterator[tuple[Database, KVStore]]:
+    """Open the ledger and the persistent tiers of a state folder, without background work."""
+    with open_ledger(settings) as database:
+        import torch
 
-        far = [RemoteTier.open(remote)] if remote else []
-        with closing(KVStore.inspect(state, database, far)) as store:
+        from ragcache.store import KVStore, open_tiers
+        from ragcache.tiers import persistent_tiers
+
+        tiers = open_tiers(settings, torch.device("cpu"), persistent_tiers())
+        with closing(KVStore.inspect(settings.state, database, tiers)) as store:
             yield database, store
 
 
-def check_state(state: Path, ledger: str | None) -> None:
-    """Raise `NoState` if no ledger is given and the folder has none. Imports nothing."""
-    if ledger is None and not (state / "ledger.sqlite").exists():
-        raise NoState.in_folder(state)
+def check_state(settings: ServiceSettings) -> None:
+    """Raise `NoState` if no ledger is set and the folder has none. Imports nothing."""
+    if settings.ledger is None and not (settings.state / "ledger.sqlite").exists():
+        raise NoState.in_folder(settings.state)
 
 
 def format_scores(bm25: float | None, cosine: float | None, rerank: float | None = None) -> str:

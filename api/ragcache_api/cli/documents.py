@@ -19,8 +19,8 @@ from ragcache.errors import ConfigurationError, DocumentError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import ENCODING, Offer, expand_options
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.cli.options import ENCODING, LEDGER, STORE, Offer, expand_options
+from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.db import DocumentRow
@@ -32,15 +32,15 @@ CollectionArgument = Annotated[str, typer.Argument(help="The collection.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would change.")]
 
 
+@expand_options
 def collections(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
     """List collections, with their documents and modules."""
     check_namespace(namespace)
-    with ui.open_ledger(state, ledger) as database:
+    with ui.open_ledger(options.settings()) as database:
         from ragcache.db import collection_page
 
         rows = _all_rows(lambda cursor: collection_page(database, namespace, cursor, _PAGE))
@@ -57,14 +57,13 @@ def collections(
 def documents(
     collection: CollectionArgument,
     search: Annotated[SearchParams, Offer(("filters",))],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
     """List the documents of a collection, with their modules and metadata."""
     check_namespace(namespace)
-    with ui.open_ledger(state, ledger) as database:
+    with ui.open_ledger(options.settings()) as database:
         from ragcache.db import document_page
         from ragcache.retrieval.filters import compile_filters
 
@@ -99,8 +98,10 @@ def _all_rows(page_at: Any) -> list[Any]:
             return rows
 
 
+@expand_options
 def remove(
     collection: CollectionArgument,
+    options: Annotated[ServiceOptions, STORE],
     ids: Annotated[
         list[str] | None, typer.Argument(help="Ids of documents, as `ragcache documents` lists.")
     ] = None,
@@ -108,9 +109,6 @@ def remove(
         bool, typer.Option("--all", help="Remove the collection with all of its documents.")
     ] = False,
     dry_run: DryRunOption = False,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
-    remote: ui.RemoteOption = None,
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
@@ -120,7 +118,7 @@ def remove(
         raise ConfigurationError(
             "give ids of documents, or --all to remove the collection with all of them"
         )
-    with ui.inspect_store(state, ledger, remote) as (database, store):
+    with ui.inspect_store(options.settings()) as (database, store):
         from ragcache.db import Catalog
         from ragcache.store.admin import delete_documents
 
@@ -162,16 +160,16 @@ def _check_ids(collection: str, ids: list[str] | None, known: Collection[str]) -
         )
 
 
+@expand_options
 def instruction(
     collection: CollectionArgument,
+    options: Annotated[ServiceOptions, LEDGER],
     text: Annotated[
         str | None, typer.Argument(help="The instruction; without it, the present one is printed.")
     ] = None,
     default: Annotated[
         bool, typer.Option("--default", help="Use the folder's instruction again.")
     ] = False,
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
     namespace: ui.NamespaceOption = NAMESPACE,
 ) -> None:
     """Set the instruction with which the model reads the documents of a collection.
@@ -183,7 +181,7 @@ def instruction(
     check_instruction(text)
     if default and text is not None:
         raise ConfigurationError("give an instruction or --default, not both")
-    with ui.open_ledger(state, ledger) as database:
+    with ui.open_ledger(options.settings()) as database:
         from ragcache.db import Catalog
 
         catalog = Catalog(database, "", None, namespace)
@@ -204,10 +202,10 @@ def retrieve(
 ) -> None:
     """Find the best modules for a query, with their scores; no model is loaded."""
     check_namespace(namespace)
-    settings = ServiceSettings.read(**options.given())
+    settings = options.settings()
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
-    with ui.open_ledger(settings.state, settings.ledger) as database:
+    with ui.open_ledger(settings) as database:
         ui.check_collection(database, collection, namespace)
         from ragcache.db import Catalog
         from ragcache.retrieval import Retrievers

@@ -221,11 +221,10 @@ def _check_own(options: ServiceOptions, collection: str, dataset: Dataset) -> No
     """
     from ragcache.config import NAMESPACE
     from ragcache.db import Catalog
-    from ragcache_api.settings import ServiceSettings
 
     own, held = {each.id for each in dataset.documents}, set[str]()
-    settings = ServiceSettings.read(**options.given())
-    with suppress(NoState), ui.open_ledger(settings.state, settings.ledger) as database:
+    settings = options.settings()
+    with suppress(NoState), ui.open_ledger(settings) as database:
         catalog = Catalog(database, "", None, NAMESPACE)
         if collection in catalog.versions():
             held = {each.document for each in catalog.modules(collection)}

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeR
 from ragcache.config import NAMESPACE
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import INGESTING, expand_options
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.cli.options import INGESTING, LEDGER, expand_options
+from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
     from ragcache import Ingestion
@@ -173,15 +173,15 @@ NamespaceOption = Annotated[str, typer.Option(help="The namespace of the jobs.")
 
 
 @jobs_app.command("ls")
+@expand_options
 def list_jobs(
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     namespace: NamespaceOption = NAMESPACE,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs to list.")] = 20,
     as_json: ui.JsonOption = False,
 ) -> None:
     """List ingestions, the newest first, with their progress."""
-    with _jobs(state, ledger, namespace) as jobs:
+    with _jobs(options.settings(), namespace) as jobs:
         rows = jobs.page(limit=limit).items
     if as_json:
         ui.print_json(rows)
@@ -194,21 +194,21 @@ def list_jobs(
 
 
 @jobs_app.command("cancel")
+@expand_options
 def cancel_job(
     job: Annotated[int, typer.Argument(help="The id of the job, as `ragcache jobs ls` shows it.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    ledger: ui.LedgerOption = None,
+    options: Annotated[ServiceOptions, LEDGER],
     namespace: NamespaceOption = NAMESPACE,
 ) -> None:
     """End a job that waits or runs, in whichever process; it then stores and removes nothing."""
-    with _jobs(state, ledger, namespace) as jobs:
+    with _jobs(options.settings(), namespace) as jobs:
         row = jobs.cancel(job)
     ui.console.print(f"job {job} is {row.status}")
 
 
 @contextmanager
-def _jobs(state: Path, ledger: str | None, namespace: str) -> Iterator[Jobs]:
-    with ui.open_ledger(state, ledger) as database:
+def _jobs(settings: ServiceSettings, namespace: str) -> Iterator[Jobs]:
+    with ui.open_ledger(settings) as database:
         from ragcache.db import Jobs
 
         yield Jobs(database, "", namespace)

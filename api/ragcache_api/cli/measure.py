@@ -176,7 +176,7 @@ def plan(
     """
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")
-    settings = ServiceSettings.read(**options.given())
+    settings = options.settings()
     ui.check_model(settings.model)
     for path in paths or []:
         if not path.exists():
@@ -215,7 +215,7 @@ def _corpus(
     with ui.progress_bar("reading the corpus") as progress:
         if collection is None:
             return corpus_of_sources(model, paths, settings.module_tokens, progress)
-        with ui.open_ledger(settings.state, settings.ledger) as database:
+        with ui.open_ledger(settings) as database:
             catalog = Catalog(database, model.tokenizer_fingerprint, None)
             return corpus_of_collection(model, catalog, collection, progress)
 

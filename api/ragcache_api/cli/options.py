@@ -78,6 +78,10 @@ PANELS: dict[type[Params], str] = {
     SearchParams: "Search",
     ServiceOptions: "Folder and model",
 }
+LEDGER = Offer(("ledger", "state"))
+"""Options of commands that read or change the ledger only."""
+STORE = Offer((*LEDGER.names, "remote"))
+"""Options of commands that read or change stored states."""
 ENCODING = Offer(("model", "dtype", "instruction", "state"))
 """Options of commands that encode stored documents."""
 INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens"))

@@ -64,15 +64,17 @@ def show(
 
 
 @app.command("lint")
+@expand_options
 def lint(
     files: Annotated[
         list[Path],
         typer.Argument(exists=True, dir_okay=False, help="Schemas, and prompts for them."),
     ],
-    model: ui.ModelOption = None,
+    options: Annotated[ServiceOptions, Offer(("model",))],
     as_json: ui.JsonOption = False,
 ) -> None:
     """Find errors, doubtful passages and waste in files. Exit status 1 if there are any."""
+    model = options.settings().model
     ui.check_model(model)
     findings, notes = _lint_files(files, load_template(model))
     found = [(file, finding) for file, each in findings.items() for finding in each]
