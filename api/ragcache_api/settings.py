@@ -68,6 +68,8 @@ class ServiceOptions(OpenConfig):
     """The most connections; one more gets 503."""
     chat_max_tokens: Positive = 1024
     """The most tokens of an answer over OpenAI's chat route, if the request sets no limit."""
+    queue_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """The most seconds that a request is expected to wait for its turn, then 503."""
     deadline: Annotated[float, Field(gt=0)] = 300.0
     """The most seconds of an answer, then 504, and of a body's coming."""
     lame_duck: Annotated[float, Field(ge=0)] = 5.0

@@ -20,9 +20,9 @@ _INDEX = re.compile(r"0|[1-9]\d*")
 def is_satisfiable(schema: Any) -> bool:
     """Tell whether a finite JSON value can satisfy a schema, as far as its recursion decides.
 
-    The set of references with a finite value is a least fixed point: first none has one, and each
-    pass adds those that need no others. Everything that the recursion does not decide counts as
-    satisfiable.
+    The set of references with a finite value is a least fixed point: the set begins empty, and
+    each pass adds references that need only members of the set. A schema counts as satisfiable
+    wherever its recursion does not decide.
 
     Args:
         schema: A JSON schema.

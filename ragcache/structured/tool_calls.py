@@ -438,7 +438,7 @@ class _Lookahead:
         return self.take(len(marker)) == marker
 
     def read_call(self, tools: Collection[str]) -> Steps[ToolCall | None]:
-        """Take the object of a call. Returns None for any other object."""
+        """Take the object of a call. Returns None if the object is no call."""
         scan, raw = CallScanner(), ""
         while self._parser.rest.startswith("{") or raw:
             raw += self.take(scan.read(self._parser.rest))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.documents import reading
 from ragcache.models import LoadedModel
 from tests.api.cli import conftest as cli
 from tests.api.cli.conftest import Run, error_of, json_of
@@ -78,6 +80,8 @@ def test_a_type_without_its_extra_is_skipped_and_says_which(
 ) -> None:  # fmt: skip
     for library in ("pypdfium2", "mammoth", "pptx", "openpyxl"):
         monkeypatch.setitem(sys.modules, library, None)
+    here = SimpleNamespace(call=lambda payload, **_: reading.read_in_worker(payload))
+    monkeypatch.setattr(reading, "_WORKERS", here)  # a worker would find the libraries
     status, out, _ = run("ingest", "papers", papers)
     assert status == 0
     assert f"{len(WRITERS) - 4} documents added" in out

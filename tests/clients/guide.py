@@ -48,7 +48,7 @@ def sections() -> Iterator[str]:
 
 
 def section(client: Client) -> Iterator[str]:
-    """What to install, and the files of a client as blocks to copy."""
+    """Lines of a client: its installation, and its files as blocks to copy."""
     yield f"\n### {client.title}\n\n"
     if client.note:
         yield f"{client.note}\n\n"

@@ -365,3 +365,24 @@ def test_examples_of_functions_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
+
+
+def test_the_limits_of_the_service_have_the_values_of_the_code() -> None:
+    from ragcache.engine import EngineConfig
+    from ragcache_api.http.admission import LOOKAHEAD
+    from ragcache_api.http.connection import HEADER_BYTES
+    from ragcache_api.http.envelope import DRAIN_BYTES, DRAIN_PAUSE_SECONDS, DRAIN_SECONDS
+    from ragcache_api.settings import ServiceOptions
+
+    text = " ".join((GUIDES / "operate.md").read_text(encoding="utf-8").split())
+    seconds = ServiceOptions.model_fields["queue_seconds"].default
+    assert LOOKAHEAD == 0.25
+    for said in (
+        f"| {HEADER_BYTES // 2**10} KiB of path and headers | 431",
+        f"at most {DRAIN_BYTES // 2**20} MiB, for at most {DRAIN_SECONDS:g} s and",
+        f"{DRAIN_PAUSE_SECONDS:g} s without bytes",
+        f"| `queue_seconds` | `{seconds:g}` |",
+        f"beyond the {EngineConfig().running} that the engine runs at once",
+        "and a quarter of them wait for their turn",
+    ):
+        assert said in text, said

@@ -18,7 +18,6 @@ from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 HEADER_BYTES = 64 * 1024
 """The most bytes of a request's path and headers."""
 _LINE_BYTES = len(b": \r\n")
-_CONNECTION_RETRY_SECONDS = 1
 _UNREADABLE = ErrorInfo(400, "bad-http", "the request is not HTTP/1.1 as RFC 9112 defines it")
 _TOO_LONG = ErrorInfo(
     431,
@@ -102,7 +101,6 @@ async def _overloaded(scope: Scope, receive: Receive, send: Send) -> None:  # no
         503,
         "too-many-connections",
         "the service has as many connections as it may (setting connections); try again",
-        {"Retry-After": str(_CONNECTION_RETRY_SECONDS)},
     )
 
 

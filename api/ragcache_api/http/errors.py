@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -51,6 +51,7 @@ STATUS = {
 """Status by the name of an error's class. Subclasses have the status of their base class."""
 
 RETRY_SECONDS = 1
+_TEMPORARY = (429, 503)
 _TITLES = {
     400: "Bad request",
     401: "Unauthorized",
@@ -145,9 +146,8 @@ def error_info(error: BaseException) -> ErrorInfo | None:
     status = next((STATUS[kind] for kind in kinds if kind in STATUS), None)
     if status is None:
         return None
-    headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__).lower()
-    return ErrorInfo(status, name.replace("pmlsyntax", "pml-syntax"), str(error), headers)
+    return ErrorInfo(status, name.replace("pmlsyntax", "pml-syntax"), str(error))
 
 
 INTERNAL_ERROR = ErrorInfo(500, "internal-error", "the service failed; its log says how")
@@ -192,8 +192,12 @@ def wrong_content_type(error: RequestValidationError, kind: str | None) -> HTTPP
 def error_response(info: ErrorInfo, path: str) -> Response:
     """Make the response of an error in the shape of its path.
 
-    OpenAI's interface has no status 422: an invalid request gets 400 there.
+    OpenAI's interface has no status 422: an invalid request gets 400 there. Every 429 and 503 says
+    when to come again.
     """
+    if info.status in _TEMPORARY:
+        later = {"Retry-After": str(RETRY_SECONDS)} | info.headers
+        info = replace(info, headers=later)
     if is_openai(path):
         status = 400 if info.status == 422 else info.status
         return JSONResponse(info.openai(), status, info.headers)

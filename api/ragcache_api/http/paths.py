@@ -62,7 +62,7 @@ _RESOURCES = {
     "webhook_endpoints": _NO_WEBHOOKS,
     "webhook_event_types": _NO_WEBHOOKS,
 }
-"""What to do in place of each resource of OpenAI's API, and of what vLLM serves next to it."""
+"""Advice for each resource of OpenAI's and vLLM's API that is not served."""
 
 
 class IdConvertor(PathConvertor):

@@ -15,6 +15,8 @@ from fastapi import Request
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
+from ragcache_api.http.admission import AdmissionQueue, Ticket
+from ragcache_api.http.auth import Caller
 from ragcache_api.http.envelope import request_id
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.incoming import wait_for_disconnect
@@ -43,6 +45,10 @@ class ActiveRequest:
     """Complete answers of the first streams."""
     outcome: str = ""
     """`finished`, `failed` or `cancelled`. Empty until the request ends."""
+    ticket: Ticket | None = None
+    """Place in the queue of requests. A request without one may run."""
+    waited: float = 0.0
+    """Seconds that the request has waited for its turn."""
     expired: bool = False
     """Whether its deadline has passed."""
     context: Context = field(default_factory=copy_context)
@@ -59,6 +65,12 @@ class ActiveRequest:
             raise stopping()
         self.streams.append(stream)
         return stream
+
+    async def wait_for_turn(self) -> None:
+        """Wait until the queue lets the request in."""
+        if self.ticket is not None:
+            await self.ticket.started.wait()
+            self.waited = time.monotonic() - self.started
 
     def cancel(self) -> None:
         for stream in self.streams:
@@ -94,11 +106,13 @@ class ActiveRequest:
 
     @property
     def state(self) -> str:
-        """`retrieving`, then `waiting`, `computing` (the prompt) and `generating`.
+        """`waiting` for its turn, `retrieving`, again `waiting`, `computing` and `generating`.
 
         A request with several answers has the furthest state of any of them.
         """
         states = {stream.state for stream in self.streams}
+        if self.ticket is not None and not self.ticket.started.is_set():
+            return "waiting"
         return next((each for each in _STATES if each in states), "retrieving")
 
     @property
@@ -116,9 +130,11 @@ class RequestRegistry:
         draining: No new request is accepted.
         stopped: The running requests have been cancelled.
         on_end: Functions that are called with each request that has ended.
+        admission: The queue that lets requests in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, admission: AdmissionQueue | None = None) -> None:
+        self.admission = admission or AdmissionQueue()
         self.active: dict[str, ActiveRequest] = {}
         self.leaving = self.draining = self.stopped = False
         self.on_end: list[Callable[[ActiveRequest], None]] = []
@@ -126,10 +142,10 @@ class RequestRegistry:
 
     @contextmanager
     def track_request(
-        self, kind: str, namespace: str, collection: str = ""
+        self, kind: str, caller: Caller, collection: str = "", prompts: int = 1
     ) -> Iterator[ActiveRequest]:
         """Begin a request that ends with the block."""
-        active = self.begin_request(kind, namespace, collection)
+        active = self.begin_request(kind, caller, collection, prompts)
         try:
             yield active
         except BaseException as error:
@@ -137,11 +153,26 @@ class RequestRegistry:
             raise
         self.end_request(active)
 
-    def begin_request(self, kind: str, namespace: str, collection: str = "") -> ActiveRequest:
-        """Begin a request. Raises `HTTPProblem` (503) if the service is ending."""
+    def begin_request(
+        self, kind: str, caller: Caller, collection: str = "", prompts: int = 1
+    ) -> ActiveRequest:
+        """Begin a request, which may have to wait for its turn.
+
+        Args:
+            kind: `answer`, `prompt`, `chat` or `completion`.
+            caller: The sender.
+            collection: Collection of the question.
+            prompts: Number of prompts.
+
+        Raises:
+            HTTPProblem: (503) The service is ending, or the request would wait too long.
+            QueueFull: Too many requests wait.
+        """
         if self.draining:
             raise stopping()
-        active = ActiveRequest(f"{kind}-{token_urlsafe(16)}", kind, namespace, collection, self)
+        ticket = self.admission.enter(caller.bucket, prompts)
+        name = f"{kind}-{token_urlsafe(16)}"
+        active = ActiveRequest(name, kind, caller.namespace, collection, self, ticket=ticket)
         self.active[active.id] = active
         return active
 
@@ -150,6 +181,8 @@ class RequestRegistry:
         if self.active.pop(active.id, None) is None:
             return
         active.cancel()
+        if active.ticket is not None:
+            self.admission.leave(active.ticket)
         gone = isinstance(error, asyncio.CancelledError | RequestCancelled | GeneratorExit)
         gone = gone or (isinstance(error, HTTPProblem) and error.status_code == 499)
         active.outcome = "finished" if error is None else "cancelled" if gone else "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from ragcache import RagCache
 from ragcache.errors import DeadlineExceeded
 from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
+from ragcache_api.http.admission import LOOKAHEAD, AdmissionQueue
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
@@ -29,7 +31,7 @@ class Service:
     rag: RagCache
     """The state folder, seen from the namespace `default`."""
     settings: ServiceSettings
-    requests: RequestRegistry = field(default_factory=RequestRegistry)
+    requests: RequestRegistry = field(init=False)
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
     """Start of the service, in Unix seconds."""
@@ -39,6 +41,10 @@ class Service:
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        running, settings = self.shared.engine.config.running, self.settings
+        slots = running + math.ceil(running * LOOKAHEAD)
+        admission = AdmissionQueue(slots, settings.queue_seconds, settings.queue)
+        self.requests = RequestRegistry(admission)
         self.metrics = Metrics(self.rag, self.requests)
         self.requests.on_end += [self.recorder.record_request, self.metrics.count_request]
 

@@ -61,7 +61,8 @@ async def respond(
     stream: bool,
 ) -> Response:
     """Register a request, and answer it whole or as a stream of its only opening."""
-    requests, tags = context.service.requests, (kind, context.caller.namespace, collection)
+    requests = context.service.requests
+    tags = kind, context.caller, collection, len(openings)
     if stream:
         active = requests.begin_request(*tags)
         return await _stream_answer(context, active, openings[0], answer_format)
@@ -76,6 +77,7 @@ async def _complete_answers(
     """Await whole answers. They are cancelled if the client disconnects."""
 
     async def open_and_wait() -> list[Answer]:
+        await active.wait_for_turn()
         streams = [active.attach(await opening()) for opening in openings]
         return [await stream for stream in streams]
 
@@ -97,8 +99,13 @@ async def _stream_answer(
     with the response, and its deadline cancels it even if the client does not read.
     """
     requests = active.registry
+
+    async def open_in_turn() -> AsyncAnswerStream:
+        await active.wait_for_turn()
+        return await opening()
+
     try:
-        opened = await cancel_on_disconnect(context.request, opening(), context.deadline)
+        opened = await cancel_on_disconnect(context.request, open_in_turn(), context.deadline)
         stream, left = active.attach(opened), context.deadline
     except BaseException as error:
         requests.end_request(active, error)

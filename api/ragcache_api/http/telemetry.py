@@ -59,7 +59,7 @@ class Metrics:
         )
         self._queued = Histogram(
             "ragcache_queue_seconds",
-            "The wait for the engine.",
+            "The wait for a turn and for the engine.",
             buckets=_QUEUED,
             registry=self.registry,
         )
@@ -72,7 +72,7 @@ class Metrics:
             for source, number in counts.items():
                 self._tokens.labels(source).inc(number)
             if answer.reuse.prompt_tokens:
-                self._queued.observe(answer.timings.queued)
+                self._queued.observe(active.waited + answer.timings.queued)
             if kind := hit_or_miss(answer):
                 self._first_token.labels(kind).observe(answer.timings.first_token)
 
@@ -102,13 +102,16 @@ class StateCollector(Collector):
         evictions = counters.evictions.copy()
         yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
+        admission = self._requests.admission
         counts = (
+            ("refused", "Requests refused because of their expected wait.", admission.refused),
             ("misses", "States that no tier held and that were encoded.", counters.encoded),
             ("steps", "Steps of the engine.", stats.steps),
             ("step_rows", "Rows of all steps; by steps, the mean batch.", rows),
             ("preempted", "Requests that lost their memory and waited again.", stats.preempted),
         )
         levels = (
+            ("waiting_requests", "Requests that wait for their turn.", admission.waiting),
             ("engine_running", "Requests that are running in the engine.", core.running),
             ("engine_waiting", "Requests that are waiting in the engine.", core.waiting),
             ("leased_states", "States that requests are reading.", count_leased(self._rag)),

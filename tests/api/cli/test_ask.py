@@ -137,7 +137,7 @@ def test_a_blank_instruction_is_refused(run: Run, ingested: Path, command: str) 
 def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
     shown = ("--no-extractive", "--min-confidence", 0, "--json")
     short = ("ask", QUESTION, "-c", "notes", "--max-tokens", 12, *shown)
-    asked = (*short, "--temperature", 3.0, "--seed", 5)
+    asked = (*short, "--temperature", 2.0, "--seed", 5)
     assert json_of(run(*asked))["text"] == json_of(run(*asked))["text"]
     greedy = json_of(run(*short))["text"]
     first, second = greedy.split()[:2]

@@ -240,7 +240,7 @@ def test_an_outage_of_the_ledger_interrupts_no_replica(
         monkeypatch.setattr(Database, name, away)
     answers = [client.post("/v1/answers", json=question) for _ in range(8)]
     assert [each.status_code for each in answers] == [200] * 8, answers[0].text
-    assert sorted(len(each.seen) for each in replicas.replicas) == [0, 9]
+    assert sum(len(each.seen) for each in replicas.replicas) == 9
 
 
 def test_the_gateway_leaves_the_confidence_of_answers_as_it_is(

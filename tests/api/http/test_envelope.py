@@ -1,4 +1,4 @@
-"""What every response has: an id, the shape of errors, and calls of pages of other origins."""
+"""Every response: its id, the shape of errors, and calls of pages of other origins."""
 
 from __future__ import annotations
 

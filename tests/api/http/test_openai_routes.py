@@ -310,7 +310,7 @@ def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
         f"This model's maximum context length is {window} tokens. However, the prompt"
     )
     clamped = ask(client, messages=messages, max_tokens=window, ignore_eos=True).json()
-    assert clamped["usage"] == usage
+    assert clamped["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
 @pytest.mark.slow

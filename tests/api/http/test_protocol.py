@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache, errors
 from ragcache.errors import RagCacheError
-from ragcache_api.http.errors import STATUS, HTTPProblem, error_info
+from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, error_response
 from ragcache_api.http.protocol import CompactResponse, compact
 from ragcache_schemas import PMLError
 from tests.api.http.conftest import LEAVE
@@ -298,7 +298,8 @@ def test_every_named_error_is_told(kind: type[RagCacheError]) -> None:
     assert info is not None
     assert 400 <= info.status < 600
     assert info.detail == "what was wrong"
-    assert ("Retry-After" in info.headers) is (info.status in (429, 503))
+    response = error_response(info, "/v1/x")
+    assert ("retry-after" in response.headers) is (info.status in (429, 503))
     problem = info.problem("/v1/x")
     assert problem["status"] == info.status
     assert problem["type"].startswith("urn:ragcache:problem:")
