@@ -21,6 +21,12 @@ QUESTION = "Where does the key of the pool car hang?"
 ANSWER, SOURCE = "harbour office", "travel.md"
 """Words of the answer to `QUESTION`, and the document that they are from."""
 
+TOOLS = (
+    "The agent offers a tool and has its question answered from the collection. A model whose chat "
+    "template has no tools, such as the embedded reader, always answers in text."
+)
+"""Note on agents."""
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -88,6 +94,111 @@ LIBRARIES = (
         ("openai@7.57.0",),
         expects=(ANSWER, SOURCE, ANSWER),
     ),
+    Client(
+        "langchain-python",
+        "LangChain for Python",
+        "https://github.com/langchain-ai/langchain",
+        ("langchain-openai==1.7.4",),
+        note="A program that runs the model itself uses [`ChatRagCache`](langchain.md).",
+    ),
+    Client(
+        "langchain-node",
+        "LangChain for Node",
+        "https://github.com/langchain-ai/langchainjs",
+        ("@langchain/openai@1.6.0", "@langchain/core@1.4.0"),
+    ),
+    Client(
+        "llama-index",
+        "LlamaIndex",
+        "https://github.com/run-llama/llama_index",
+        ("llama-index-llms-openai-like==0.8.1",),
+        expects=(ANSWER, SOURCE, ANSWER),
+        note="`OpenAI` of LlamaIndex takes only names of OpenAI's models; `OpenAILike` takes any.",
+    ),
+    Client(
+        "haystack",
+        "Haystack",
+        "https://github.com/deepset-ai/haystack",
+        ("haystack-ai==3.4.1",),
+    ),
+    Client(
+        "litellm",
+        "LiteLLM",
+        "https://github.com/BerriAI/litellm",
+        ("litellm==1.110.2",),
+        expects=(ANSWER, SOURCE, ANSWER),
+        note="The prefix `openai/` tells LiteLLM which interface the service speaks.",
+    ),
+    Client(
+        "instructor",
+        "instructor",
+        "https://github.com/567-labs/instructor",
+        ("instructor==1.17.0",),
+        expects=("place='", "place='"),
+        note="An answer in a form is written by the model and not quoted. Use a model that follows "
+        "instructions; the embedded reader keeps to the form, but its values are poor.",
+    ),
+    Client(
+        "pydantic-ai",
+        "Pydantic AI",
+        "https://github.com/pydantic/pydantic-ai",
+        ("pydantic-ai-slim[openai]==2.68.0",),
+        note=TOOLS,
+    ),
+    Client(
+        "openai-agents",
+        "OpenAI Agents SDK",
+        "https://github.com/openai/openai-agents-python",
+        ("openai-agents==0.24.0",),
+        note=TOOLS,
+    ),
+    Client(
+        "vercel-ai",
+        "Vercel AI SDK",
+        "https://github.com/vercel/ai",
+        ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92"),
+    ),
+    Client("llm", "llm", "https://github.com/simonw/llm", ("llm==0.36",)),
+    Client(
+        "smolagents",
+        "smolagents",
+        "https://github.com/huggingface/smolagents",
+        ("smolagents[openai]==1.26.0",),
+    ),
+    Client(
+        "dspy",
+        "DSPy",
+        "https://github.com/stanfordnlp/dspy",
+        ("dspy==3.4.1",),
+        expects=(ANSWER,),
+        note="`dspy.Predict` wraps the question in instructions, which take a model that follows "
+        "them. The model itself takes the question as it is.",
+    ),
+    Client(
+        "autogen",
+        "AutoGen",
+        "https://github.com/microsoft/autogen",
+        ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        note=TOOLS,
+    ),
+    Client(
+        "semantic-kernel",
+        "Semantic Kernel",
+        "https://github.com/microsoft/semantic-kernel",
+        ("semantic-kernel==1.45.0",),
+    ),
+    Client(
+        "crewai",
+        "CrewAI",
+        "https://github.com/crewAIInc/crewAI",
+        ("crewai==1.15.30",),
+        note="An `Agent` of CrewAI wraps the question in instructions, which take a model that "
+        "follows them. The model itself takes the question as it is.",
+    ),
+)
+"""SDKs and frameworks."""
+
+PROGRAMS = (
     Client(
         "open-webui",
         "Open WebUI",
@@ -161,9 +272,6 @@ LIBRARIES = (
         torch=True,
     ),
 )
-"""SDKs and frameworks."""
-
-PROGRAMS: tuple[Client, ...] = ()
 """Programs that people use as they are."""
 
 CLIENTS = (*LIBRARIES, *PROGRAMS)

@@ -176,8 +176,7 @@ async def _chat(body: ChatRequest, context: RequestContext) -> Response:
 async def complete_text(body: CompletionRequest, context: ContextDep) -> Response:
     """Continue texts, or the tokens of texts, as they are.
 
-    With `echo` and `logprobs`, the log-probabilities of the prompt's tokens come before those of
-    the answer.
+    With `echo` and `logprobs`, log-probabilities begin with the prompt's tokens.
 
     With `collection`, the prompt is a question to the documents of that collection.
     """

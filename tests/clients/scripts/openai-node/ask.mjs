@@ -1,10 +1,12 @@
 import OpenAI from "openai";
 
-const client = new OpenAI({ baseURL: "http://127.0.0.1:8000/v1", apiKey: "YOUR_KEY" });
+const client = new OpenAI({
+  baseURL: "http://127.0.0.1:8000/v1/collections/handbook",
+  apiKey: "YOUR_KEY",
+});
 const question = {
   model: "ragcache-reader",
   messages: [{ role: "user", content: "Where does the key of the pool car hang?" }],
-  collection: "handbook",
 };
 
 const answer = await client.chat.completions.create(question);
