@@ -191,8 +191,8 @@ class GenerationRequest(Asking, ClientOptions):
     unserved: ClassVar[Mapping[str, UnservedField]] = UNSERVED
     """Fields of OpenAI and vLLM that are refused."""
 
-    model: Annotated[str, Field(max_length=1000)]
-    """Name of the served model."""
+    model: Annotated[str, Field(max_length=1000)] = ""
+    """Id of the served model, alone or as `MODEL@COLLECTION`. May be left out."""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the probability to sample from, 0 to 1. 0 takes the likeliest token."""
     stream: bool = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from time import monotonic, time
 from typing import Annotated, Any
 
@@ -59,6 +61,11 @@ class Service:
         return self.shared.model.name
 
     @property
+    def served_name(self) -> str:
+        """The model's id for OpenAI's clients, which names no folder of the machine."""
+        return self.settings.served_name or _last_part(self.model)
+
+    @property
     def tokenizer(self) -> Any:
         return self.shared.model.tokenizer
 
@@ -67,6 +74,15 @@ class Service:
         if namespace not in self._namespaces:
             self._namespaces[namespace] = self.rag.within(namespace)
         return self._namespaces[namespace]
+
+
+_SNAPSHOT = re.compile(r"models--[^/]+--([^/]+)/snapshots/[^/]+/?$")  # of the hub's cache
+
+
+def _last_part(model: str) -> str:
+    """Return the last part of a model's folder or hub name, without `@` and white space."""
+    cached = _SNAPSHOT.search(model)
+    return re.sub(r"[@\s]", "-", cached[1] if cached else PurePath(model).name) or "model"
 
 
 @dataclass(frozen=True, slots=True)

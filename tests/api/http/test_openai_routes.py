@@ -576,6 +576,41 @@ def test_models_name_the_collections(client: TestClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")
 
 
+@pytest.mark.parametrize("model", [None, "", MODEL, f"openai/{MODEL}", f"openai/{MODEL}@notes"])
+def test_names_of_the_one_model(client: TestClient, model: str | None) -> None:
+    told = client.post("/v1/chat/completions", json=QUESTION | {"model": model})
+    assert told.status_code == 200, told.text
+    assert told.json()["model"] == MODEL
+    assert ("sources" in told.json()) is str(model).endswith("@notes")
+    if model:
+        card = client.get(f"/v1/models/{model}").json()
+        assert card["id"] == model.removeprefix("openai/")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "expected"),
+    [
+        ("/srv/models/Qwen3-4B", {}, "Qwen3-4B"),
+        ("Qwen/Qwen3-4B", {}, "Qwen3-4B"),
+        ("/c/models--Qwen--Qwen3-4B/snapshots/0a1b", {}, "Qwen3-4B"),
+        ("/srv/a b@c", {}, "a-b-c"),
+        ("/srv/models/Qwen3-4B", {"served_name": "team/chat"}, "team/chat"),
+    ],
+)
+def test_the_id_of_a_model_is_no_path(
+    rag: RagCache, model: str, settings: dict[str, Any], expected: str
+) -> None:
+    named = replace(rag.internals.shared.model, name=model)
+    shared = replace(rag.internals.shared, model=named)
+    internals = replace(rag.internals, shared=shared)
+    with client_of(RagCache(internals, closes=False), **settings) as served:
+        assert served.get("/v1/models").json()["data"][0]["id"] == expected
+        assert ask(served, model=expected).json()["model"] == expected
+        refused = ask(served, model="gpt-4o").json()["error"]
+        assert f"{expected!r} is" in refused["message"]
+        assert "/srv" not in refused["message"]
+
+
 @pytest.mark.parametrize(
     ("scores", "distances"),
     [

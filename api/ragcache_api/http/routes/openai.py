@@ -208,7 +208,8 @@ async def _complete(body: CompletionRequest, context: RequestContext) -> Respons
 @router.get("/models")
 def list_models(context: ContextDep) -> ModelList:
     """List the served model, alone and with each collection as `MODEL@COLLECTION`."""
-    ids = [context.service.model, *(f"{context.service.model}@{name}" for name in _names(context))]
+    served = context.service.served_name
+    ids = [served, *(f"{served}@{name}" for name in _names(context))]
     return ModelList(data=[_model_card(context.service, each) for each in ids])
 
 
@@ -216,19 +217,23 @@ def list_models(context: ContextDep) -> ModelList:
 def list_models_of_collection(collection: Collection, context: ContextDep) -> ModelList:
     """List the served model for a client whose base URL names a collection."""
     _check_collection(context, collection)
-    return ModelList(data=[_model_card(context.service, context.service.model)])
+    return ModelList(data=[_model_card(context.service, context.service.served_name)])
 
 
 @router.get("/models/{name:id}")
 def get_model(name: str, context: ContextDep) -> ModelCard:
     """Return a model by its id."""
+    served = context.service.served_name
     if collection := collection_of(context.service, name):
         _check_collection(context, collection)
-    return _model_card(context.service, name)
+    return _model_card(context.service, "@".join(filter(None, (served, collection))))
 
 
 def collection_of(service: Service, name: str) -> str | None:
     """Return the collection that a model's id names.
+
+    One model is served, so an empty name means it, and a name before it, as in `openai/MODEL`, is
+    ignored.
 
     Args:
         service: The service.
@@ -237,11 +242,10 @@ def collection_of(service: Service, name: str) -> str | None:
     Raises:
         HTTPProblem: (404) The model is not served.
     """
-    if name == service.model:
-        return None
-    if name.startswith(f"{service.model}@"):
-        return name.removeprefix(f"{service.model}@")
-    detail = f"the model {name!r:.200} is not served; {service.model!r} is"
+    model, _, collection = name.partition("@")
+    if not model or f"/{model}".endswith(f"/{service.served_name}"):
+        return collection or None
+    detail = f"the model {name!r:.200} is not served; {service.served_name!r} is"
     raise HTTPProblem(404, "model-not-found", detail, None, "model")
 
 
@@ -368,7 +372,7 @@ class _CompletionWriter(ABC):
             "id": active.id,
             "object": self.kind,
             "created": int(time()),
-            "model": service.model,
+            "model": service.served_name,
             "system_fingerprint": f"fp_{service.shared.model.causal.fingerprint[:10]}",
         }
         self._logprobs = LogprobFormat(service.tokenizer)
