@@ -28,6 +28,7 @@ from ragcache.db.sql import page_of
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
 from ragcache_api.http.bodies import CollectionName
+from ragcache_api.http.sources import without_path
 
 T = TypeVar("T")
 
@@ -442,9 +443,8 @@ class AnswerResponse(ResponseModel):
 
 def answer_response(id: str, answer: Answer) -> dict[str, Any]:
     """Return the fields of an `AnswerResponse`, ready to write as JSON without validation."""
-    return {
-        name: id if name == "id" else getattr(answer, name) for name in AnswerResponse.model_fields
-    }
+    fields = {name: getattr(answer, name, None) for name in AnswerResponse.model_fields}
+    return fields | {"id": id, "sources": [without_path(each) for each in answer.sources]}
 
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -16,7 +16,8 @@ from ragcache.engine import LLMEngine, Request
 from ragcache.models import LoadedModel
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.routes.openai import OutputFormat, join_deltas, source_of
+from ragcache_api.http.routes.openai import OutputFormat, join_deltas
+from ragcache_api.http.sources import annotations_of, source_of
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
 from tests.conftest import write_notes
@@ -95,15 +96,18 @@ def test_a_collection_turns_retrieval_on(client: TestClient, rag: RagCache) -> N
     assert told["choices"][0]["message"]["content"].strip() == answer.text
     for told_source, source in zip(told["sources"], answer.sources, strict=True):
         name = source.document
-        assert told_source["source"] == {"id": name, "name": name, "url": source.uri}
+        assert told_source["source"] == {"id": name, "name": name}
         assert told_source["document"] == [source.text]
         [details] = told_source["metadata"]
         assert (details["source"], details["module"]) == (name, source.module)
+        assert source.uri.startswith("file:")
+        assert details["uri"] == name, "paths of the server stay there"
         assert details["headings"] == [*source.headings]
     assert "26 days" in told["sources"][0]["document"][0]
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     streamed = chunks(ask(client, collection="notes", stream=True).text)
-    assert streamed[-1]["sources"] == told["sources"]
+    assert streamed[0]["sources"] == told["sources"]
+    assert not any("sources" in chunk for chunk in streamed[1:])
 
 
 def test_a_collection_answers_the_last_question(client: TestClient) -> None:
@@ -497,7 +501,7 @@ def test_tools_go_together_with_a_collection(agent: TestClient) -> None:
     without = ask(agent, **given | {"k": None}).json()
     assert 0 < kept < told["usage"]["prompt_tokens"] - without["usage"]["prompt_tokens"]
     streamed = chunks(ask(agent, **given, collection="notes", stream=True).text)
-    assert [each["source"]["name"] for each in streamed[-1]["sources"]] == ["leave.md"]
+    assert [each["source"]["name"] for each in streamed[0]["sources"]] == ["leave.md"]
 
 
 BARE = '{"name": "find", "arguments": {"word": "boat"}}'
@@ -609,6 +613,33 @@ def test_the_id_of_a_model_is_no_path(
         refused = ask(served, model="gpt-4o").json()["error"]
         assert f"{expected!r} is" in refused["message"]
         assert "/srv" not in refused["message"]
+
+
+def test_annotations_cite_the_documents_of_the_text(client: TestClient) -> None:
+    told = ask(client, collection="notes", max_tokens=None, min_confidence=0, k=1).json()
+    [choice] = told["choices"]
+    message = choice["message"]
+    [annotation] = message["annotations"]
+    assert annotation["url_citation"] == {
+        "start_index": 0,
+        "end_index": len(message["content"]),
+        "title": "leave.md",
+        "url": "leave.md",
+    }
+    refused = ask(client, collection="notes", min_confidence=1).json()["choices"][0]["message"]
+    assert refused["annotations"] == []
+    assert "annotations" not in ask(client).json()["choices"][0]["message"]
+
+
+def test_a_free_answer_cites_every_document(rag: RagCache) -> None:
+    params = GenerationParams(extractive=False, max_tokens=2, min_confidence=0)
+    answer = rag.ask(LEAVE, collection="notes", k=3, relative_threshold=0, generation=params)
+    web = replace(answer.sources[0], uri="https://a.example/leave")
+    answer = replace(answer, sources=(web, *answer.sources[1:]))
+    cited = [each["url_citation"] for each in annotations_of(answer, 0, "Yes.")]
+    assert [each["title"] for each in cited] == [source.document for source in answer.sources]
+    assert cited[0]["url"] == source_of(web)["source"]["url"] == "https://a.example/leave"
+    assert source_of(web)["metadata"][0]["source"] == "https://a.example/leave"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext
+from ragcache_api.http.sources import without_path
 from ragcache_api.http.streaming import AnswerFormat, deltas_of, format_event, respond
 from ragcache_schemas import parse_schema
 
@@ -65,7 +66,7 @@ async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
 
 
 async def _events(active: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
-    yield format_event(stream.sources, "sources")
+    yield format_event([without_path(each) for each in stream.sources], "sources")
     async with aclosing(deltas_of(active, stream)) as deltas:
         async for delta in deltas:
             if delta.text:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import time
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
@@ -23,7 +23,6 @@ from ragcache import (
     AnswerSpan,
     AsyncAnswerStream,
     AsyncRagCache,
-    Citation,
     GenerationParams,
     structured,
 )
@@ -49,6 +48,7 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, Service
+from ragcache_api.http.sources import CompletionSource, annotations_of, source_of
 from ragcache_api.http.streaming import AnswerFormat, Opening, deltas_of, format_event, respond
 
 DONE = b"data: [DONE]\n\n"
@@ -76,29 +76,6 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-
-
-class SourceOrigin(ResponseModel):
-    """The document of a source."""
-
-    id: str
-    name: str
-    url: str
-
-
-class CompletionSource(ResponseModel):
-    """A module that an answer was read from, in the shape that Open WebUI shows.
-
-    The lists have one element.
-    """
-
-    source: SourceOrigin
-    document: list[str]
-    """Text of the module."""
-    metadata: list[dict[str, Any]]
-    """Module, page, headings, tier and scores, as in `sources` of `/v1/answers`."""
-    distances: list[float] | None = None
-    """Similarity to the question, 0 to 1: the reranker's score, or else the cosine."""
 
 
 class OpenAICompletion(ResponseModel):
@@ -334,19 +311,6 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def source_of(citation: Citation) -> dict[str, Any]:
-    """Write a source as `CompletionSource`."""
-    details = asdict(citation)
-    name, text = details.pop("document"), details.pop("text")
-    source = {
-        "source": {"id": name, "name": name, "url": citation.uri},
-        "document": [text],
-        "metadata": [{"source": name, **details}],
-    }
-    similarity = citation.cosine if citation.rerank is None else citation.rerank
-    return source if similarity is None else source | {"distances": [max(0.0, similarity)]}
-
-
 def finish_reason_of(choice: Choice) -> str:
     """Return OpenAI's finish reason of a choice: `length`, also for `repetition`, or `stop`.
 
@@ -420,9 +384,10 @@ class _CompletionWriter(ABC):
     async def chunks(
         self, active: ActiveRequest, stream: AsyncAnswerStream
     ) -> AsyncGenerator[bytes, None]:
-        """Yield all events of the answer."""
+        """Yield all events of the answer. The first has the sources, the last all other fields."""
         if first := self._first():
-            yield self._chunk(*first)
+            sources = [source_of(each) for each in stream.sources]
+            yield self._chunk(*first, **({"sources": sources} if self._with_sources else {}))
         async with aclosing(deltas_of(active, stream)) as deltas:
             async for delta in deltas:
                 if choice := self._choice_delta(delta):
@@ -431,7 +396,10 @@ class _CompletionWriter(ABC):
         if held := self._held_back(len(choices)):
             yield self._chunk(*held)
         endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
-        yield self._chunk(*endings, **self._reuse_fields(active.answers))
+        fields = self._reuse_fields(active.answers)
+        if first:
+            fields.pop("sources", None)
+        yield self._chunk(*endings, **fields)
         if self._with_usage:
             yield self._chunk(usage=usage(active.answers)) + DONE
         else:
@@ -474,12 +442,15 @@ class _ChatWriter(_CompletionWriter):
         self._readers = [output.reader() for _ in range(body.n)]
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        return [self._message(index, choice) for index, choice in enumerate(answers[0].choices)]
+        answer = answers[0]
+        return [self._message(n, choice, answer) for n, choice in enumerate(answer.choices)]
 
-    def _message(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _message(self, index: int, choice: Choice, answer: Answer) -> dict[str, Any]:
         reader = self._readers[index]
         deltas = [reader.feed(choice.text), reader.finish()]
         message = {"role": "assistant", **join_deltas(deltas)}
+        if self._with_sources:
+            message["annotations"] = annotations_of(answer, index, message["content"] or "")
         logprobs = self._logprobs.chat(choice.chosen) if self._with_logprobs else None
         return _choice(index, logprobs, self._finish_reason(index, choice), message=message)
 

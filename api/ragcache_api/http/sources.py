@@ -1,0 +1,89 @@
+"""Sources of answers in responses: without paths of the server, in the shape that pages show."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ragcache import Answer, Citation
+
+_WEB = ("http://", "https://")
+
+
+class SourceOrigin(BaseModel):
+    """The document of a source."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    id: str
+    name: str
+    """Id of the document. The path of a file below the folder that was ingested."""
+    url: str | None = None
+    """Address of the document, if it has one on the web."""
+
+
+class CompletionSource(BaseModel):
+    """A module that an answer was read from, in the shape that Open WebUI shows.
+
+    The lists have one element.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    source: SourceOrigin
+    document: list[str]
+    """Text of the module."""
+    metadata: list[dict[str, Any]]
+    """Module, page, headings, tier and scores, as in `sources` of `/v1/answers`."""
+    distances: list[float] | None = None
+    """Similarity to the question, 0 to 1: the reranker's score, or else the cosine."""
+
+
+def without_path(citation: Citation) -> Citation:
+    """Return a source whose address tells no path of the server: its document's id instead."""
+    local = citation.uri.startswith(("file:", "/"))
+    return replace(citation, uri=citation.document) if local else citation
+
+
+def source_of(citation: Citation) -> dict[str, Any]:
+    """Write a source as `CompletionSource`."""
+    details = asdict(without_path(citation))
+    name, text, url = details.pop("document"), details.pop("text"), _url_of(citation)
+    origin = {"id": name, "name": name} | ({} if url is None else {"url": url})
+    source = {
+        "source": origin,
+        "document": [text],
+        "metadata": [{"source": url or name, "name": name, **details}],
+    }
+    similarity = citation.cosine if citation.rerank is None else citation.rerank
+    return source if similarity is None else source | {"distances": [max(0.0, similarity)]}
+
+
+def annotations_of(answer: Answer, choice: int, text: str) -> list[dict[str, Any]]:
+    """Write the documents of a choice as OpenAI's `url_citation`s of its whole text.
+
+    A quotation cites the documents that it occurs in. A document without an address on the web has
+    its id for the URL, since OpenAI's clients accept no other type of annotation in chats.
+
+    Args:
+        answer: The answer.
+        choice: Index of the choice.
+        text: Text of the choice, as the response has it.
+    """
+    if not text or answer.choices[choice].finish_reason in ("no_answer", "no_documents"):
+        return []
+    quoted = {span.document for span in answer.spans if span.choice == choice}
+    cited = {
+        each.document: _url_of(each) or each.document
+        for each in answer.sources
+        if not quoted or each.document in quoted
+    }
+    place = {"start_index": 0, "end_index": len(text)}
+    return [
+        {"type": "url_citation", "url_citation": {**place, "title": name, "url": url}}
+        for name, url in cited.items()
+    ]
+
+
+def _url_of(citation: Citation) -> str | None:
+    return citation.uri if citation.uri.startswith(_WEB) else None
