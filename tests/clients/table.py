@@ -205,7 +205,7 @@ PROGRAMS = (
         "https://github.com/open-webui/open-webui",
         ("open-webui==0.12.4",),
         group="Programs",
-        expects=(ANSWER, SOURCE, SOURCE, " office", "[DONE]"),
+        expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
         note="Its page lists `ragcache-reader` and one model for each collection, "
         "`ragcache-reader@handbook`. Answers of these show their sources.",
     ),
@@ -250,7 +250,7 @@ PROGRAMS = (
         "https://github.com/BerriAI/litellm",
         ("litellm[proxy]==1.108.7",),
         group="Programs",
-        expects=(ANSWER, SOURCE, SOURCE, " office", "[DONE]"),
+        expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
         note="The service behind a proxy: its clients ask for `handbook`, or for any model of the "
         "service by its id.",
     ),

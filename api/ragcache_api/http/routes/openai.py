@@ -384,10 +384,9 @@ class _CompletionWriter(ABC):
     async def chunks(
         self, active: ActiveRequest, stream: AsyncAnswerStream
     ) -> AsyncGenerator[bytes, None]:
-        """Yield all events of the answer. The first has the sources, the last all other fields."""
+        """Yield all events of the answer. The last has the fields that OpenAI does not have."""
         if first := self._first():
-            sources = [source_of(each) for each in stream.sources]
-            yield self._chunk(*first, **({"sources": sources} if self._with_sources else {}))
+            yield self._chunk(*first)
         async with aclosing(deltas_of(active, stream)) as deltas:
             async for delta in deltas:
                 if choice := self._choice_delta(delta):
@@ -396,10 +395,7 @@ class _CompletionWriter(ABC):
         if held := self._held_back(len(choices)):
             yield self._chunk(*held)
         endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
-        fields = self._reuse_fields(active.answers)
-        if first:
-            fields.pop("sources", None)
-        yield self._chunk(*endings, **fields)
+        yield self._chunk(*endings, **self._reuse_fields(active.answers))
         if self._with_usage:
             yield self._chunk(usage=usage(active.answers)) + DONE
         else:
