@@ -82,7 +82,7 @@ def check(rag: RagCache, answer: Answer) -> None:
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
-        "temperature": st.sampled_from([0.3, 1.0, 20.0]),
+        "temperature": st.sampled_from([0.3, 1.0, 2.0]),
         "top_k": st.sampled_from([1, 5]),
         "top_p": st.sampled_from([0.1, 0.9]),
         "min_p": st.just(0.3),
