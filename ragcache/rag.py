@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Unpack, cast
@@ -412,7 +413,7 @@ class RagCache:
         mode = ReuseMode.parse(options.get("mode", ROOTED))
         ask = self.internals.ask
         selection = _single_selection(options, len(questions))
-        prompts = ask.prepare_prompts(
+        build = lambda mode: ask.prepare_prompts(  # noqa: E731
             questions,
             options["collection"],
             params,
@@ -420,7 +421,7 @@ class RagCache:
             options.get("chat_template_kwargs"),
             selection,
         )
-        return self.internals.submitter.run(prompts, options.get("generation"))
+        return self.internals.submitter.build_and_run(build, mode, options.get("generation"))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation, formatted with the model's chat template.
@@ -509,8 +510,10 @@ class RagCache:
             options.get("chat_template_kwargs"),
             _document_search(options, len(conversations)),
         )
-        prompts = self.internals.chat.prepare_prompts(conversations, call)
-        return self.internals.submitter.run(prompts, generation)
+        build = lambda mode: self.internals.chat.prepare_prompts(  # noqa: E731
+            conversations, replace(call, mode=mode)
+        )
+        return self.internals.submitter.build_and_run(build, mode, generation)
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
         """Answer a PML prompt (Prompt Cache §3.4).
@@ -549,8 +552,10 @@ class RagCache:
         check_options(options, PromptOptions, "prompt")
         mode = ReuseMode.parse(options.get("mode", ISOLATED))
         source = options.get("source", "<string>")
-        prompts = [self.internals.pml.build(text, mode, source) for text in texts]
-        return self.internals.submitter.run(prompts, options.get("generation"))
+        build = lambda mode: [  # noqa: E731
+            self.internals.pml.build(text, mode, source) for text in texts
+        ]
+        return self.internals.submitter.build_and_run(build, mode, options.get("generation"))
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
         """Find the best modules for a query, without running the model.

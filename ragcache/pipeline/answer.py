@@ -92,6 +92,9 @@ class Reuse:
     """Bytes that were read from each tier below the first one."""
     created_tokens: int = 0
     """Computed tokens of modules whose states were kept."""
+    replaced_mode: str | None = None
+    """Mode that was asked for, if the answer is in `exact` because the gate still measures the
+    mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,8 @@ class PreparedAnswer:
     created_tokens: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the prompt whose states are read, by tier, or `encoded` for new states."""
+    replaced_mode: str | None = None
+    """Mode that `exact` replaces while the gate measures it."""
     policies: tuple[AnswerPolicy, ...] = ()
     """Features of the answer, in the order in which they finish it."""
 
@@ -199,6 +204,7 @@ class PreparedAnswer:
             completion.shared_tokens,
             self.bytes_moved,
             self.created_tokens,
+            self.replaced_mode,
         )
         timings = Timings(
             retrieve=times.retrieved - times.called,

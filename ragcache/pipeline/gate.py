@@ -18,10 +18,10 @@ from typing import NamedTuple, Self
 
 from ragcache.db import Ledger
 from ragcache.engine import Choice, Context, EncodeJob, LLMEngine, Request, SamplingParams, Segment
-from ragcache.errors import ModeRefused, PromptTooLong, StoreError
+from ragcache.errors import EngineClosed, ModeRefused, PromptTooLong, StoreError
 from ragcache.fidelity import compare_first_tokens
 from ragcache.models import LoadedModel, prompt_frame
-from ragcache.modes import AFTER_PREAMBLE, GATED, ReuseMode
+from ragcache.modes import AFTER_PREAMBLE, GATED, ROOTED, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
@@ -38,6 +38,9 @@ different documents."""
 
 LEAST_LIMIT, MOST_LIMIT = 0.5, 2.0
 """Bounds of the limit, in nats (docs/internals/adr/0038-a-gate-for-modes.md)."""
+
+PRIORITY = -360
+"""Priority of a measurement's requests: prompts that arrive within an hour go first."""
 
 WAVE = 8
 """Requests of a measurement that are submitted at once."""
@@ -195,6 +198,73 @@ class ModeGate:
     """Whether every mode serves without being measured."""
     _known: dict[str, GateResult | None] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _in_background: bool = field(default=False, init=False)
+    _wanted: set[str] = field(default_factory=set, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _wanting: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def measure_in_background(self, modes: Sequence[ReuseMode] = (ROOTED,)) -> None:
+        """Measure modes in a thread, now and whenever a prompt asks for an unknown one.
+
+        Prompts do not wait for it: they are answered in `exact` meanwhile, and
+        `Reuse.replaced_mode` names the mode that they asked for. A service calls this at its start.
+
+        Args:
+            modes: Modes to measure now.
+        """
+        self._in_background = True
+        for mode in modes:
+            self.defers(mode)
+
+    def defers(self, mode: ReuseMode) -> bool:
+        """Tell whether prompts in a mode are to be answered in `exact` while it is measured.
+
+        Starts the measurement. False unless modes are measured in the background.
+        """
+        if self.forced or not self._in_background or not mode.reads_states:
+            return False
+        name = str(mode.measured)
+        if name not in self._known and name not in self._wanted:
+            self._read(name)
+        if name in self._known:
+            return False
+        with self._wanting:
+            self._wanted.add(name)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._measure_wanted, name="ragcache-gate", daemon=True
+                )
+                self._thread.start()
+        return True
+
+    def join(self) -> None:
+        """Wait for the thread that measures, which a closed engine ends."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _measure_wanted(self) -> None:
+        """Measure modes until none is wanted. After an error, the next prompt starts again."""
+        while True:
+            with self._wanting:
+                names = sorted(self._wanted - self._known.keys())
+                if not names:
+                    self._wanted.clear()
+                    self._thread = None
+                    return
+            try:
+                self._results(names)
+            except Exception as error:  # prompts go on in `exact`
+                if not isinstance(error, EngineClosed):
+                    logger.warning(
+                        "%s could not be measured, and prompts are answered in exact: %r",
+                        ", ".join(names),
+                        error,
+                    )
+                with self._wanting:
+                    self._wanted.clear()
+                    self._thread = None
+                return
 
     def check_mode(self, mode: ReuseMode) -> None:
         """Refuse a mode that is too far from `exact`. Measures it if its result is unknown.
@@ -204,7 +274,7 @@ class ModeGate:
         """
         if self.forced or not mode.reads_states:
             return
-        result = self.measure([mode])[0]
+        [result] = self._results([str(mode.measured)], waiting=True)
         if result is not None and not result.passes:
             raise ModeRefused(
                 f"mode {str(mode)!r} is refused on this model: over {result.prompts} built-in "
@@ -228,11 +298,20 @@ class ModeGate:
             RequestError: The engine failed.
             ConfigurationError: A mode is unknown.
         """
-        names = [str(ReuseMode.parse(mode).measured) for mode in modes]
+        return self._results([str(ReuseMode.parse(mode).measured) for mode in modes])
+
+    def _results(self, names: Sequence[str], *, waiting: bool = False) -> list[GateResult | None]:
+        """Return the results of modes. Warns if an answer is waiting for a measurement."""
         with self._lock:
             for name in set(names) - self._known.keys():
                 self._read(name)
             if missing := sorted(set(names) - self._known.keys()):
+                logger.log(
+                    logging.WARNING if waiting else logging.INFO,
+                    "measuring how far %s is from exact on this model, once for this folder%s",
+                    ", ".join(missing),
+                    "; the first answer waits for it" if waiting else "",
+                )
                 self._measure(missing)
             return [self._known[name] for name in names]
 
@@ -261,7 +340,6 @@ class ModeGate:
             self._known[mode] = GateResult.parse(text)
 
     def _measure(self, modes: Sequence[str]) -> None:
-        logger.info("measuring how far %s is from exact on this model", ", ".join(modes))
         parsed = [ReuseMode.parse(mode) for mode in modes]
         for result in measure_modes(self.model, self.engine, parsed) or ():
             self._known[result.mode] = result
@@ -390,7 +468,9 @@ class _Measurement:
         choices: list[Choice] = []
         for start in range(0, len(contexts), wave):
             handles = [
-                self.engine.submit_request(Request(context, 1, sampling=sampling))
+                self.engine.submit_request(
+                    Request(context, 1, sampling=sampling, priority=PRIORITY)
+                )
                 for context in contexts[start : start + wave]
             ]
             choices += [handle.result().choices[0] for handle in handles]

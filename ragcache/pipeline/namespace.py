@@ -155,6 +155,7 @@ class SharedServices:
             return
         self.workers.halt()
         self.engine.close(drain=drain)
+        self.gate.join()
         self.workers.join()
         self.deferred.release()
         self.keys.flush()

@@ -134,11 +134,13 @@ class AskedQuestion:
     text: str = ""
     """The question, the user's last message, or the new text of a PML prompt."""
     mode: ReuseMode = ROOTED
-    """The mode that the caller asked for."""
+    """The mode that the prompt is built in."""
     kind: PromptKind = "question"
     collection: str = ""
     """The collection that is searched. Empty for chats and PML prompts."""
     times: Timestamps = field(default_factory=Timestamps)
+    replaced_mode: ReuseMode | None = None
+    """Mode that the caller asked for, if `mode` replaces it while the gate measures it."""
 
 
 @dataclass(frozen=True, slots=True)

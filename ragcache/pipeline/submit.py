@@ -27,6 +27,7 @@ from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import RepetitionRule, check_options
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
+from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
@@ -177,6 +178,30 @@ class Submitter:
             raise
         return pending
 
+    def build_and_run(
+        self,
+        build: Callable[[ReuseMode], Sequence[TokenPrompt]],
+        mode: ReuseMode,
+        generation: GenerationParams | None = None,
+    ) -> list[PendingAnswer]:
+        """Build prompts in a mode, and submit them; see `run`.
+
+        While the gate measures the mode in the background, prompts that would read states are built
+        in `exact` instead.
+
+        Args:
+            build: Builds the prompts in a mode. Leases nothing.
+            mode: Mode that the caller asked for.
+            generation: How the answers are generated.
+        """
+        prompts = build(mode)
+        if self.gate is not None and _modes_read(prompts) and self.gate.defers(mode):
+            prompts = [
+                replace(each, question=replace(each.question, replaced_mode=mode))
+                for each in build(EXACT)
+            ]
+        return self.run(prompts, generation)
+
     def check_sizes(self, own: int, documents: int) -> None:
         """Raise `PromptTooLong` for a prompt that leaves no room for an answer.
 
@@ -191,8 +216,7 @@ class Submitter:
     def _check_modes(self, prompts: Sequence[TokenPrompt]) -> None:
         """Raise `ModeRefused` for a mode whose answers are too far from answers in `exact`."""
         if self.gate is not None:
-            reading = [p for p in prompts if p.has_documents and p.states is not None]
-            for mode in {prompt.question.mode for prompt in reading}:
+            for mode in _modes_read(prompts):
                 self.gate.check_mode(mode)
 
     def _validate_request(
@@ -264,6 +288,12 @@ class Submitter:
         return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
 
 
+def _modes_read(prompts: Sequence[TokenPrompt]) -> set[ReuseMode]:
+    """Return the modes of the prompts that read states of documents."""
+    reading = [each for each in prompts if each.has_documents and each.states is not None]
+    return {each.question.mode for each in reading}
+
+
 def prepare_answer(
     prompt: TokenPrompt,
     lease: Lease | None,
@@ -279,6 +309,7 @@ def prepare_answer(
         policies: Features of the answer.
     """
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
+    replaced = prompt.question.replaced_mode
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
         tokens[tiers[span.group]] += span.length
@@ -295,6 +326,7 @@ def prepare_answer(
         tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.question.times, assembled=assembled),
+        replaced_mode=None if replaced is None else str(replaced),
         policies=tuple(policies),
     )
 

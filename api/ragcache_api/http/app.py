@@ -84,6 +84,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     pool = ThreadPoolExecutor(_THREADS, "ragcache-http")
     asyncio.get_running_loop().set_default_executor(pool)
     current_default_thread_limiter().total_tokens = _THREADS
+    await asyncio.to_thread(service.rag.gate.measure_in_background)
     ticking = asyncio.create_task(_tick(service))
     try:
         yield

@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -289,6 +290,24 @@ def test_modes_are_told_once_measured_and_refused_where_far(
             "mode": "rooted", "prompts": 24, "kl_divergence": 4.5, "agreement": 0.25, "limit": 2.0,
             "other_documents": 6.0, "passes": False,
         }]  # fmt: skip
+
+
+def test_no_request_waits_for_the_gate(
+    tiny_reader: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, finish = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0), Event()
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [near] if finish.wait(60) else [])
+    with RagCache.open(tmp_path / "state", tiny_reader, embedding="none", force_modes=False) as rag:
+        rag.ingest("notes", [notes])
+        asked = {"question": LEAVE, "collection": "notes"}
+        with client_of(rag) as client:
+            assert client.get("/health/ready").status_code == 200
+            early = client.post("/v1/answers", json=asked).json()
+            assert (early["mode"], early["reuse"]["replaced_mode"]) == ("exact", "rooted")
+            finish.set()
+            rag.gate.join()
+            late = client.post("/v1/answers", json=asked).json()
+            assert (late["mode"], late["reuse"]["replaced_mode"]) == ("rooted", None)
 
 
 def test_memory_is_told_by_process_host_and_tier(client: TestClient) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from ragcache import RagCache
 from ragcache.attention import Rotation
 from ragcache.engine import EngineConfig, LLMEngine
-from ragcache.errors import LedgerUnavailable, ModeRefused
+from ragcache.errors import ConfigurationError, EngineFailed, LedgerUnavailable, ModeRefused
 from ragcache.models import LoadedModel, Rotary, wrap_causal
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import gate
@@ -169,6 +171,93 @@ def test_modes_are_measured_once_however_many_ask(
     assert measured == ["rooted", "linked:16"]
     ModeGate(tiny_reader, engine, None, forced=True).check_mode(ISOLATED)
     assert "isolated" not in measured
+
+
+@pytest.fixture
+def unmeasured(tiny_reader: LoadedModel, tmp_path: Path, notes: Path) -> Iterator[RagCache]:
+    """A folder whose modes have to be measured."""
+    options: dict[str, Any] = {"embedding": "none", "force_modes": False, "max_tokens": 2}
+    with RagCache.open(tmp_path / "state", tiny_reader, **options) as rag:
+        rag.ingest("notes", [notes])
+        yield rag
+
+
+QUESTION = "Where does the spare key hang?"
+
+
+def test_no_answer_waits_for_a_measurement_in_the_background(
+    unmeasured: RagCache, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rag, finish, measured = unmeasured, threading.Event(), list[str]()
+
+    def measure(_: object, __: object, modes: list[ReuseMode]) -> list[GateResult]:
+        assert finish.wait(60)
+        measured.extend(map(str, modes))
+        return [replace(NEAR, mode=str(mode)) for mode in modes]
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    rag.gate.measure_in_background()
+    message = {"role": "user", "content": (notes / "keys.md").read_text(encoding="utf-8")}
+    rag.schemas.add('<schema name="s"><module name="m">The key is red.</module></schema>')
+    pml = '<prompt schema="s"><m/>Which color?</prompt>'
+    early = [
+        rag.ask(QUESTION, collection="notes"),
+        rag.ask(QUESTION, collection="notes", mode="linked:17"),
+        rag.chat([message]),
+        rag.prompt(pml),
+    ]
+    assert [answer.mode for answer in early] == ["exact"] * 4
+    named = [answer.reuse.replaced_mode for answer in early]
+    assert named == ["rooted", "linked:17", "rooted", "isolated"]
+    greeting = rag.chat([{"role": "user", "content": "Hello"}])
+    assert (greeting.mode, greeting.reuse.replaced_mode) == ("exact", None)
+    with pytest.raises(ConfigurationError, match="use the mode `isolated`"):
+        rag.prompt(pml, mode="rooted")
+    finish.set()
+    rag.gate.join()
+    late = [rag.ask(QUESTION, collection="notes"), rag.chat([message]), rag.prompt(pml)]
+    assert [answer.mode for answer in late] == ["rooted", "recognized:rooted", "isolated"]
+    assert {answer.reuse.replaced_mode for answer in late} == {None}
+    assert sorted(measured) == ["isolated", "linked:16", "rooted"]
+
+
+def test_a_failed_measurement_starts_again_with_the_next_prompt(
+    unmeasured: RagCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes: list[Exception | list[GateResult]] = [EngineFailed("out of order"), [FAR]]
+
+    def measure(*_: object) -> list[GateResult]:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    unmeasured.gate.measure_in_background()
+    unmeasured.gate.join()
+    assert "rooted could not be measured" in caplog.text
+    assert unmeasured.ask(QUESTION, collection="notes").reuse.replaced_mode == "rooted"
+    unmeasured.gate.join()
+    with pytest.raises(ModeRefused):
+        unmeasured.ask(QUESTION, collection="notes")
+
+
+def test_a_folder_closes_while_a_mode_is_measured(unmeasured: RagCache) -> None:
+    unmeasured.gate.measure_in_background()
+    unmeasured.close()
+    assert not any(thread.name == "ragcache-gate" for thread in threading.enumerate())
+
+
+def test_an_answer_that_waits_for_a_measurement_says_so(
+    unmeasured: RagCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [NEAR])
+    for _ in range(2):
+        answer = unmeasured.ask(QUESTION, collection="notes")
+        assert (answer.mode, answer.reuse.replaced_mode) == ("rooted", None)
+    told = [each for each in caplog.records if "measuring how far rooted" in each.message]
+    assert [each.levelname for each in told] == ["WARNING"]
+    assert "the first answer waits" in told[0].message
 
 
 def test_a_ledger_that_does_not_answer_refuses_nothing(
