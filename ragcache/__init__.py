@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ragcache import errors
+from ragcache.errors import *  # noqa: F403  # every error is a public name
 from ragcache.openmp import spin_briefly
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ _HOMES = {
     "ReuseMode": "ragcache.modes",
     "SourceDocument": "ragcache.documents",
 }
+
+
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> object:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, Unpack
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from typing import Any, TypeVar, Unpack
 
 from ragcache.documents.source import DocumentSource
 from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
@@ -17,6 +17,32 @@ T = TypeVar("T")
 Options = TypeVar("Options")
 
 _LAUNCH_SECONDS = 0.002
+
+
+class StreamCall:
+    """A stream that is about to be queued: `await` it, or enter it with `async with`.
+
+    Leaving the block cancels the request, unless it has ended.
+    """
+
+    def __init__(self, started: Coroutine[Any, Any, list[PendingAnswer]]) -> None:
+        """Take the coroutine that queues one request."""
+        self._started = started
+        self._stream: AsyncAnswerStream | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncAnswerStream]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncAnswerStream:
+        self._stream = await self._open()
+        return self._stream
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _open(self) -> AsyncAnswerStream:
+        return AsyncAnswerStream(*await self._started)
 
 
 class AsyncRagCache:
@@ -91,15 +117,16 @@ class AsyncRagCache:
         """Answer questions as one batch; see `RagCache.ask_batch`."""
         return await aresults(await _start(self.rag._start_questions, questions, options))
 
-    async def stream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> StreamCall:
         """Queue a question, and return a stream of its answer; see `RagCache.stream`.
 
         Example:
             >>> async def show(rag: AsyncRagCache) -> None:
-            ...     async for piece in await rag.stream("Who is ill?", collection="handbook"):
-            ...         print(piece, end="")
+            ...     async with rag.stream("Who is ill?", collection="handbook") as stream:
+            ...         async for piece in stream:
+            ...             print(piece, end="")
         """
-        return AsyncAnswerStream(*await _start(self.rag._start_questions, [question], options))
+        return StreamCall(_start(self.rag._start_questions, [question], options))
 
     async def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answer a conversation; see `RagCache.chat`."""
@@ -111,11 +138,9 @@ class AsyncRagCache:
         """Answer conversations as one batch; see `RagCache.chat_batch`."""
         return await aresults(await _start(self.rag._start_chats, conversations, options))
 
-    async def stream_chat(
-        self, messages: Conversation, **options: Unpack[ChatOptions]
-    ) -> AsyncAnswerStream:
+    def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> StreamCall:
         """Queue a conversation, and return a stream; see `RagCache.stream_chat`."""
-        return AsyncAnswerStream(*await _start(self.rag._start_chats, [messages], options))
+        return StreamCall(_start(self.rag._start_chats, [messages], options))
 
     async def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
@@ -128,9 +153,9 @@ class AsyncRagCache:
         """Answer a PML prompt; see `RagCache.prompt`."""
         return await (await self.stream_prompt(text, **options))
 
-    async def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AsyncAnswerStream:
+    def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> StreamCall:
         """Queue a PML prompt, and return a stream; see `RagCache.stream_prompt`."""
-        return AsyncAnswerStream(*await _start(self.rag._start_prompts, [text], options))
+        return StreamCall(_start(self.rag._start_prompts, [text], options))
 
 
 async def _start(

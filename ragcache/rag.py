@@ -102,6 +102,13 @@ class RagCache:
         self._internals = internals
         self._closes = closes
 
+    def __repr__(self) -> str:
+        shared = self._internals.shared
+        folder = str(shared.store.disk.folder.parent)
+        closed = ", closed" if shared.closed.is_set() else ""
+        model, namespace = shared.model.name, self.namespace
+        return f"RagCache({folder!r}, model={model!r}, namespace={namespace!r}{closed})"
+
     @property
     def internals(self) -> Namespace:
         """Components of the namespace and, in `internals.shared`, of the folder.

@@ -40,7 +40,10 @@ def loaded_by(*programs: str) -> list[set[str]]:
 
 
 def test_the_public_names_are_these() -> None:
-    assert ragcache.__all__ == PUBLIC
+    assert ragcache.__all__ == [*PUBLIC, *errors.__all__]
+    assert set(errors.__all__) == {
+        name for name, each in vars(errors).items() if inspect.isclass(each)
+    }
     for name in ragcache.__all__:
         assert getattr(ragcache, name).__name__ == name
         assert name in dir(ragcache)
@@ -48,6 +51,11 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert ragcache.__version__ == version("ragcache")
+
+
+def test_errors_are_public_names_of_the_package() -> None:
+    assert ragcache.PromptTooLong is errors.PromptTooLong
+    assert not {"torch", "sqlalchemy"} & loaded_by("from ragcache import PromptTooLong")[0]
 
 
 def test_another_name_is_an_attribute_error() -> None:

@@ -74,6 +74,17 @@ def test_no_rule_of_one_set_hides_that_of_another() -> None:
     assert len(rules) == len(set(rules)), "pydantic keeps one validator of a name"
 
 
+def test_both_names_of_the_token_limit_mean_the_same() -> None:
+    assert GenerationParams(max_new_tokens=7) == GenerationParams(max_tokens=7)
+    assert GenerationParams(max_tokens=7, max_new_tokens=7).max_tokens == 7
+    assert GenerationParams(max_tokens=7, max_new_tokens=None).given() == {"max_tokens": 7}
+    assert GenerationParams(max_tokens=7).replace(max_tokens=None).max_tokens is None
+    with pytest.raises(InvalidRequest, match="max_tokens is 7 and max_new_tokens is 8"):
+        GenerationParams(max_tokens=7, max_new_tokens=8)
+    with pytest.raises(InvalidRequest, match="max_tokens is 0"):
+        GenerationParams(max_new_tokens=0)
+
+
 def test_the_sampler_and_the_options_agree() -> None:
     assert sampling_params(GenerationParams()) == SamplingParams()
     for field in fields(SamplingParams):

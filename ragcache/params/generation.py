@@ -57,6 +57,8 @@ class GenerationParams(Params):
     max_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     """Most tokens of an answer, or fewer if the prompt leaves less room. Defaults to
     `OpenConfig.max_tokens`."""
+    max_new_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    """Name of `max_tokens` in transformers. It becomes `max_tokens`."""
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Fewest tokens of an answer. Earlier stop tokens are not chosen."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -125,6 +127,20 @@ class GenerationParams(Params):
     """Share the states of the question's own tokens with other requests of the namespace."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_max_new_tokens(cls, options: Any) -> Any:
+        given = options if isinstance(options, Mapping) else {}
+        if (most := given.get("max_new_tokens")) is None:
+            return options
+        if given.get("max_tokens") not in (None, most):
+            raise ValueError(
+                f"max_tokens is {given['max_tokens']} and max_new_tokens is {most}; they mean the "
+                "same, so give one of them"
+            )
+        rest = {name: value for name, value in given.items() if name != "max_new_tokens"}
+        return rest | {"max_tokens": most}
 
     @model_validator(mode="after")
     def _check_generation(self) -> Self:

@@ -14,6 +14,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
+from html import escape
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +24,9 @@ from ragcache.engine import Choice, RequestHandle, RequestOutput, SampledToken, 
 from ragcache.errors import InvalidRequest
 from ragcache.retrieval import Hit
 from ragcache.store import Lease
+
+_SHOWN = 200
+"""Most characters of an answer's text in its `repr`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Timings:
     """Part of `retrieve` that the reranker took."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Answer:
     """An answer with its sources, its costs and its confidence."""
 
@@ -146,6 +150,29 @@ class Answer:
     prompt_logprobs: tuple[SampledToken, ...] = ()
     """Tokens of the prompt with their log-probabilities, if `GenerationParams.prompt_logprobs` is
     set. The first token has none."""
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[: _SHOWN - 1]}…"
+        named = list(dict.fromkeys(source.document for source in self.sources))
+        more = "" if self.confidence is None else f", confidence={self.confidence:.2f}"
+        return (
+            f"Answer({text!r}, finish_reason={self.finish_reason!r}, mode={self.mode!r}, "
+            f"sources={named!r}{more})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the answer with its sources for notebooks."""
+        named = dict.fromkeys(
+            source.document if source.page is None else f"{source.document}, page {source.page}"
+            for source in self.sources
+        )
+        sources = "".join(f"<li>{escape(name)}</li>" for name in named)
+        facts = [self.finish_reason, self.mode]
+        facts += [] if self.confidence is None else [f"confidence {self.confidence:.2f}"]
+        return (
+            f"<p><b>{escape(self.question)}</b></p><p>{escape(self.text)}</p><ul>{sources}</ul>"
+            f"<p><small>{escape(' · '.join(facts))}</small></p>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain values for JSON.

@@ -7,10 +7,11 @@ import gc
 import sys
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from ragcache import __version__
 from ragcache.errors import RagCacheError
 from ragcache_api.cli.console import errors
 
@@ -110,6 +111,27 @@ app = typer.Typer(
     no_args_is_help=True,
     **_STYLE,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ragcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    version: Annotated[
+        bool | None,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+        ),
+    ] = None,
+) -> None:
+    """Question answering over your documents, whose attention states are computed once."""
+
+
 for _name, (_, _line) in _COMMANDS.items():
     app.command(_name, help=_line)(lambda: None)
 

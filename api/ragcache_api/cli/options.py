@@ -49,6 +49,7 @@ class Offer:
 
 ONE_ANSWER = Withhold(
     {
+        "max_new_tokens": "give --max-tokens",
         "n": "a command prints one answer",
         "logprobs": "a command prints text",
         "first_logprobs": "a command prints text",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, event
 
-from ragcache import RagCache
+from ragcache import RagCache, __version__
 from tests.api.cli.conftest import QUESTION, Run, error_of
 
 
@@ -28,6 +28,10 @@ def test_named_errors_are_one_line_on_standard_error(
     error_of(run("eval", "notes", nowhere), "ConfigurationError")
     error_of(run("schema", "show", "absent"), "UnknownCollection")
     error_of(run("chat", "-c", "absent"), "UnknownCollection")
+
+
+def test_the_version_is_printed(run: Run) -> None:
+    assert run("--version")[:2] == (0, f"ragcache {__version__}\n")
 
 
 def test_a_full_disk_is_named(run: Run, ingested: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,20 @@ def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:
     assert leased(rag) == 0
 
 
+def test_folders_and_answers_have_a_short_repr(rag: RagCache) -> None:
+    answer = rag.ask(QUESTION, collection="notes")
+    assert repr(answer).startswith(f"Answer({answer.text!r}, finish_reason='length', mode='rooted'")
+    assert answer.sources[0].document in repr(answer)
+    long = replace(answer, text="<b>" * 1000, question="<i>?")
+    assert len(repr(long)) < 400
+    page = long._repr_html_()
+    assert "&lt;i&gt;?" in page
+    assert "<b><b>" not in page
+    assert re.fullmatch(r"RagCache\('.*', model='.*', namespace='default'\)", repr(rag))
+    rag.close()
+    assert repr(rag).endswith(", closed)")
+
+
 def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
     calls = AsyncRagCache(rag)
 
@@ -149,7 +165,7 @@ def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with await calls.stream(QUESTION, collection="notes", generation=LONG) as stream:
+        async with calls.stream(QUESTION, collection="notes", generation=LONG) as stream:
             async for _ in stream:
                 break
         with pytest.raises(RequestCancelled):
