@@ -265,7 +265,7 @@ def _is_repeatable(request: ForwardedRequest) -> bool:
     return (
         request.scope["method"] in _REPEATABLE
         or b"idempotency-key" in names
-        or answered_by(request.path) is not None
+        or answered_by(request.path)[0] is not None
         or UPLOADS.search(request.path) is not None
     )
 

@@ -32,7 +32,6 @@ _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router,
     openai.router,
-    openai.collections,
     tokens.router,
     answers.router,
     answers.schemas_router,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
@@ -201,6 +201,19 @@ class GenerationRequest(Asking, ClientOptions):
     collection: CollectionName | None = None
     """The collection to answer from. By default the model answers without documents."""
 
+    def addressed(self, base: str | None) -> Self:
+        """Return the request with the collection that its URL, model's id or own field names.
+
+        Args:
+            base: The collection that the base URL names.
+
+        Raises:
+            HTTPProblem: (400) The request names several collections.
+        """
+        _, collection = split_model_id(self.model)
+        named = named_collection(base, collection, self.collection)
+        return self.model_copy(update={"collection": named})
+
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
         """Return the parameters of the answer.
 
@@ -336,33 +349,48 @@ _ROUTES: dict[str, type[AnsweredRequest]] = {
     "chat/completions": ChatRequest,
     "completions": CompletionRequest,
 }
+_BASE = re.compile(r"collections/([^/]+)/((?:chat/)?completions)$")
 
 
-_BASE = re.compile(r"collections/([^/]+)/(chat/completions|completions)$")
+def answered_by(path: str) -> tuple[type[AnsweredRequest] | None, str | None]:
+    """Return the class of the bodies that are posted to a path, and its base URL's collection.
 
-
-def answered_by(path: str) -> type[AnsweredRequest] | None:
-    """Return the class of the bodies that are posted to a path for an answer, if there is one."""
+    A path without answers has no class.
+    """
     route = path.partition("/v1/")[2]
-    base = _BASE.match(route)
-    return _ROUTES.get(base[2] if base else route)
+    base, route = found.groups() if (found := _BASE.match(route)) else (None, route)
+    return _ROUTES.get(route), base
 
 
 def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
-    """Parse a request for an answer. Another path or an invalid body gives None.
+    """Parse a request for an answer, with the collection that it names anywhere.
 
-    The collection is the body's, or else the one that the path or the model's id names.
+    Another path or an invalid body gives None.
     """
-    model = answered_by(path)
+    model, base = answered_by(path)
     try:
         parsed = None if model is None else model.model_validate_json(body)
-    except ValidationError:
+        return parsed.addressed(base) if isinstance(parsed, GenerationRequest) else parsed
+    except (ValidationError, HTTPProblem):
         return None
-    if not isinstance(parsed, GenerationRequest) or parsed.collection is not None:
-        return parsed
-    base = _BASE.match(path.partition("/v1/")[2])
-    named = base[1] if base else parsed.model.partition("@")[2]
-    return parsed.model_copy(update={"collection": named}) if named else parsed
+
+
+def split_model_id(model_id: str) -> tuple[str, str | None]:
+    """Return the model and the collection of an id, `MODEL` or `MODEL@COLLECTION`."""
+    model, _, collection = model_id.partition("@")
+    return model, collection or None
+
+
+def named_collection(*names: str | None) -> str | None:
+    """Return the collection that a request names, in one place or in several.
+
+    Raises:
+        HTTPProblem: (400) The places name several collections.
+    """
+    named = sorted({name for name in names if name is not None})
+    if len(named) > 1:
+        raise invalid("collection", f"the request names several collections: {', '.join(named)}")
+    return next(iter(named), None)
 
 
 def own_generation(body: AnswerRequest | PromptRequest, deadline: float) -> GenerationParams:

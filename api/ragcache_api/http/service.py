@@ -10,7 +10,7 @@ from time import monotonic, time
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Request
 
 from ragcache import RagCache
 from ragcache.errors import DeadlineExceeded
@@ -18,6 +18,8 @@ from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
 from ragcache_api.http.admission import LOOKAHEAD, AdmissionQueue
 from ragcache_api.http.auth import Caller
+from ragcache_api.http.bodies import CollectionName, split_model_id
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
@@ -65,6 +67,17 @@ class Service:
         """The model's id for OpenAI's clients, which names no folder of the machine."""
         return self.settings.served_name or _last_part(self.model)
 
+    def check_served(self, model_id: str) -> None:
+        """Raise `HTTPProblem` (404) unless a model's id names the served model.
+
+        One model is served, so an empty name means it, and a name before it, as in `openai/MODEL`,
+        is ignored.
+        """
+        model, _ = split_model_id(model_id)
+        if model and not f"/{model}".endswith(f"/{self.served_name}"):
+            detail = f"the model {model_id!r:.200} is not served; {self.served_name!r} is"
+            raise HTTPProblem(404, "model-not-found", detail, None, "model")
+
     @property
     def tokenizer(self) -> Any:
         return self.shared.model.tokenizer
@@ -104,6 +117,12 @@ class RequestContext:
         return left
 
     @property
+    def base_collection(self) -> str | None:
+        """The collection that the base URL of OpenAI's interface names."""
+        name: str | None = self.request.path_params.get("collection")
+        return name
+
+    @property
     def selection(self) -> dict[str, Any]:
         """The option `selection` of `RagCache.ask`, if a gateway has retrieved already.
 
@@ -129,3 +148,7 @@ async def _context(request: Request, service: ServiceDep) -> RequestContext:
 
 
 ContextDep = Annotated[RequestContext, Depends(_context)]
+
+
+async def declare_base_collection(collection: Annotated[CollectionName, Path()]) -> None:
+    """Check the collection of a base URL, and describe it in OpenAPI."""

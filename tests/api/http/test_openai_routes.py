@@ -16,8 +16,8 @@ from ragcache.engine import LLMEngine, Request
 from ragcache.models import LoadedModel
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.routes.openai import OutputFormat, join_deltas
 from ragcache_api.http.sources import annotations_of, source_of
+from ragcache_api.http.tools import OutputFormat, join_deltas
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
 from tests.conftest import write_notes
@@ -575,10 +575,14 @@ def test_models_name_the_collections(client: TestClient) -> None:
     assert listed == [MODEL, f"{MODEL}@notes"]
     assert [client.get(f"/v1/models/{each}").json()["id"] for each in listed] == listed
     assert client.get(f"/v1/models/{MODEL}@none").status_code == 404
-    [card] = client.get("/v1/collections/notes/models").json()["data"]
+    base = "/v1/collections/notes/models"
+    [card] = client.get(base).json()["data"]
     assert card["id"] == MODEL
-    missing = client.get("/v1/collections/none/models")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")
+    assert [client.get(f"{base}/{each}").json()["id"] for each in listed] == listed
+    assert client.get(f"{base}/{MODEL}@other").status_code == 400
+    for path in ("/v1/collections/none/models", f"/v1/collections/none/models/{MODEL}"):
+        missing = client.get(path)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")
 
 
 @pytest.mark.parametrize("model", [None, "", MODEL, f"openai/{MODEL}", f"openai/{MODEL}@notes"])

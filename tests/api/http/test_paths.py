@@ -163,3 +163,8 @@ def test_gateway_finds_the_collection(path: str, model: str, collection: str | N
     parsed = parse_body(path, json.dumps(body).encode())
     assert isinstance(parsed, ChatRequest | CompletionRequest)
     assert parsed.collection == collection
+
+
+def test_gateway_reads_nothing_for_two_collections() -> None:
+    body = {"model": "reader@boats", "messages": [{"role": "user", "content": "Where?"}]}
+    assert parse_body("/v1/collections/notes/chat/completions", json.dumps(body).encode()) is None

@@ -1,20 +1,19 @@
 """Routes of OpenAI's interface: chat completions, text completions, and models.
 
-Chat completions support `response_format` and tools.
+They are served below `/v1` and below each collection, for clients without a field that names one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import time
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from uuid import uuid4
+from typing import Any, ClassVar, Literal, TypeVar
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -24,22 +23,17 @@ from ragcache import (
     AsyncAnswerStream,
     AsyncRagCache,
     GenerationParams,
-    structured,
 )
 from ragcache.engine import Choice, LogprobFormat, SampledToken, TokenDelta
-from ragcache.errors import InvalidRequest
 from ragcache.pipeline import Conversation
-from ragcache.structured import Grammar, TextDelta, ToolCallParser, ToolStyle
 from ragcache_api.http.bodies import (
     ChatRequest,
-    CollectionName,
     CompletionRequest,
     GenerationRequest,
-    Tool,
-    invalid,
+    named_collection,
+    split_model_id,
     unsupported,
 )
-from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     ResponseModel,
     compact,
@@ -47,18 +41,20 @@ from ragcache_api.http.protocol import (
     openai_problems,
 )
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext, Service
+from ragcache_api.http.service import (
+    ContextDep,
+    RequestContext,
+    Service,
+    declare_base_collection,
+)
 from ragcache_api.http.sources import CompletionSource, annotations_of, source_of
 from ragcache_api.http.streaming import AnswerFormat, Opening, deltas_of, format_event, respond
+from ragcache_api.http.tools import OutputFormat, join_deltas
 
 DONE = b"data: [DONE]\n\n"
-router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
-collections = APIRouter(
-    prefix="/v1/collections/{collection}", tags=["openai"], responses=openai_problems()
-)
+router = APIRouter()
+_routes = APIRouter(responses=openai_problems())
 Body = TypeVar("Body", bound=GenerationRequest)
-Collection = Annotated[CollectionName, Path()]
-_PLAIN = {"name", "description", "parameters"}  # fields of a tool that chat templates know
 _STREAMED = event_stream("The completion")
 
 
@@ -113,7 +109,7 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
-@router.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
+@_routes.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
 async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer a conversation.
 
@@ -121,18 +117,7 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     and `sources` lists the modules that were read. With tools, or results of tools, the whole
     conversation is answered, with the documents before the user's last message.
     """
-    return await _chat(_addressed(context.service, body), context)
-
-
-@collections.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
-async def complete_chat_in_collection(
-    collection: Collection, body: ChatRequest, context: ContextDep
-) -> Response:
-    """Answer a conversation from the documents of a collection."""
-    return await _chat(_addressed(context.service, body, collection), context)
-
-
-async def _chat(body: ChatRequest, context: RequestContext) -> Response:
+    body = _addressed(body, context)
     tokenizer, settings = context.service.tokenizer, context.service.settings
     generation = body.generation(context.deadline, settings.chat_max_tokens)
     if body.tools:  # checking a schema may take seconds
@@ -149,7 +134,7 @@ async def _chat(body: ChatRequest, context: RequestContext) -> Response:
     return await _respond(context, "chat", body, [opening], writer)
 
 
-@router.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
+@_routes.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
 async def complete_text(body: CompletionRequest, context: ContextDep) -> Response:
     """Continue texts, or the tokens of texts, as they are.
 
@@ -157,18 +142,7 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
     With `collection`, the prompt is a question to the documents of that collection.
     """
-    return await _complete(_addressed(context.service, body), context)
-
-
-@collections.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
-async def complete_text_in_collection(
-    collection: Collection, body: CompletionRequest, context: ContextDep
-) -> Response:
-    """Answer prompts as questions to the documents of a collection."""
-    return await _complete(_addressed(context.service, body, collection), context)
-
-
-async def _complete(body: CompletionRequest, context: RequestContext) -> Response:
+    body = _addressed(body, context)
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
@@ -182,61 +156,42 @@ async def _complete(body: CompletionRequest, context: RequestContext) -> Respons
     return await _respond(context, "completion", body, openings, writer)
 
 
-@router.get("/models")
+@_routes.get("/models")
 def list_models(context: ContextDep) -> ModelList:
-    """List the served model, alone and with each collection as `MODEL@COLLECTION`."""
-    served = context.service.served_name
-    ids = [served, *(f"{served}@{name}" for name in _names(context))]
+    """List the served model and, unless the base URL names one, each `MODEL@COLLECTION`."""
+    served, base = context.service.served_name, context.base_collection
+    ids = [served]
+    if base is None:
+        ids += [f"{served}@{name}" for name in _names(context)]
+    else:
+        _check_collection(context, base)
     return ModelList(data=[_model_card(context.service, each) for each in ids])
 
 
-@collections.get("/models")
-def list_models_of_collection(collection: Collection, context: ContextDep) -> ModelList:
-    """List the served model for a client whose base URL names a collection."""
-    _check_collection(context, collection)
-    return ModelList(data=[_model_card(context.service, context.service.served_name)])
-
-
-@router.get("/models/{name:id}")
+@_routes.get("/models/{name:id}")
 def get_model(name: str, context: ContextDep) -> ModelCard:
     """Return a model by its id."""
+    context.service.check_served(name)
+    _, collection = split_model_id(name)
+    if named := named_collection(context.base_collection, collection):
+        _check_collection(context, named)
     served = context.service.served_name
-    if collection := collection_of(context.service, name):
-        _check_collection(context, collection)
     return _model_card(context.service, "@".join(filter(None, (served, collection))))
 
 
-def collection_of(service: Service, name: str) -> str | None:
-    """Return the collection that a model's id names.
-
-    One model is served, so an empty name means it, and a name before it, as in `openai/MODEL`, is
-    ignored.
-
-    Args:
-        service: The service.
-        name: `MODEL` or `MODEL@COLLECTION`.
-
-    Raises:
-        HTTPProblem: (404) The model is not served.
-    """
-    model, _, collection = name.partition("@")
-    if not model or f"/{model}".endswith(f"/{service.served_name}"):
-        return collection or None
-    detail = f"the model {name!r:.200} is not served; {service.served_name!r} is"
-    raise HTTPProblem(404, "model-not-found", detail, None, "model")
+router.include_router(_routes, prefix="/v1", tags=["openai"])
+router.include_router(
+    _routes,
+    prefix="/v1/collections/{collection}",
+    tags=["openai_collection"],
+    dependencies=[Depends(declare_base_collection)],
+)
 
 
-def _addressed(service: Service, body: Body, base: str | None = None) -> Body:
-    """Return a request with the collection that its base URL, model or own field names.
-
-    Raises:
-        HTTPProblem: (404) The model is not served. (400) The request names two collections.
-    """
-    places = (base, collection_of(service, body.model), body.collection)
-    named = sorted({each for each in places if each is not None})
-    if len(named) > 1:
-        raise invalid("collection", f"the request names several collections: {', '.join(named)}")
-    return body.model_copy(update={"collection": named[0]}) if named else body
+def _addressed(body: Body, context: RequestContext) -> Body:
+    """Return a request for the served model, with the collection that it names anywhere."""
+    context.service.check_served(body.model)
+    return body.addressed(context.base_collection)
 
 
 def _names(context: RequestContext) -> Iterator[str]:
@@ -539,129 +494,3 @@ def _choice(
     index: int, logprobs: dict[str, Any] | None = None, ending: str | None = None, **content: Any
 ) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": ending}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """The tools of a chat, and how its answer calls them."""
-
-    tools: list[dict[str, Any]] | None
-    """Functions that the model may call, for the chat template."""
-    style: ToolStyle | None
-    """Syntax in which the model writes calls, if it may call functions."""
-    grammar: Grammar | None
-    """Grammar of the calls, if the model must call, or may call once at most."""
-    offered: tuple[str, ...] = ()
-    """Names of the tools that a call without markers may name. Empty if the answer has a form."""
-
-    @classmethod
-    def of(cls, body: ChatRequest, tokenizer: Any) -> OutputFormat:
-        """Derive the form from a request.
-
-        A model without tool calls answers in text. It only refuses a call that is required.
-
-        Raises:
-            HTTPProblem: (400) A tool or the choice cannot be used.
-            InvalidRequest: A call must fit a schema that no grammar can express.
-        """
-        given = body.model_dump(include={"tools", "tool_choice"}, by_alias=True)
-        try:
-            choice = structured.resolve_tool_choice(given["tool_choice"], given["tools"] or ())
-        except InvalidRequest as error:
-            raise invalid("tool_choice", str(error)) from None
-        if choice == "none":
-            return cls(None, None, None)
-        tools = [plain_tool(tool) for tool in body.tools or ()]
-        offered = () if body.form_options() else structured.tool_names(tools)
-        style = structured.tool_style(tokenizer)
-        if style is None:
-            if choice != "auto":
-                detail = "this model's chat template has no tool calls, so none can be required"
-                raise unsupported("tool_choice", f"{detail}; leave tool_choice out")
-            return cls(None, None, None, offered)
-        grammar, parallel = None, body.parallel_tool_calls is not False
-        if choice != "auto" or not parallel:
-            grammar = structured.tool_call_grammar(tools, choice, style=style, parallel=parallel)
-        return cls(tools, style, grammar, offered)
-
-    def apply(self, generation: GenerationParams) -> GenerationParams:
-        """Return parameters that generate text of this format.
-
-        The grammar of calls replaces another form of the answer.
-        """
-        if self.grammar is not None:
-            others = dict.fromkeys(generation.forms)
-            generation = generation.replace(**others | {"grammar": self.grammar})
-        if self.style is not None and self.style.special:
-            generation = generation.replace(skip_special_tokens=False)
-        return generation
-
-    def reader(self) -> DeltaReader:
-        """Return a reader for the text of one choice."""
-        if self.style is None and not self.offered:
-            return DeltaReader(None)
-        return DeltaReader(ToolCallParser(self.style, self.offered))
-
-
-class DeltaReader:
-    """Turns text into the fields of OpenAI's deltas, and strips leading white space."""
-
-    def __init__(self, calls: ToolCallParser | None) -> None:
-        self._calls = calls
-        self._begun = False
-        self.called = 0
-
-    def feed(self, text: str) -> dict[str, Any]:
-        """Take more text, and return the fields that can be sent now."""
-        return self._text(text) if self._calls is None else self._fields(self._calls.feed(text))
-
-    def finish(self) -> dict[str, Any]:
-        """Return the fields of text that was held back."""
-        return {} if self._calls is None else self._fields(self._calls.finish())
-
-    def finish_reason(self, reason: str) -> str:
-        """Replace the reason `stop` by `tool_calls` if the model called a function."""
-        return "tool_calls" if self.called and reason == "stop" else reason
-
-    def _text(self, text: str) -> dict[str, Any]:
-        text = text if self._begun else text.lstrip()
-        self._begun = self._begun or bool(text)
-        return {"content": text} if text else {}
-
-    def _fields(self, deltas: Iterable[Any]) -> dict[str, Any]:
-        text, calls = "", []
-        for delta in deltas:
-            if isinstance(delta, TextDelta):
-                text += delta.text
-                continue
-            call: dict[str, Any] = {"index": delta.index}
-            call["function"] = {"arguments": delta.arguments}
-            if delta.name is not None:
-                call |= {"id": f"call_{uuid4().hex[:24]}", "type": "function"}
-                call["function"]["name"] = delta.name
-            self.called = max(self.called, delta.index + 1)
-            calls.append(call)
-        return self._text(text) | ({"tool_calls": calls} if calls else {})
-
-
-def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join deltas into one message."""
-    text, calls = "", dict[int, dict[str, Any]]()
-    for delta in deltas:
-        text += delta.get("content", "")
-        for part in delta.get("tool_calls", ()):
-            call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
-            call |= {key: part[key] for key in ("id", "type") if key in part}
-            call["function"]["name"] += part["function"].get("name", "")
-            call["function"]["arguments"] += part["function"]["arguments"]
-    if not calls:
-        return {"content": text, "refusal": None}
-    return {"content": text or None, "refusal": None, "tool_calls": [*calls.values()]}
-
-
-def plain_tool(tool: Tool) -> dict[str, Any]:
-    """Return a tool for Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
-    function = {key: value for key, value in tool.function.items() if key in _PLAIN}
-    if not isinstance(function.get("name"), str):
-        raise invalid("tools", "a tool has no name")
-    return {"type": "function", "function": function}

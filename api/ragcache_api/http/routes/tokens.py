@@ -14,8 +14,8 @@ from ragcache.pipeline.chat import ChatCall, Conversation
 from ragcache_api.http.bodies import ChatMessage, Text, TokenIds, Tool, invalid
 from ragcache_api.http.client_fields import ClientModel
 from ragcache_api.http.protocol import ResponseModel, openai_problems
-from ragcache_api.http.routes.openai import collection_of, plain_tool
 from ragcache_api.http.service import ContextDep, RequestContext
+from ragcache_api.http.tools import plain_tool
 
 router = APIRouter(tags=["tokens"], responses=openai_problems())
 
@@ -121,7 +121,7 @@ async def tokenizer_info(context: ContextDep) -> dict[str, Any]:
 
 def _check_model(context: RequestContext, body: TokensRequest) -> None:
     if body.model is not None:
-        collection_of(context.service, body.model)
+        context.service.check_served(body.model)
 
 
 def _conversation(body: TokenizeRequest) -> tuple[Conversation, ChatCall]:
