@@ -1,18 +1,15 @@
 """The table of docs/guides/models.md, made from the registry of families.
 
-python tools/models.py          # prints the page with the table as it should be
-python tools/models.py --write  # writes it
+python -m tools.models          # prints the page with the table as it should be
+python -m tools.models --write  # writes it
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from ragcache.models.families import FAMILIES, LEARNED, NORMED_LATER
-
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "models.md"
-BEGIN, END = "<!-- begin: python tools/models.py --write -->\n", "<!-- end -->\n"
+from tools.written_page import DOCS, WrittenPage
 
 
 def models_table() -> str:
@@ -28,20 +25,7 @@ def models_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def page_with_table(page: str) -> str:
-    """The page with the table between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{models_table()}{END}{after}"
-
-
-def main(arguments: list[str]) -> None:
-    text = page_with_table(PAGE.read_text(encoding="utf-8"))
-    if "--write" in arguments:
-        PAGE.write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
-
+PAGE = WrittenPage(DOCS / "guides" / "models.md", "python -m tools.models --write", models_table)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    PAGE.main(sys.argv[1:])

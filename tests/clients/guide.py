@@ -11,10 +11,8 @@ import sys
 from collections.abc import Iterator
 
 from tests.clients.table import CLIENTS, Client
-from tests.conftest import REPOSITORY
+from tools.written_page import DOCS, WrittenPage
 
-PAGE = REPOSITORY / "docs" / "guides" / "clients.md"
-BEGIN, END = "<!-- begin: python -m tests.clients.guide --write -->\n", "<!-- end -->\n"
 LANGUAGES = {
     ".py": "python",
     ".mjs": "js",
@@ -24,13 +22,6 @@ LANGUAGES = {
     ".toml": "toml",
 }
 """Languages of blocks by the suffix of the file; `sh` for all others."""
-
-
-def page_with_clients(page: str) -> str:
-    """The page with the clients between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{''.join(sections())}{END}{after}"
 
 
 def sections() -> Iterator[str]:
@@ -61,13 +52,11 @@ def section(client: Client) -> Iterator[str]:
         yield f"\n```{LANGUAGES.get(file.suffix, 'sh')}\n{text}```\n"
 
 
-def main(arguments: list[str]) -> None:
-    text = page_with_clients(PAGE.read_text(encoding="utf-8"))
-    if "--write" in arguments:
-        PAGE.write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
-
+PAGE = WrittenPage(
+    DOCS / "guides" / "clients.md",
+    "python -m tests.clients.guide --write",
+    lambda: "".join(sections()),
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    PAGE.main(sys.argv[1:])

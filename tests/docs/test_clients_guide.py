@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients.guide import PAGE, page_with_clients
+from tests.clients.guide import PAGE
 from tests.clients.table import CLIENTS, KEY, QUESTION, SCRIPTS, SERVICE, Client
 
 
 def test_guide_shows_the_scripts_that_are_tested() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == page_with_clients(page), "run python -m tests.clients.guide --write"
+    assert PAGE.stored == PAGE.written, f"run {PAGE.command}"
 
 
 def test_every_folder_of_scripts_is_a_client() -> None:
