@@ -99,13 +99,16 @@ LIBRARIES = (
         "LangChain for Python",
         "https://github.com/langchain-ai/langchain",
         ("langchain-openai==1.7.4",),
-        note="A program that runs the model itself uses [`ChatRagCache`](langchain.md).",
+        expects=(ANSWER, SOURCE, ANSWER),
+        note="LangChain keeps `usage` of an answer, whose `sources` has the number of modules by "
+        "document. A program that runs the model itself uses [`ChatRagCache`](langchain.md).",
     ),
     Client(
         "langchain-node",
         "LangChain for Node",
         "https://github.com/langchain-ai/langchainjs",
         ("@langchain/openai@1.6.0", "@langchain/core@1.4.0"),
+        expects=(ANSWER, SOURCE, ANSWER),
     ),
     Client(
         "llama-index",

@@ -110,6 +110,20 @@ def test_a_collection_turns_retrieval_on(client: TestClient, rag: RagCache) -> N
     assert sources == told["sources"]
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}])
+def test_usage_names_the_documents(client: TestClient, more: dict[str, Any]) -> None:
+    asked = {"collection": "notes", "k": 2, "relative_threshold": 0} | more
+    told = ask(client, **asked).json()
+    names = [source["source"]["name"] for source in told["sources"]]
+    assert told["usage"]["sources"] == {name: names.count(name) for name in names}
+    streamed = chunks(
+        ask(client, **asked, stream=True, stream_options={"include_usage": True}).text
+    )
+    assert streamed[-1]["usage"]["sources"] == told["usage"]["sources"]
+    assert "sources" in streamed[-2]  # Open WebUI's page shows no sources that come first
+    assert "sources" not in ask(client).json()["usage"]
+
+
 def test_a_collection_answers_the_last_question(client: TestClient) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},

@@ -72,6 +72,9 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    sources: dict[str, int] | None = None
+    """Number of modules that were read of each document, with `collection` only. LangChain keeps
+    this field and drops the other ones that OpenAI does not have."""
 
 
 class OpenAICompletion(ResponseModel):
@@ -253,19 +256,6 @@ async def _respond(
     )
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Count the tokens of all prompts and all choices."""
-    prompt = sum(answer.reuse.prompt_tokens for answer in answers)
-    kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
-    generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": kept},
-    }
-
-
 def finish_reason_of(choice: Choice) -> str:
     """Return OpenAI's finish reason of a choice: `length`, also for `repetition`, or `stop`.
 
@@ -304,9 +294,25 @@ class _CompletionWriter(ABC):
         return {
             **self._fields,
             "choices": self.choices(answers),
-            "usage": usage(answers),
+            "usage": self._usage(answers),
             **self._reuse_fields(answers),
         }
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Count the tokens of all prompts and all choices and, with `collection`, the modules."""
+        prompt = sum(answer.reuse.prompt_tokens for answer in answers)
+        kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
+        generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
+        counts = {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": kept},
+        }
+        if self._with_sources:
+            read = (source.document for answer in answers for source in answer.sources)
+            counts["sources"] = Counter(read)
+        return counts
 
     def _reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the fields that OpenAI does not have.
@@ -352,7 +358,7 @@ class _CompletionWriter(ABC):
         endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
         yield self._chunk(*endings, **self._reuse_fields(active.answers))
         if self._with_usage:
-            yield self._chunk(usage=usage(active.answers)) + DONE
+            yield self._chunk(usage=self._usage(active.answers)) + DONE
         else:
             yield DONE
 

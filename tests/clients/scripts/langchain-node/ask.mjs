@@ -7,7 +7,8 @@ const model = new ChatOpenAI({
 });
 const question = "Where does the key of the pool car hang?";
 
-console.log((await model.invoke(question)).content);
+const answer = await model.invoke(question);
+console.log(answer.content, Object.keys(answer.response_metadata.usage.sources));
 
 for await (const chunk of await model.stream(question)) {
   process.stdout.write(chunk.content);

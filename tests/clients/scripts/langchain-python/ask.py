@@ -7,7 +7,8 @@ model = ChatOpenAI(
 )
 question = "Where does the key of the pool car hang?"
 
-print(model.invoke(question).content)
+answer = model.invoke(question)
+print(answer.content, list(answer.response_metadata["token_usage"]["sources"]))
 
 for chunk in model.stream(question):
     print(chunk.content, end="")
