@@ -519,6 +519,25 @@ def test_tools_go_together_with_a_collection(agent: TestClient) -> None:
     assert [each["source"]["name"] for each in sources] == ["leave.md"]
 
 
+def test_a_collection_leaves_the_conversation_in_the_prompt(agent: TestClient) -> None:
+    question = {"role": "user", "content": LEAVE}
+    earlier = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A reader."},
+    ]
+    asked = {"model": "a", "collection": "notes", "k": 1}
+    alone = ask(agent, **asked, messages=[question]).json()
+    whole = ask(agent, **asked, messages=[*earlier, question]).json()
+    assert (alone["ragcache"]["mode"], whole["ragcache"]["mode"]) == ("rooted", "recognized:rooted")
+    assert whole["sources"][0]["source"] == alone["sources"][0]["source"]
+    brief = ask(agent, **asked, messages=[earlier[0], question]).json()
+    assert brief["usage"]["prompt_tokens"] < whole["usage"]["prompt_tokens"]
+    quoted = ask(agent, **asked, messages=[*earlier, question], extractive=True).json()
+    assert quoted["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert quoted["ragcache"]["spans"]
+
+
 BARE = '{"name": "find", "arguments": {"word": "boat"}}'
 
 

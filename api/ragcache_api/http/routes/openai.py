@@ -116,9 +116,9 @@ class ModelList(ResponseModel):
 async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer a conversation.
 
-    With `collection`, the user's last message is answered from the documents of that collection,
-    and `sources` lists the modules that were read. With tools, or results of tools, the whole
-    conversation is answered, with the documents before the user's last message.
+    With `collection`, documents of that collection are put before the user's last message, and
+    `sources` lists the modules that were read. A quotation, such as the embedded reader's answer,
+    is the answer to that message alone, unless the conversation has tools or their results.
     """
     body = _addressed(body, context)
     tokenizer, settings = context.service.tokenizer, context.service.settings
@@ -128,7 +128,9 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     else:
         output = OutputFormat.of(body, tokenizer)
     generation = output.apply(generation)
-    if body.collection and not (output.tools or body.has_tool_calls):
+    quotes = context.service.shared.model.extractive if body.extractive is None else body.extractive
+    alone = len(body.messages) == 1 or (quotes and not body.has_tool_calls)
+    if body.collection and alone and not output.tools:
         opening = _question(context, body, generation, body.question)
     else:
         messages = [each.plain() for each in body.messages]
