@@ -28,7 +28,7 @@ SURFACES: dict[type[Surface], tuple[type[Params], ...]] = {
     PromptRequest: (GenerationParams,),
     ChatRequest: (GenerationParams, SearchParams),
     CompletionRequest: (GenerationParams, SearchParams),
-    ChatRagCache: (GenerationParams,),
+    ChatRagCache: (GenerationParams, SearchParams),
     RagCacheRetriever: (SearchParams,),
     ServiceSettings: (OpenConfig,),
 }

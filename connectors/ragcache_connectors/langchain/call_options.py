@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
 from ragcache.modes import ROOTED, ReuseMode
+from ragcache.params import SearchParams
 from ragcache_connectors.langchain.structured import call_grammar
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from ragcache.engine import SampledToken
     from ragcache.models import LoadedModel
     from ragcache.structured import Grammar, ToolStyle
+
+SEARCH = ("collection", *SearchParams.model_fields)
+"""Options of the search for documents."""
 
 # Options that LangChain or OpenAI name differently.
 _NAMES = {
@@ -96,12 +100,14 @@ class CallOptions:
     """Whether log-probabilities are reported."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the chat template."""
+    search: Mapping[str, Any] = field(default_factory=dict)
+    """The given options of the search for documents. Empty if nothing is searched."""
 
     @property
     def chat_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `RagCache.chat`."""
         names = ("mode", "recognize", "tools", "generation", "chat_template_kwargs")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {**self.search}
 
     @classmethod
     def resolve(
@@ -138,6 +144,7 @@ class CallOptions:
         mode = ReuseMode.parse(options.pop("mode", ROOTED))
         recognize = options.pop("recognize", True)
         variables = options.pop("chat_template_kwargs", None)
+        search = {name: options.pop(name) for name in SEARCH if name in options}
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))
         tools, style, grammar = _tools(options, info, form)
@@ -149,7 +156,7 @@ class CallOptions:
         generation = GenerationParams(**options)
         if style is None:
             tools = None  # the model answers in text
-        return cls(generation, mode, recognize, tools, style, offered, logprobs, variables)
+        return cls(generation, mode, recognize, tools, style, offered, logprobs, variables, search)
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:

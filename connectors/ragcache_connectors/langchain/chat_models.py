@@ -18,10 +18,10 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
 from ragcache.modes import ROOTED, ReuseMode
-from ragcache.params import GenerationParams, Surface
+from ragcache.params import GenerationParams, SearchParams, Surface
 from ragcache.params.generation import StopStrings
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
-from ragcache_connectors.langchain.call_options import CallOptions, ModelInfo
+from ragcache_connectors.langchain.call_options import SEARCH, CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation
 from ragcache_connectors.langchain.shared import (
     declare_options,
@@ -40,7 +40,7 @@ EMBEDDED_READER = "ragcache-reader"
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
 
 
-class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
+class ChatRagCache(BatchingChatModel, Surface, GenerationParams, SearchParams):
     """LangChain's chat model on ragcache's engine.
 
     `ChatRagCache(rag=rag)` uses an open `RagCache`. `ChatRagCache(state=DIR)` opens a folder at the
@@ -50,6 +50,9 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     chain that pastes retrieved documents needs nothing else. `response_metadata["ragcache"]` has
     the recognized modules, the spans of quotations and the confidence. `usage_metadata` has the
     number of reused tokens.
+
+    With `collection`, documents that a search finds for the user's last message are put before that
+    message, too. The fields of `SearchParams` are options of the search.
 
     The fields of `GenerationParams` and the other options can be set here, in `bind`, or in a call,
     which comes first. Errors are instances of ragcache's and of LangChain's class at once: a prompt
@@ -88,6 +91,8 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     """How states of modules are reused; see `RagCache.chat`."""
     recognize: bool = True
     """Recognize texts of ingested modules in the prompt."""
+    collection: str | None = None
+    """The collection to answer from. By default nothing is retrieved."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     stop: Annotated[
@@ -147,7 +152,8 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams):
     @property
     def _option_names(self) -> list[str]:
         """Names of the fields that change an answer."""
-        offered = [name for name in GenerationParams.model_fields if name not in self.withheld]
+        declared = (*GenerationParams.model_fields, *SEARCH)
+        offered = [name for name in declared if name not in self.withheld]
         return ["mode", "recognize", "chat_template_kwargs", "top_logprobs", *offered]
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

@@ -51,6 +51,23 @@ def test_an_ordinary_chain_reads_documents_from_their_states(boats: RagCache) ->
     assert answer.usage_metadata["input_tokens"] > length
 
 
+def test_a_collection_is_searched_for_the_last_message(boats: RagCache) -> None:
+    model = ChatRagCache(rag=boats, collection="notes", k=1, max_tokens=4)
+    chat = [("system", "Be brief."), ("human", "Where is the boat?")]
+    answer = model.invoke(chat)
+    [source] = answer.response_metadata["ragcache"]["sources"]
+    assert source["document"] == "boats"
+    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
+    assert [each.content for each in model.batch([chat, chat])] == [answer.content] * 2
+    assert total(list(model.stream(chat))).content == answer.content
+    plain = ChatRagCache(rag=boats, max_tokens=4)
+    assert plain.invoke(chat, collection="notes", k=1).content == answer.content
+    assert plain.invoke(chat).response_metadata["ragcache"]["sources"] == []
+    assert plain._identifying_params != model._identifying_params
+    with pytest.raises(InvalidRequest, match="k search documents; give `collection`"):
+        plain.invoke(chat, k=1)
+
+
 def test_an_extractive_answer_quotes_what_was_recognized(boats: RagCache) -> None:
     model = ChatRagCache(rag=boats, extractive=True, temperature=2.0, seed=1, max_tokens=12)
     answer = model.invoke(QUESTION)
