@@ -1,4 +1,4 @@
-"""The encoding of a text that declares none: language priors first, then charset-normalizer.
+"""Text from bytes. Language priors find an encoding that nothing declares, then charset-normalizer.
 
 charset-normalizer reads French in Latin-1 as Baltic, and Polish in ISO-8859-2 or Russian in KOI8-R
 as one of their neighbors. Bytes are therefore decoded in every encoding of one byte a character
@@ -9,6 +9,7 @@ such as Chinese or Japanese, are left to charset-normalizer.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -94,12 +95,68 @@ _COHERENT = 0.1
 """Least coherence of a guess of charset-normalizer for a text that is mostly ASCII."""
 
 
+_SIGNATURES = {
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive or an office document",
+    b"\x89PNG": "a picture",
+    b"GIF8": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\x1f\x8b": "a gzip archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"Rar!": "a RAR archive",
+    b"\x7fELF": "a program",
+    b"OggS": "sound",
+    b"ID3": "sound",
+    b"SQLite format 3": "a database",
+}
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Guess:
     encoding: str
     score: float
     explained: float
     """Share of the characters beyond ASCII that the language explains."""
+
+
+def decode_text(raw: bytes, declared: str = "") -> str:
+    """Decode the text of a file.
+
+    Tries its byte order mark, UTF-8, the encoding that it declares, and the likeliest encoding
+    (`detect_encoding`). Raises `UnreadableDocument`.
+    """
+    for bom, encoding in _BOMS:
+        if raw.startswith(bom):
+            return _decode(raw, encoding)
+    for signature, kind in _SIGNATURES.items():
+        if raw.startswith(signature):
+            raise UnreadableDocument(f"a binary file: {kind}")
+    if b"\0" in raw:
+        raise UnreadableDocument("a binary file")
+    for encoding in ("utf-8", declared):
+        try:
+            if encoding:
+                return raw.decode(encoding)
+        except (UnicodeDecodeError, LookupError):
+            continue
+    return raw.decode(detect_encoding(raw))
+
+
+def _decode(raw: bytes, encoding: str) -> str:
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        message = f"it begins as {encoding.removesuffix('-sig').upper()}, but is not at byte"
+        raise UnreadableDocument(f"{message} {error.start}") from error
 
 
 def detect_encoding(raw: bytes) -> str:

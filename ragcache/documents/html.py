@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ragcache.documents.markdown import write_fence, write_table
@@ -17,6 +19,7 @@ _INLINE = frozenset(
     "small span strike strong sub sup time tt u var wbr".split()
 )
 _LISTS = frozenset({"ul", "ol", "menu"})
+_MAX_COLUMNS = 1000  # that a cell may span
 _DECLARATION = re.compile(r"^\s*<\?xml[^>]*\?>")
 
 
@@ -158,7 +161,7 @@ def _whole_block(element: Any) -> str | None:
         text = "".join(element.itertext())
         return write_fence(text) if text.strip() else ""
     if tag == "table" and element.find(".//table") is None:
-        rows = [_cells(row) for row in element.iter("tr")]
+        rows = _grid(element)
         if max(map(len, rows), default=0) > 1:
             caption = element.find("caption")
             table = write_table(rows)
@@ -166,13 +169,62 @@ def _whole_block(element: Any) -> str | None:
     return None
 
 
-def _cells(row: Any) -> list[str]:
-    cells: list[str] = []
-    for cell in row.iterchildren("td", "th"):
-        span = cell.get("colspan", "1")
-        width = min(int(span), 100) if span.isdecimal() else 1
-        cells += [_flat(cell), *[""] * (width - 1)]
-    return cells
+def _grid(table: Any) -> list[list[str]]:
+    """Return the cells of a table by row and column.
+
+    A merged cell stands in each place that it covers, and a cell across the whole table once. The
+    HTML standard forms tables in this way (WHATWG, 4.9.12). A cell ends with its group of rows.
+    """
+    rows: list[list[_Cell]] = []
+    for _, group in groupby(table.iter("tr"), key=lambda row: row.getparent()):
+        rows += _group_rows([list(row.iterchildren("td", "th")) for row in group])
+    width = max(map(len, rows), default=0)
+    kept = (row[:1] if _is_title(row, width) else row for row in rows)
+    return [[cell.text for cell in row] for row in kept]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cell:
+    """A cell, which may cover several places of a table."""
+
+    text: str
+
+
+_EMPTY = _Cell("")
+
+
+def _group_rows(group: Sequence[Sequence[Any]]) -> list[list[_Cell]]:
+    """Return the cells of a group of rows by row and column."""
+    rows: list[dict[int, _Cell]] = [{} for _ in group]
+    for top, elements in enumerate(group):
+        left = 0
+        for element in elements:
+            while left in rows[top]:
+                left += 1
+            cell = _Cell(_flat(element))
+            height = _span(element, "rowspan", len(group) - top)
+            width = _span(element, "colspan", _MAX_COLUMNS)
+            for row in rows[top : top + height]:
+                for column in range(left, left + width):
+                    row.setdefault(column, cell)
+            left += width
+    return [[row.get(column, _EMPTY) for column in range(max(row, default=-1) + 1)] for row in rows]
+
+
+def _span(cell: Any, name: str, most: int) -> int:
+    """Return the rows or columns of a cell. A rowspan of 0 reaches the end of its group."""
+    value = cell.get(name, "1").strip()
+    if not (value.isascii() and value.isdecimal()):
+        return 1
+    span = int(value[:9])
+    if span == 0:
+        return most if name == "rowspan" else 1
+    return min(span, most)
+
+
+def _is_title(row: Sequence[_Cell], width: int) -> bool:
+    """Whether one cell covers a whole row of a table."""
+    return len(row) == width and all(cell is row[0] for cell in row)
 
 
 def _flat(element: Any) -> str:

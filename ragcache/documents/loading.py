@@ -16,6 +16,8 @@ from langchain_core.documents import Document
 from pathspec import GitIgnoreSpec
 
 from ragcache.documents.formats import SUFFIXES, is_supported
+from ragcache.documents.formats.base import OMITTED
+from ragcache.documents.formats.unread import explain_suffix
 from ragcache.documents.reading import ReadLimits, read_file
 from ragcache.documents.source import (
     DocumentPart,
@@ -50,8 +52,8 @@ class SkippedFile:
     reason: str
     """Why it was not loaded."""
     failed: bool = False
-    """Whether the file should have been loaded: it is damaged, binary or cannot be opened. False
-    for a type that is not supported, or only with an extra."""
+    """Whether the file should have been loaded: it is damaged, binary, cannot be opened, or needs
+    an extra. False for a type that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ class LoadedSources:
     """Ids of documents that are files."""
     present: frozenset[str] = frozenset()
     """Ids of files that exist but were not loaded."""
+
+    @property
+    def omitted(self) -> dict[str, list[str]]:
+        """Descriptions of content of the files that the documents omit, by id."""
+        lacks = ((each.id, each.metadata.get(OMITTED)) for each in self.documents)
+        return {name: list(map(str, each)) for name, each in lacks if isinstance(each, list)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +190,16 @@ class _Loader:
             try:
                 yield self._read_file(file)
             except (UnreadableDocument, MissingExtra) as error:
-                failed = isinstance(error, UnreadableDocument)
-                self.skipped.append(SkippedFile(str(file.path), str(error), failed))
+                self.skipped.append(SkippedFile(str(file.path), str(error), failed=True))
                 self.present.add(file.id)
             self._report(end)
 
     def check_read(self, documents: Sequence[SourceDocument]) -> None:
         """Raise `UnreadableDocument` or `NoDocuments` if too little was read."""
-        failed = [f"{each.name}: {each.reason}" for each in self.skipped if each.failed]
+        failed = [each for each in self.skipped if each.failed]
         if failed and (self._files.strict or not documents):
             raise UnreadableDocument(
-                "; ".join(failed) + ". Nothing was ingested: fix these files or leave them out"
+                _by_reason(failed) + ". Nothing was ingested: fix these files or leave them out"
             )
         if documents:
             return
@@ -231,8 +238,7 @@ class _Loader:
             return self._include.match_file(file.id)
         if is_supported(file.path.name):
             return True
-        suffix = file.path.suffix.lower()
-        reason = f"{suffix} is no type that is read" if suffix else "no suffix tells its type"
+        reason = explain_suffix(file.path.suffix.lower())
         self.skipped.append(SkippedFile(str(file.path), reason))
         return False
 
@@ -260,6 +266,14 @@ class _Loader:
     def _report(self, done: int) -> None:
         self._done = done
         self._progress(done, self.total)
+
+
+def _by_reason(files: Iterable[SkippedFile]) -> str:
+    """Return files in one line, those of the same reason together."""
+    reasons: dict[str, list[str]] = {}
+    for file in files:
+        reasons.setdefault(file.reason, []).append(file.name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
 def _size(path: Path) -> int:

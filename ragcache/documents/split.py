@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from ragcache.documents.formats import CODE
+from ragcache.documents.formats.text import CODE
 from ragcache.documents.markdown import (
     Heading,
     find_headings,

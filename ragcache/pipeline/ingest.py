@@ -79,6 +79,8 @@ class Ingestion:
     """Number of modules whose states were computed."""
     skipped: tuple[SkippedFile, ...] = ()
     """Files that were not ingested, each with the reason."""
+    omitted: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    """Descriptions of content that the documents omit, such as scanned pages, by id."""
     vanished: tuple[str, ...] = ()
     """Ids of documents of the same folders whose files no longer exist. They are still stored."""
     removed: tuple[str, ...] = ()
@@ -117,6 +119,7 @@ class _Changes:
         """Return the fields of an `Ingestion` that are not counts."""
         return {
             "skipped": tuple(loaded.skipped),
+            "omitted": loaded.omitted,
             "vanished": () if sync else self.gone,
             "removed": self.gone if sync else (),
             "renamed": {each.source_id: each.to for each in self.moved},

@@ -17,6 +17,7 @@ from tests.api.cli import conftest as cli
 from tests.api.cli.conftest import Run, error_of, json_of
 from tests.api.http.asgi import events
 from tests.api.http.conftest import client_of
+from tests.ragcache.documents.more_files import archive
 from tests.ragcache.documents.sample_files import FACTS, WRITERS
 
 run = cli.run  # the fixture
@@ -75,19 +76,33 @@ def test_one_bad_file_is_named_and_the_status_says_so(run: Run, papers: Path) ->
 
 
 @pytest.mark.slow
-def test_a_type_without_its_extra_is_skipped_and_says_which(
+def test_a_type_without_its_extra_is_unread_and_says_which(
     run: Run, papers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    for library in ("pypdfium2", "mammoth", "pptx", "openpyxl"):
+    for library in ("pypdfium2", "mammoth", "pptx", "python_calamine"):
         monkeypatch.setitem(sys.modules, library, None)
     here = SimpleNamespace(call=lambda payload, **_: reading.read_in_worker(payload))
     monkeypatch.setattr(reading, "_WORKERS", here)  # a worker would find the libraries
     status, out, _ = run("ingest", "papers", papers)
-    assert status == 0
+    assert status == 3
     assert f"{len(WRITERS) - 4} documents added" in out
-    skipped = next(line for line in out.splitlines() if line.startswith("skipped: "))
-    assert "handbook.pdf" in skipped
-    assert skipped.endswith("it needs the extra: pip install 'ragcache[documents]'")
+    unread = next(line for line in out.splitlines() if line.startswith("not read: "))
+    assert "handbook.pdf" in unread
+    assert unread.endswith("it needs the extra: pip install 'ragcache[documents]'")
+    only = ("--include", "*.pdf", "--include", "*.docx")
+    status, out, err = run("ingest", "alone", papers, *only)
+    assert (status, out) == (3, "")
+    assert err.startswith("UnreadableDocument: ")
+    assert err.count("it needs the extra: pip install 'ragcache[documents]'") == 1
+
+
+@pytest.mark.slow
+def test_what_a_document_lacks_is_named_in_the_summary(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "all.zip").write_bytes(archive())
+    status, out, _ = run("ingest", "papers", tmp_path / "all.zip")
+    assert status == 0
+    assert "left out of " in out
+    assert "all.zip: map.png: a binary file: a picture" in out
 
 
 @pytest.fixture

@@ -224,7 +224,8 @@ def test_limits_of_documents_are_the_defaults() -> None:
 
 
 def test_types_of_documents_are_listed() -> None:
-    from ragcache.documents.formats import TEXT_SUFFIXES, is_supported
+    from ragcache.documents.formats import is_supported
+    from ragcache.documents.formats.text import TEXT_SUFFIXES
 
     page = (REPOSITORY / "docs/guides/documents.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `.")]

@@ -171,6 +171,12 @@ def read_text(file: Path) -> str:
         raise UnreadableDocument(f"cannot read {file}: {error}") from error
 
 
+def print_error(error: Exception) -> None:
+    """Print an error as one line on standard error."""
+    errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+    errors.print(str(error), markup=False)
+
+
 def print_json(value: Any) -> None:
     """Print plain JSON on standard output, for programs. Dataclasses become objects."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_json_value))

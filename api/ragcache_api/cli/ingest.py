@@ -54,7 +54,7 @@ def ingest(
     Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, paths)
-    with ui.open_rag(options) as rag, _bars() as bars:
+    with ui.open_rag(options) as rag, _bars() as bars, _unread(strict=strict):
         done = rag.ingest(
             collection, paths, include=include or (), exclude=exclude or (), strict=strict, **bars
         )
@@ -81,7 +81,7 @@ def sync(
         raise UnreadableDocument(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
-    with ui.open_rag(options) as rag, _bars() as bars:
+    with ui.open_rag(options) as rag, _bars() as bars, _unread(strict=strict):
         done = rag.sync(
             collection, folder, include=include or (), exclude=exclude or (), strict=strict, **bars
         )
@@ -97,6 +97,18 @@ def _check(collection: str, paths: Sequence[Path]) -> None:
         raise UnreadableDocument(
             f"there is no file or folder {', '.join(missing)}; nothing was ingested"
         )
+
+
+@contextmanager
+def _unread(*, strict: bool) -> Iterator[None]:
+    """Exit with `INCOMPLETE` if no file can be read, as if some could be."""
+    try:
+        yield
+    except UnreadableDocument as error:
+        if strict:
+            raise
+        ui.print_error(error)
+        raise typer.Exit(INCOMPLETE) from error
 
 
 @contextmanager
@@ -142,6 +154,8 @@ def _print_summary(done: Ingestion) -> None:
     _print_names("removed", done.removed)
     _print_skipped("[dim]skipped", (file for file in done.skipped if not file.failed))
     _print_skipped("[bold red]not read[/][dim]", done.failed)
+    for name, lacks in done.omitted.items():
+        ui.console.print(f"[yellow]left out of {escape(name)}:[/] {escape('; '.join(lacks))}")
     if done.vanished:
         _print_names("vanished", done.vanished)
         ui.console.print(

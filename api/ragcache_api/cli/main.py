@@ -13,7 +13,7 @@ import typer
 
 from ragcache import __version__
 from ragcache.errors import RagCacheError
-from ragcache_api.cli.console import errors
+from ragcache_api.cli.console import errors, print_error
 
 _AFTER_CTRL_C = {
     "bench": "nothing was written",
@@ -151,8 +151,7 @@ def main() -> None:
     except Exception as error:  # errors of PML are not imported here
         if not isinstance(error, RagCacheError) and not _is_pml_error(error):
             raise
-        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False)
+        print_error(error)
         sys.exit(1)
 
 

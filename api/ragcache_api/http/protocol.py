@@ -553,8 +553,8 @@ class JobResponse(RowResponse):
     finished_at: float | None
     """Unix seconds."""
     report: dict[str, Any] = Field(default_factory=dict)
-    """Files that were `skipped`, with reasons, and ids that have `vanished`, or were `removed` or
-    `renamed`."""
+    """Files that were `skipped`, with reasons, content that documents have `omitted`, and ids that
+    have `vanished`, or were `removed` or `renamed`."""
 
 
 class SchemaRequest(RequestModel):

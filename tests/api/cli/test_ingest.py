@@ -23,6 +23,14 @@ def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
     assert f"skipped: {notes}/photo.jpg: .jpg is no type that is read" in out
 
 
+def test_old_files_of_office_get_advice(run: Run, notes: Path) -> None:
+    for name in ("letter.doc", "slides.ppt", "cat.jpg"):
+        (notes / name).write_bytes(b"\xd0\xcf\x11\xe0")
+    out = run("ingest", "notes", notes)[1]
+    assert "letter.doc: of an old Word; save it as .docx" in out
+    assert "slides.ppt: of an old PowerPoint; save it as .pptx" in out
+
+
 def test_jobs_are_listed_and_canceled(run: Run, notes: Path, tmp_path: Path) -> None:
     assert run("ingest", "notes", notes)[0] == 0
     with closing(Database.open(tmp_path / "state" / "ledger.sqlite")) as database:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache.documents.charset import detect_encoding
-from ragcache.documents.formats import decode_text
+from ragcache.documents.charset import decode_text, detect_encoding
 from ragcache.errors import UnreadableDocument
 
 CENTRAL, CYRILLIC = ("cp1250", "iso8859-2"), ("cp1251", "koi8-r", "iso8859-5")

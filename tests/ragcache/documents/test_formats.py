@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 
-from ragcache.documents import SourceDocument, office
-from ragcache.documents.formats import read_document
+from ragcache.documents import SourceDocument
+from ragcache.documents.formats import excel, read_document
 from ragcache.errors import MissingExtra, UnreadableDocument
 from tests.ragcache.documents.sample_files import CODE, FACTS, WRITERS
 
@@ -152,11 +152,11 @@ def test_a_document_of_too_much_text_is_refused(name: str) -> None:
 def test_a_sheet_that_says_it_is_huge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from openpyxl import Workbook
 
-    monkeypatch.setattr(office, "MAX_SHEET", 1000)
+    monkeypatch.setattr(excel, "MAX_SHEET", 900)
     book, saved = Workbook(), io.BytesIO()
     book.active["A1"], book.active["CV11"] = "a", "b"
     book.save(saved)
-    with pytest.raises(UnreadableDocument, match="more than 1,000 cells"):
+    with pytest.raises(UnreadableDocument, match="more than 900 cells"):
         read_document("wide.xlsx", saved.getvalue())
 
 
@@ -183,7 +183,14 @@ def test_quotes_in_quoted_cells_of_a_csv_file_are_doubled(filler: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "library"),
-    [("a.pdf", "pypdfium2"), ("a.docx", "mammoth"), ("a.pptx", "pptx"), ("a.xlsx", "openpyxl")],
+    [
+        ("a.pdf", "pypdfium2"),
+        ("a.docx", "mammoth"),
+        ("a.pptx", "pptx"),
+        ("a.xlsx", "python_calamine"),
+        ("a.rtf", "striprtf.striprtf"),
+        ("a.msg", "oxmsg"),
+    ],
 )
 def test_a_type_without_its_library_names_the_extra(
     name: str, library: str, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 from langchain_core.documents import Document
 
 from ragcache.documents import DocumentPart, FileFilter, SourceDocument, load_sources
-from ragcache.documents.formats import TEXT_SUFFIXES
+from ragcache.documents.formats.text import TEXT_SUFFIXES
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.documents import DocumentPart, SourceDocument, split_document, split_text
-from ragcache.documents.formats import CODE, LANGUAGES
+from ragcache.documents.formats.text import CODE, LANGUAGES
 from ragcache.documents.split import MIN_TOKENS
 from ragcache.errors import ConfigurationError
 from tests.conftest import scaled

@@ -279,8 +279,7 @@ def _parse_files(files: list[tuple[str, bytes]], limits: ReadLimits, until: floa
             within = replace(limits, seconds=min(limits.seconds, left))
             documents.append(read_file(name, raw, within))
         except (UnreadableDocument, MissingExtra) as error:
-            failed = isinstance(error, UnreadableDocument)
-            skipped.append(SkippedFile(name, str(error), failed=failed))
+            skipped.append(SkippedFile(name, str(error), failed=True))
     if not documents:
         detail = "; ".join(f"{file.name}: {file.reason}" for file in skipped)
         reasons = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]

@@ -1,0 +1,192 @@
+"""PDF: text, headings and tables of pages."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ragcache.documents.formats.base import Content, Format, RawFile, import_library
+from ragcache.documents.source import DocumentPart
+from ragcache.errors import UnreadableDocument
+
+_PDFIUM = threading.Lock()  # pdfium keeps global state
+_LARGER = 1.15  # ratio to the usual line height from which a line may be a heading
+_TITLE_CHARACTERS = 200
+_TITLE_LINES = 3
+_LEVELS = 4
+_HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of a line
+
+
+def read_pdf(file: RawFile) -> Content:
+    """Read the pages of a PDF that contain text.
+
+    Headings come from the outline, or else from lines that are larger than most text.
+    """
+    pdfium = import_library("pypdfium2")
+    with _PDFIUM:
+        try:
+            document = pdfium.PdfDocument(file.raw)
+        except pdfium.PdfiumError as error:
+            locked = "password" in str(error).lower()
+            reason = "it needs a password" if locked else "it is damaged, or no PDF"
+            raise UnreadableDocument(reason) from error
+        try:
+            pages = [_page_lines(page, pdfium.raw) for page in document]
+            outline = _outline(document)
+            attached = _attachments(document)
+        finally:
+            document.close()
+    if not any(pages):
+        raise UnreadableDocument("it holds no text; pages that were scanned need OCR first")
+    levels = _outlined(pages, outline) or _larger(pages)
+    empty = [number for number, lines in enumerate(pages, start=1) if not lines]
+    missing = {"pages_without_text": empty} if empty else {}
+    parts = [
+        DocumentPart(_page_text(lines, levels, number), {"page": number + 1, **missing}, True)
+        for number, lines in enumerate(pages)
+        if lines
+    ]
+    omitted: tuple[str, ...] = ()
+    for name, payload in attached:
+        found, lacks = file.read_inner(name, payload)
+        parts += found
+        omitted += lacks
+    return Content(parts, omitted=omitted)
+
+
+def _attachments(document: Any) -> list[tuple[str, bytes]]:
+    files = (document.get_attachment(each) for each in range(document.count_attachments()))
+    return [(each.get_name() or "without a name", bytes(each.get_data())) for each in files]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of a page."""
+
+    text: str
+    height: float
+    """Median height of its characters, in points."""
+
+
+def _page_lines(page: Any, raw: Any) -> list[_Line]:
+    """Return the lines of a page that are not blank. `raw` is pdfium's module of C functions."""
+    text_page = page.get_textpage()
+    lines: list[_Line] = []
+    units = bytearray()  # UTF-16
+    heights: list[float] = []
+    box = raw.FS_RECTF()
+
+    def end() -> None:
+        text = units.decode("utf-16-le", "replace")
+        if text.strip():
+            height = statistics.median(heights) if heights else 0.0
+            lines.append(_Line(" ".join(text.split(" ")).strip(), round(2 * height) / 2))
+        units.clear()
+        heights.clear()
+
+    for index in range(text_page.count_chars()):
+        code = raw.FPDFText_GetUnicode(text_page.raw, index)
+        if code in (10, 13):
+            end()
+            continue
+        units.extend(chr(code).encode("utf-16-le", "surrogatepass"))
+        if code > 32 and raw.FPDFText_GetLooseCharBox(text_page.raw, index, box):
+            heights.append(abs(box.top - box.bottom))
+    end()
+    return _joined(lines)
+
+
+def _joined(lines: Sequence[_Line]) -> list[_Line]:
+    """Join words that a hyphen breaks at the end of a line."""
+    found: list[_Line] = []
+    for line in lines:
+        if found and found[-1].text.endswith(tuple(_HYPHENS)):
+            before = found.pop()
+            found.append(_Line(before.text[:-1] + line.text, before.height))
+        else:
+            found.append(line)
+    return [_Line(each.text.rstrip(_HYPHENS), each.height) for each in found]
+
+
+def _outline(document: Any) -> list[tuple[int, str, int]]:
+    """Return the outline of a PDF: page index, title and level."""
+    found = []
+    for entry in document.get_toc():
+        target = entry.get_dest()
+        page = None if target is None else target.get_index()
+        if page is not None and (title := " ".join(entry.get_title().split())):
+            found.append((page, title, min(entry.level + 1, _LEVELS)))
+    return found
+
+
+Levels = dict[tuple[int, int], int]
+"""Level of each line that is a heading, by page and number of the line."""
+
+
+def _outlined(pages: Sequence[Sequence[_Line]], outline: Iterable[tuple[int, str, int]]) -> Levels:
+    """Return the levels of the lines that are titles of the outline."""
+    levels: Levels = {}
+    for page, title, level in outline:
+        for number, line in enumerate(pages[page] if 0 <= page < len(pages) else ()):
+            same = _bare(line.text) == _bare(title) or _bare(line.text).endswith(f" {_bare(title)}")
+            if same and len(line.text) <= len(title) + 12 and (page, number) not in levels:
+                levels[page, number] = level
+                break
+    return levels
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
+    """Return the levels of lines that are larger than most text, the largest heights first."""
+    sizes: Counter[float] = Counter()
+    for lines in pages:
+        for line in lines:
+            sizes[line.height] += len(line.text)
+    usual = sizes.most_common(1)[0][0]
+    heights = sorted((h for h in sizes if usual and h >= usual * _LARGER), reverse=True)
+    level = {height: min(n + 1, _LEVELS) for n, height in enumerate(heights)}
+    levels: Levels = {}
+    for page, lines in enumerate(pages):
+        for height, group in groupby(enumerate(lines), key=lambda each: each[1].height):
+            run = list(group)
+            if height in level and _is_title([line for _, line in run]):
+                levels |= {(page, number): level[height] for number, _ in run}
+    return levels
+
+
+def _is_title(lines: Sequence[_Line]) -> bool:
+    """Whether lines of one height can be a heading, and not a table or a paragraph."""
+    text = " ".join(line.text for line in lines)
+    return (
+        len(lines) <= _TITLE_LINES
+        and len(text) <= _TITLE_CHARACTERS
+        and any(character.isalpha() for character in text)
+    )
+
+
+def _page_text(lines: Sequence[_Line], levels: Levels, page: int) -> str:
+    blocks: list[str] = []
+    before = 0  # level of the line above
+    for number, line in enumerate(lines):
+        level = levels.get((page, number), 0)
+        if level and level == before and line.height == lines[number - 1].height:
+            blocks[-1] += f" {line.text}"  # a title of several lines
+        elif level:
+            blocks.append(f"{'#' * level} {line.text}")
+        elif blocks and not before:
+            blocks[-1] += f"\n{line.text}"
+        else:
+            blocks.append(line.text)
+        before = level
+    return "\n\n".join(blocks)
+
+
+FORMATS = (Format(frozenset({".pdf"}), read_pdf, (b"%PDF-",)),)
