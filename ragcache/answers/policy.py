@@ -107,7 +107,7 @@ class AnsweredPrompt(Protocol):
 
     @property
     def has_documents(self) -> bool:
-        """False if retrieval found nothing for a question."""
+        """False if retrieval found nothing."""
 
     @property
     def modules(self) -> tuple[ModuleRow, ...]:
@@ -115,7 +115,7 @@ class AnsweredPrompt(Protocol):
 
     @property
     def selection(self) -> Selection | None:
-        """The result of the search. Chats and PML prompts have none."""
+        """The result of the search. PML prompts, and chats without a collection, have none."""
 
     @property
     def without_documents(self) -> Callable[[], Sequence[int]]:
@@ -147,7 +147,36 @@ def answer_policies(
     if params.confidence is not False:
         extractive = quotation is not None
         confidence = ConfidencePolicy.for_prompt(prompt, params, model, engine, extractive)
-    return tuple(each for each in (confidence, quotation) if each is not None)
+    worded = None
+    if prompt.kind == "chat" and model.extractive and not (confidence or params.forms):
+        worded = WordedPolicy(params.refusal)
+    return tuple(each for each in (confidence, quotation, worded) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class WordedPolicy(AnswerPolicy):
+    """Refuses in words where the embedded reader says nothing in a chat."""
+
+    refusal: str
+    """The text of a refused answer."""
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Return the answer with refusals in place of blank choices."""
+        choices = tuple(
+            each if each.text.strip() else refused(each, self.refusal)
+            for each in answer.output.choices
+        )
+        return replace(answer, output=replace(answer.output, choices=choices))
+
+
+def refused(choice: Choice, refusal: str) -> Choice:
+    """Return a refused choice: the refusal's text, and no log-probabilities."""
+    said = replace(choice, text=refusal, finish_reason="no_answer", stopped_by=None)
+    return replace(said, chosen=(), ending=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +197,7 @@ class QuotationPolicy(AnswerPolicy):
         """
         if params.extractive:
             _check_extractive(prompt, params)
-        elif prompt.kind != "question" or params.forms:
+        elif prompt.selection is None or params.forms:
             return None
         if not prompt.modules or quotations is None:
             return None
@@ -316,7 +345,9 @@ class ConfidencePolicy(AnswerPolicy):
         ]
         confidences = tuple(map(self.confidence_of, output.choices, found))
         choices = tuple(
-            self._refused(choice) if confidence < self.min_confidence else self._shown(choice)
+            refused(choice, self.refusal)
+            if confidence < self.min_confidence
+            else self._shown(choice)
             for choice, confidence in zip(output.choices, confidences, strict=True)
         )
         finished = max([output.finished_at, *(each.finished_at for each in passes)])
@@ -351,17 +382,13 @@ class ConfidencePolicy(AnswerPolicy):
     def release(self, deltas: Sequence[TokenDelta], answer: AnswerOutput) -> list[TokenDelta]:
         """Return the deltas of accepted answers, and the refusals of the others."""
         choices = answer.output.choices
-        refused = {n for n, each in enumerate(choices) if each.finish_reason == "no_answer"}
+        hidden = {n for n, each in enumerate(choices) if each.finish_reason == "no_answer"}
         shown = [
             each if each.chosen is None else replace(each, chosen=self._shown_token(each.chosen))
             for each in deltas
-            if each.choice not in refused
+            if each.choice not in hidden
         ]
-        return [*shown, *(TokenDelta(n, None, choices[n].text) for n in sorted(refused))]
-
-    def _refused(self, choice: Choice) -> Choice:
-        refused = replace(choice, text=self.refusal, finish_reason="no_answer", stopped_by=None)
-        return replace(refused, chosen=(), ending=None)
+        return [*shown, *(TokenDelta(n, None, choices[n].text) for n in sorted(hidden))]
 
     def _shown(self, choice: Choice) -> Choice:
         """Return the answer with the log-probabilities that the caller asked for."""

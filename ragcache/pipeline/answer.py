@@ -379,6 +379,14 @@ def give_up(pending: Sequence[PendingAnswer]) -> None:
         each.give_up()
 
 
+def _replaced_texts(output: RequestOutput, answer: AnswerOutput) -> Iterator[TokenDelta]:
+    """Yield the texts that policies gave to choices without text."""
+    pairs = zip(output.choices, answer.output.choices, strict=True)
+    for number, (generated, finished) in enumerate(pairs):
+        if finished.text.strip() and not generated.text.strip():
+            yield TokenDelta(number, None, finished.text)
+
+
 class _Stream:
     """Base of the streams for threads and for asyncio."""
 
@@ -468,7 +476,7 @@ class AnswerStream(_Stream):
                 yield from holder.release(list(pending.handle), finished)
             else:
                 yield from pending.handle
-                pending.output()
+                yield from _replaced_texts(pending.handle.result(), pending.output())
         except BaseException:  # also where the garbage collector ends the iteration
             pending.give_up()
             raise
@@ -512,8 +520,8 @@ class AsyncAnswerStream(_Stream):
             else:
                 async for piece in pending.handle:
                     yield piece
-                if not pending.done:
-                    await pending.aoutput()
+                for piece in _replaced_texts(pending.handle.result(), await pending.aoutput()):
+                    yield piece
         finally:
             pending.give_up()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
+from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.models import LoadedModel, PromptFrame
@@ -48,7 +49,7 @@ class AskPipeline:
         template_kwargs: Mapping[str, Any] | None = None,
         selection: Selection | None = None,
     ) -> list[TokenPrompt]:
-        """Retrieve modules for each question, and build its prompt.
+        """Retrieve modules for each question, and build its prompt. Small talk reads no modules.
 
         Args:
             questions: The questions.
@@ -72,6 +73,9 @@ class AskPipeline:
             selections = [replace(selection, query=question) for question in questions]
         else:
             selections = [self.retriever.retrieve(q, collection, params) for q in questions]
+        selections = [
+            replace(each, hits=()) if is_small_talk(each.query) else each for each in selections
+        ]
         reranking = sum(selection.rerank_seconds for selection in selections)
         times = Timestamps(called, time.perf_counter(), rerank=reranking)
         prompts = []

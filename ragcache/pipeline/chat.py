@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, TypeGuard, cast
 
+from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion, InvalidRequest
 from ragcache.modes import ROOTED, ReuseMode
@@ -129,14 +130,17 @@ class ChatPipeline:
         """Build the prompt of one conversation. Leases and computes nothing."""
         mode, encoding = question.mode, question.mode.encoding
         read = [] if encoding is None else chat.found
-        layout = PromptLayout(self.encoder.preamble_ids)
+        encoder = self.encoder
+        if chat.selection is not None:  # the states that questions to the collection read
+            encoder = encoder.with_instruction(chat.selection.version.instruction)
+        layout = PromptLayout(encoder.preamble_ids)
         groups = lay_out_chat(
             layout,
             replace(chat, found=read),
             self.tokens.of([each.module for each in read]),
             self.tokenizer,
             mode,
-            lambda start, length: self.encoder.fits_at(start, length, encoding),
+            lambda start, length: encoder.fits_at(start, length, encoding),
         )
         found = [Hit(each.module, 1.0) for each in chat.found]
         read_as = list(zip(found, groups or [None] * len(found), strict=True))
@@ -144,7 +148,7 @@ class ChatPipeline:
             read_as = _searched_first(chat.selection.hits, read_as)
         states = None
         if layout.spans and encoding is not None:
-            states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoding)
+            states = ModuleStates(encoder, self.catalog, tuple(layout.groups), encoding)
         citations = tuple((Citation.of(hit), group) for hit, group in read_as)
         return replace(
             layout.prompt(),
@@ -184,6 +188,8 @@ class ChatPipeline:
         """Render a conversation with the instruction and documents in the user's last message.
 
         They do not move while the model calls tools, so that their states stay where they are.
+        Without documents, a conversation has no `selection` if the model may answer it anyway:
+        with tools, and small talk with a model that can chat.
         """
         if isinstance(conversation, str) or _are_tokens(conversation):
             raise InvalidRequest("a plain text has no place for documents; give messages")
@@ -197,6 +203,12 @@ class ChatPipeline:
         selection = search.selection
         if selection is None:
             selection = self.retriever.retrieve(question, search.collection, search.params)
+        small_talk = is_small_talk(question)
+        if small_talk:
+            selection = replace(selection, hits=())
+        chats = small_talk and not self.encoder.model.extractive
+        if not selection.hits and (chats or _has_tools(messages, options)):
+            return self._render(messages, options)
         if selection.hits:
             documents = "".join(hit.module.text for hit in selection.hits)
             instruction = selection.version.instruction or self.encoder.frame.instruction
@@ -223,6 +235,13 @@ def _searched_first(
     searched = {hit.module.text for hit in hits}
     first = [(hit, groups.get(hit.module.text)) for hit in hits]
     return first + [each for each in found if each[0].module.text not in searched]
+
+
+def _has_tools(messages: Sequence[Message], options: ChatCall) -> bool:
+    """Tell whether the model may call tools, or has called them."""
+    return bool(options.tools) or any(
+        each["role"] == "tool" or each.get("tool_calls") for each in messages
+    )
 
 
 def _are_tokens(conversation: Sequence[Message] | Sequence[int]) -> TypeGuard[Sequence[int]]:

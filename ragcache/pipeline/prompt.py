@@ -153,7 +153,7 @@ class Retrieved:
     """Sources of the answer, each with the index of its group in the lease. A source whose tokens
     are all computed has no group."""
     selection: Selection | None = None
-    """The result of the search. Chats and PML prompts have no search."""
+    """The result of the search. PML prompts, and chats without a collection, have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class TokenPrompt:
 
     @property
     def selection(self) -> Selection | None:
-        """The result of the search. Chats and PML prompts have no search."""
+        """The result of the search. PML prompts, and chats without a collection, have none."""
         return self.retrieved.selection
 
     @property
@@ -197,8 +197,8 @@ class TokenPrompt:
 
     @property
     def has_documents(self) -> bool:
-        """Whether there is something to read. False if a question's search found no module."""
-        return self.kind != "question" or bool(self.modules)
+        """Whether there is something to read. False if a search found no module."""
+        return self.selection is None or bool(self.selection.hits)
 
     @property
     def answer_mode(self) -> str:

@@ -169,10 +169,11 @@ class Submitter:
         for prompt in prompts[1:]:  # in the background, while the first prompt is leased
             if prompt.states is not None:
                 prompt.states.prefetch()
+        refusal = "" if generation.forms else generation.refusal  # a refusal keeps to no grammar
         pending: list[PendingAnswer] = []
         try:
             for each in zip(prompts, requests, policies, strict=True):
-                pending.append(self._lease_and_submit(*each))
+                pending.append(self._lease_and_submit(*each, refusal))
         except BaseException:
             give_up(pending)
             raise
@@ -253,11 +254,15 @@ class Submitter:
         return request
 
     def _lease_and_submit(
-        self, prompt: TokenPrompt, request: MakeRequest, policies: Sequence[AnswerPolicy]
+        self,
+        prompt: TokenPrompt,
+        request: MakeRequest,
+        policies: Sequence[AnswerPolicy],
+        refusal: str,
     ) -> PendingAnswer:
         """Lease the states that the prompt reads, and queue the request."""
         if not prompt.has_documents:
-            return self._answer_at_once(prompt)
+            return self._refuse(prompt, refusal)
         states, lease = prompt.states, None
         try:
             if states is not None:
@@ -278,13 +283,15 @@ class Submitter:
                 lease.release()
             raise
 
-    def _answer_at_once(self, prompt: TokenPrompt) -> PendingAnswer:
-        """Answer with an empty text: no module was found, and the model shall invent nothing."""
+    def _refuse(self, prompt: TokenPrompt, refusal: str) -> PendingAnswer:
+        """Answer with the refusal: no module was found, and the model shall invent nothing."""
         now = prompt.question.times.retrieved
         empty = replace(prompt, computed_tokens=(), spans=())
         prepared = prepare_answer(empty, None, now)
         channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
-        channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        channel.put(TokenDelta(0, None, refusal))
+        choice = Choice((), refusal, "no_documents")
+        channel.finish(RequestOutput((choice,), 0, now, now, now, now))
         return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
 
 

@@ -59,13 +59,13 @@ class Talk:
         generation: GenerationParams,
     ) -> None:
         self.said: list[dict[str, str]] = []
-        self._rag, self._collection, self._search = rag, collection, search
+        self._rag, self._collection = rag, collection
+        self._search = {} if collection is None else search.given()
         self._mode, self._generation = mode, generation
 
     def say(self, text: str) -> None:
         """Answer a message. Prints the answer as it arrives, then its sources."""
-        message = {"role": "user", "content": self._with_documents(text)}
-        answer = self._answer(message)
+        answer = self._answer({"role": "user", "content": text})
         self.said += [
             {"role": "user", "content": text},
             {"role": "assistant", "content": answer.text},
@@ -80,7 +80,11 @@ class Talk:
         while True:
             try:
                 stream = self._rag.stream_chat(
-                    [*self.said, message], mode=self._mode, generation=self._generation
+                    [*self.said, message],
+                    collection=self._collection,
+                    mode=self._mode,
+                    generation=self._generation,
+                    **self._search,
                 )
                 if not self.said or self._leaves_room(stream):
                     ui.print_answer(stream, pieces=True)
@@ -97,16 +101,6 @@ class Talk:
         shared = self._rag.internals.shared
         most = self._generation.token_limit(shared.config.max_tokens)
         return stream.prompt_tokens + most <= shared.model.causal.window
-
-    def _with_documents(self, text: str) -> str:
-        """Return the message with the modules that it retrieves."""
-        from ragcache.evaluation import PASTED
-
-        if self._collection is None:
-            return text
-        hits = self._rag.retrieve(text, collection=self._collection, **self._search.given()).hits
-        found = "\n\n".join(hit.module.text.strip() for hit in hits)
-        return PASTED.format(documents=found, question=text) if hits else text
 
 
 def _typed() -> Iterator[str]:

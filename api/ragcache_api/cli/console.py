@@ -248,17 +248,21 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     if console.is_terminal if pieces is None else pieces:
         _print_pieces(stream)
     else:
-        console.print(_text_or_reason(stream.result()), style="bold", markup=False)
+        console.print(stream.result().text, style="bold", markup=False)
     answer = stream.answer
     for span in [each for each in answer.spans if each.choice == 0][:_MOST_SPANS]:
         console.print(format_span(span, answer.text), soft_wrap=True)
+    if answer.finish_reason == "no_documents":
+        console.print("no text in this collection fits the question", style="dim")
+        return
     table = plain_table()
     for source in answer.sources:
         score = format_scores(source.bm25, source.cosine, source.rerank)
         page = source.page
         place = "" if page is None else f", page {page}"
         table.add_row(escape(source.module) + place, score, source.tier, style="dim")
-    console.print(table)
+    if answer.sources:
+        console.print(table)
     if answer.finish_reason == "no_answer":
         console.print("an answer was refused; --min-confidence 0 shows it", style="dim")
     timings = answer.timings
@@ -319,7 +323,7 @@ def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:
         text = piece if begun else piece.lstrip()
         begun = begun or bool(text)
         console.print(text, end="", style="bold", markup=False, soft_wrap=True)
-    console.print("" if begun else _text_or_reason(stream.answer), markup=False)
+    console.print("" if begun else stream.answer.text, markup=False)
 
 
 def format_reuse(answer: Answer) -> str:
@@ -330,9 +334,3 @@ def format_reuse(answer: Answer) -> str:
         f"{reuse.prompt_tokens} tokens = {reuse.cached_tokens} cached {shared}"
         f"+ {reuse.computed_tokens} computed"
     )
-
-
-def _text_or_reason(answer: Answer) -> str:
-    if answer.finish_reason == "no_documents":
-        return "nothing in this collection shares a word with the question"
-    return answer.text

@@ -283,11 +283,6 @@ class ChatRequest(Surface, GenerationRequest):
         return super().generation(deadline, **own)
 
     @property
-    def has_tool_calls(self) -> bool:
-        """Whether the conversation has calls of tools, or their results."""
-        return any(each.role == "tool" or each.tool_calls for each in self.messages)
-
-    @property
     def question(self) -> str:
         """The user's last message. Raises `HTTPProblem` (400) without one."""
         for message in reversed(self.messages):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ragcache.params import REFUSAL
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.cli import ask
@@ -95,7 +96,7 @@ def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
     assert status == 0
     assert out.split("\n")[0].strip() == answer["text"]
     assert "keys.md" in out
-    assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith("nothing in this")
+    assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith(REFUSAL)
 
 
 @pytest.mark.slow
@@ -150,9 +151,9 @@ def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
 def test_ask_reports_that_nothing_was_found(run: Run, ingested: Path) -> None:
     status, out, _ = run("ask", "xylophone", "-c", "notes")
     assert status == 0
-    assert out.startswith("nothing in this collection shares a word with the question")
+    assert out.splitlines() == [REFUSAL, "no text in this collection fits the question"]
     answer = json_of(run("ask", "xylophone", "-c", "notes", "--json"))
-    assert (answer["finish_reason"], answer["text"]) == ("no_documents", "")
+    assert (answer["finish_reason"], answer["text"]) == ("no_documents", REFUSAL)
 
 
 def test_request_errors_are_named(run: Run, ingested: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from ragcache import AsyncRagCache, GenerationParams, RagCache
 from ragcache.errors import EngineClosed, InvalidRequest, RequestCancelled, UnknownCollection
 from ragcache.models import LoadedModel
+from ragcache.params import REFUSAL
 from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
 LONG = GenerationParams(max_tokens=300, ignore_eos=True)
@@ -99,10 +100,14 @@ def test_an_iteration_ended_by_garbage_collection_takes_no_lock(rag: RagCache) -
         stream.result()
 
 
-def test_a_stream_where_nothing_was_found_is_empty(rag: RagCache) -> None:
+def test_a_stream_where_nothing_was_found_is_a_refusal(rag: RagCache) -> None:
     stream = rag.stream("Zyxwv?", collection="notes")
-    assert list(stream) == []
-    assert (stream.answer.finish_reason, stream.answer.text) == ("no_documents", "")
+    assert list(stream) == [REFUSAL]
+    assert (stream.answer.finish_reason, stream.answer.text) == ("no_documents", REFUSAL)
+    own = GenerationParams(refusal="Ask Tom.")
+    assert rag.ask("Zyxwv?", collection="notes", generation=own).text == "Ask Tom."
+    formed = GenerationParams(json_object=True)
+    assert rag.ask("Zyxwv?", collection="notes", generation=formed).text == ""
 
 
 def test_several_choices_come_with_their_tokens(rag: RagCache) -> None:

@@ -16,14 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache import Answer, AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import EmptyQuestion, InvalidRequest, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
-from ragcache.params import SearchParams
+from ragcache.params import REFUSAL, SearchParams
 from ragcache.pipeline import ChatCall, ChatTemplate, DocumentSearch
 from ragcache.pipeline.chat import (
     MIN_READ_TOKENS,
@@ -216,6 +216,70 @@ def test_a_chat_takes_the_selection_of_a_search(agent: RagCache) -> None:
     nothing = agent.chat(user("xyzzy"), collection="notes", tools=[WEATHER])
     assert (nothing.sources, nothing.mode) == ((), "exact")
     assert nothing.finish_reason != "no_documents", "tools may answer"
+
+
+GREETED = [SourceDocument("hello.py", "print('hello')"), *DOCUMENTS]
+
+
+def test_small_talk_is_answered_without_documents(agent: RagCache) -> None:
+    agent.ingest("greeted", GREETED)
+    answer = agent.chat(user("Hello!"), collection="greeted", generation=FREE)
+    assert tokens(answer) == tokens(agent.chat(user("Hello!"), generation=FREE))
+    assert answer.sources == ()
+    refused = agent.ask("Hello!", collection="greeted")
+    assert (refused.finish_reason, refused.text) == ("no_documents", REFUSAL)
+    assert [hit.module.document for hit in agent.retrieve("Hello!", collection="greeted").hits]
+
+
+@pytest.mark.parametrize("question", ["Hello!", "Xyzzy?"])
+def test_the_reader_refuses_chats_without_documents_in_words(
+    tmp_path: Path, quick_reader: LoadedModel, question: str
+) -> None:
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=8) as rag:
+        rag.ingest("greeted", GREETED)
+        stream = rag.stream_chat(user(question), collection="greeted")
+        assert "".join(stream) == REFUSAL
+        assert (stream.answer.finish_reason, stream.answer.sources) == ("no_documents", ())
+
+
+def test_a_chat_of_a_model_is_refused_where_nothing_is_found(agent: RagCache) -> None:
+    answer = agent.chat(user("xyzzy"), collection="notes")
+    assert (answer.finish_reason, answer.text) == ("no_documents", REFUSAL)
+
+
+def test_a_chat_over_documents_is_a_quotation_with_a_confidence(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    shown = GenerationParams(min_confidence=0.0)
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=8) as rag:
+        rag.ingest("notes", DOCUMENTS)
+        answer = rag.chat(user(QUESTION), collection="notes", k=1, generation=shown)
+        assert answer.text in KEYS
+        assert answer.spans[0].document == "keys"
+        assert answer.confidence is not None
+        doubted = GenerationParams(min_confidence=1.0)
+        refused = rag.chat(user(QUESTION), collection="notes", generation=doubted)
+        assert (refused.finish_reason, refused.text) == ("no_answer", REFUSAL)
+
+
+async def test_a_blank_chat_of_the_reader_becomes_words(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path / "state", quick_reader, max_tokens=8) as rag:
+        said = rag.chat(user("Where?")).text
+        silent = GenerationParams(stop=said[0])
+        stream = rag.stream_chat(user("Where?"), generation=silent)
+        assert "".join(stream).strip() == REFUSAL
+        assert (stream.answer.finish_reason, stream.answer.text) == ("no_answer", REFUSAL)
+        async with AsyncRagCache(rag).stream_chat(user("Where?"), generation=silent) as pieces:
+            assert "".join([piece async for piece in pieces]).strip() == REFUSAL
+
+
+def test_a_chat_reads_the_states_of_its_collections_instruction(agent: RagCache) -> None:
+    agent.collections.set_instruction("notes", "Reply in one word, from the notes:")
+    agent.modules.warm("notes")
+    answer = agent.chat(user(QUESTION), collection="notes", k=1)
+    assert [source.tier for source in answer.sources] == ["host"]
 
 
 @pytest.mark.parametrize(

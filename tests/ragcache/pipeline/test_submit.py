@@ -13,7 +13,7 @@ import torch
 
 from ragcache.answers.confidence import UNCALIBRATED, ConfidenceFeatures
 from ragcache.answers.policy import ConfidencePolicy
-from ragcache.db import ModuleRow
+from ragcache.db import CollectionVersion, ModuleRow
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel, wrap_causal
@@ -22,6 +22,7 @@ from ragcache.pipeline import Citation
 from ragcache.pipeline.answer import DeferredReleases, Timestamps
 from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved, TokenPrompt
 from ragcache.pipeline.submit import Submitter, prepare_answer, request_maker
+from ragcache.retrieval import Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Lease
 from ragcache.structured import Grammar
@@ -248,7 +249,8 @@ def test_submitted_prompts_are_canceled_if_a_later_one_fails(submitter: Submitte
 
 def test_a_prompt_without_documents_is_answered_at_once(submitter: Submitter) -> None:
     asked = AskedQuestion("q", times=Timestamps(1.0, 3.0))
-    prompt = replace(reading(None), retrieved=Retrieved(), question=asked)
+    nothing = Selection("q", (), CollectionVersion(1, 1))
+    prompt = replace(reading(None), retrieved=Retrieved(selection=nothing), question=asked)
     [pending] = submitter.run([prompt])
     answer = pending.result()
     assert (answer.finish_reason, answer.reuse.prompt_tokens) == ("no_documents", 0)

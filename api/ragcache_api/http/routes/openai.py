@@ -116,9 +116,8 @@ class ModelList(ResponseModel):
 async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     """Answer a conversation.
 
-    With `collection`, documents of that collection are put before the user's last message, and
-    `sources` lists the modules that were read. A quotation, such as the embedded reader's answer,
-    is the answer to that message alone, unless the conversation has tools or their results.
+    With `collection`, documents of that collection stand before the user's last message, and
+    `sources` lists the modules that were read.
     """
     body = _addressed(body, context)
     tokenizer, settings = context.service.tokenizer, context.service.settings
@@ -128,13 +127,8 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     else:
         output = OutputFormat.of(body, tokenizer)
     generation = output.apply(generation)
-    quotes = context.service.shared.model.extractive if body.extractive is None else body.extractive
-    alone = len(body.messages) == 1 or (quotes and not body.has_tool_calls)
-    if body.collection and alone and not output.tools:
-        opening = _question(context, body, generation, body.question)
-    else:
-        messages = [each.plain() for each in body.messages]
-        opening = _conversation(context, body, generation, messages, tools=output.tools)
+    messages = [each.plain() for each in body.messages]
+    opening = _conversation(context, body, generation, messages, tools=output.tools)
     writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
     return await _respond(context, "chat", body, [opening], writer)
 
