@@ -58,7 +58,6 @@ def load_checkpoint(
     long_context: bool = False,
     quantization: str | None = None,
     device: torch.device | None = None,
-    **files: str,
 ) -> Any:
     """Load the Hugging Face language model of a folder or hub name.
 
@@ -70,13 +69,12 @@ def load_checkpoint(
         long_context: See `use_long_factors`.
         quantization: Quantizes the weights as they are read (`ragcache.models.quantized`).
         device: Device of quantized weights.
-        files: `gguf_file`, if the weights are in one.
 
     Raises:
         UnsupportedModel: No family serves the text model.
         ConfigurationError: An option does not fit the checkpoint.
     """
-    config = AutoConfig.from_pretrained(source, **files)
+    config = AutoConfig.from_pretrained(source)
     text = config.get_text_config(decoder=True)
     if long_context:
         use_long_factors(text)
@@ -85,7 +83,7 @@ def load_checkpoint(
         return _dequantized(source, config, own, quantization)
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         if quantization is None and not getattr(config, "quantization_config", None):
-            return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own, **files)
+            return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own)
         return _quantized(source, config, dtype, quantization, device or torch.device("cpu"))
     if quantization is not None:
         raise UnsupportedModel(

@@ -166,22 +166,15 @@ def _read_checkpoint(
     """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
 
-    place, files = _gguf_file(source)
-    if files:  # whose weights transformers makes numbers of the dtype that is asked for
-        dtype = dtype or torch.bfloat16
-        if quantization is not None:
-            raise ConfigurationError(
-                "the weights of a GGUF file become numbers of one dtype; leave quantization out, "
-                "or give the checkpoint that it was made from"
-            )
     try:
         with quiet_loading():
             from transformers import AutoConfig, AutoTokenizer
 
             from ragcache.models.checkpoint import load_checkpoint
 
-            tokenizer = AutoTokenizer.from_pretrained(place, **files)
-            config = AutoConfig.from_pretrained(place, **files)
+            place = _converted(source) if source.endswith(".gguf") else source
+            tokenizer = AutoTokenizer.from_pretrained(place)
+            config = AutoConfig.from_pretrained(place)
             text = config.get_text_config(decoder=True)
             stored: Any = config.dtype or text.dtype or dtype
             model = load_checkpoint(
@@ -190,9 +183,8 @@ def _read_checkpoint(
                 long_context=long_context,
                 quantization=quantization,
                 device=device,
-                **files,
             )
-    except (UnsupportedModel, ConfigurationError, MissingExtra):
+    except (UnsupportedModel, ConfigurationError, MissingExtra, ModelNotFound):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelNotFound(
@@ -203,23 +195,24 @@ def _read_checkpoint(
     return model, tokenizer, stored
 
 
-def _gguf_file(source: str) -> tuple[str, dict[str, str]]:
-    """The place of a model, and the option that reads a GGUF file there. Raises `MissingExtra` or
+def _converted(source: str) -> str:
+    """The checkpoint of a GGUF file, here or on the hub. Raises `MissingExtra` or
     `ModelNotFound`."""
-    if not source.endswith(".gguf"):
-        return source, {}
     if not all(map(find_spec, ("gguf", "accelerate"))):
         raise MissingExtra("GGUF files need two more packages: pip install 'ragcache[gguf]'")
-    path = Path(source).expanduser()
-    if path.is_file():
-        return str(path.parent), {"gguf_file": path.name}
-    parts = source.split("/", 2)
-    if len(parts) < 3 or not parts[0]:
-        raise ModelNotFound(
-            f"cannot load the model {source!r}: there is no such file. Give a GGUF file, or one of "
-            "the hub as ORGANIZATION/REPOSITORY/FILE.gguf"
-        )
-    return "/".join(parts[:2]), {"gguf_file": parts[2]}
+    path, parts = Path(source).expanduser(), source.split("/", 2)
+    if not path.is_file():
+        if len(parts) < 3 or not parts[0]:
+            raise ModelNotFound(
+                f"cannot load the model {source!r}: there is no such file. Give a GGUF file, or "
+                "one of the hub as ORGANIZATION/REPOSITORY/FILE.gguf"
+            )
+        from transformers.utils import cached_file
+
+        path = Path(cached_file("/".join(parts[:2]), parts[2]))
+    from ragcache.models.gguf import convert_gguf
+
+    return str(convert_gguf(path))
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -7,6 +7,7 @@ starts without them.
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,10 +81,28 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
     check_model(settings.model)
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
-    with errors.status("loading the model"):
+    with (
+        errors.status("loading the model") as status,
+        _shown_logs("ragcache.models", status.update),
+    ):
         from ragcache import RagCache
 
         return RagCache.open(settings.state, **settings.open_options())
+
+
+@contextmanager
+def _shown_logs(name: str, show: Callable[[str], None]) -> Iterator[None]:
+    """Show the INFO records of a logger, such as the progress of the conversion of a model."""
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def open_existing_rag(

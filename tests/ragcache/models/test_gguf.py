@@ -1,8 +1,12 @@
-"""GGUF files, written here with eight-bit weights."""
+"""GGUF files, written here with eight-bit weights, and their conversion."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,9 @@ import pytest
 import torch
 
 from ragcache import RagCache
-from ragcache.errors import MissingExtra, ModelNotFound
+from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, loader
+from ragcache.models import gguf as conversion
 from tests.tiny_models import tiny_model
 
 NAMES = {
@@ -22,6 +27,37 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+
+CONVERT = """
+import logging, sys
+from pathlib import Path
+from ragcache.models import gguf
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+if "killed" in sys.argv:
+    import os, signal
+    gguf._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+gguf.convert_gguf(Path(sys.argv[1]))
+"""
+
+gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder, here and in the processes that a test starts."""
+    monkeypatch.setenv("HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "ragcache" / "models" / "gguf"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(conversion, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path, reader: LoadedModel) -> Path:
+    write(tmp_path / "tiny.gguf", tiny_model("llama", vocab_size=len(reader.tokenizer)), reader)
+    return tmp_path / "tiny.gguf"
 
 
 def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,13 +74,9 @@ def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_a_file_in_eight_bits_answers_as_its_weights_do(
-    tmp_path: Path, reader: LoadedModel
+    tmp_path: Path, file: Path, reader: LoadedModel
 ) -> None:
-    gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
-    pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
     model = tiny_model("llama", vocab_size=len(reader.tokenizer))
-    file = tmp_path / "tiny.gguf"
-    write(gguf, file, model, reader.tokenizer)
     loaded = load_model(str(file))
     assert loaded.causal.states_dtype == torch.bfloat16
     text = "The spare key of the boathouse hangs here."
@@ -60,8 +92,93 @@ def test_a_file_in_eight_bits_answers_as_its_weights_do(
         assert rag.ask("Where is the spare key?", collection="notes").reuse.cached_tokens > 0
 
 
-def write(gguf: Any, file: Path, model: Any, tokenizer: Any) -> None:
+def test_the_quick_reader_reads_what_the_library_reads(file: Path) -> None:
+    quick, expected = conversion._quick_reader()(file), gguf.GGUFReader(file)
+    assert quick.fields.keys() == expected.fields.keys()
+    for name, field in expected.fields.items():
+        read = quick.fields[name]
+        assert (read.types, read.data) == (field.types, field.data)
+        assert read.contents() == field.contents()
+    for read, tensor in zip(quick.tensors, expected.tensors, strict=True):
+        assert read.name == tensor.name
+        np.testing.assert_array_equal(read.data, tensor.data)
+
+
+def test_a_moved_file_is_known_and_a_changed_one_is_converted(
+    file: Path, cache: Path, reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = gguf.GGUFReader, gguf.dequantize
+    first = conversion.convert_gguf(file)
+    assert (gguf.GGUFReader, gguf.dequantize) == plain
+    assert {path.name for path in cache.iterdir()} == {first.name, f"{first.name}.lock"}
+    moved = file.rename(file.with_name("moved.gguf"))
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "_write_checkpoint", lambda *_: pytest.fail("again"))
+        assert conversion.convert_gguf(moved) == first
+    changed = tiny_model("llama", vocab_size=len(reader.tokenizer), rope_theta=500.0)
+    write(moved, changed, reader)
+    second = conversion.convert_gguf(moved)
+    assert second != first
+    assert json.loads((second / "config.json").read_text())["rope_parameters"]["rope_theta"] == 500
+
+
+@pytest.mark.slow
+def test_processes_share_a_conversion_after_one_was_killed(file: Path, cache: Path) -> None:
+    killed = _convert(file, "killed")
+    assert "converting" in killed.communicate()[0]
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".part"]
+    both = [_convert(file) for _ in range(2)]
+    said = [each.communicate()[0] for each in both]
+    assert [each.returncode for each in both] == [0, 0], said
+    assert sum("to a checkpoint, once" in each for each in said) == 1
+    [folder] = [path for path in cache.iterdir() if path.is_dir()]
+    assert load_model(folder).causal.fingerprint == load_model(file).causal.fingerprint
+
+
+def _convert(file: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a process that converts a file."""
+    command = [sys.executable, "-c", CONVERT, str(file), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def test_a_failed_conversion_leaves_no_files(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(conversion, "_sync", fail)
+    with pytest.raises(ModelNotFound, match="no space left"):
+        load_model(file)
+    assert not any(path.is_dir() for path in cache.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise PermissionError("permission denied")
+
+    monkeypatch.setattr(conversion, "FileLock", refuse)
+    with pytest.raises(ConfigurationError, match=r"permission denied.*HF_ASSETS_CACHE"):
+        load_model(file)
+
+
+def test_an_architecture_without_a_family_is_refused_early(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache.models import families
+
+    monkeypatch.delitem(families.FAMILIES, "llama")
+    with pytest.raises(UnsupportedModel, match="llama"):
+        load_model(file)
+    assert not any(path.is_dir() for path in cache.iterdir())
+
+
+def write(file: Path, model: Any, reader: LoadedModel) -> None:
     """A Llama with the tokenizer of the reader."""
+    tokenizer = reader.tokenizer
     config, spelled = model.config, json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = ["" for _ in range(len(tokenizer))]
     kinds = [int(gguf.TokenType.NORMAL)] * len(tokens)
@@ -77,7 +194,7 @@ def write(gguf: Any, file: Path, model: Any, tokenizer: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
@@ -88,16 +205,14 @@ def write(gguf: Any, file: Path, model: Any, tokenizer: Any) -> None:
     writer.add_eos_token_id(tokenizer.eos_token_id)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
-        _write_weight(gguf, writer, name.removesuffix(".weight"), weight.float().numpy(), heads)
+        _write_weight(writer, name.removesuffix(".weight"), weight.float().numpy(), heads)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_weight(
-    gguf: Any, writer: Any, name: str, weight: np.ndarray, heads: dict[str, int]
-) -> None:
+def _write_weight(writer: Any, name: str, weight: np.ndarray, heads: dict[str, int]) -> None:
     """Rows of queries and keys are interleaved there, as llama.cpp turns them."""
     for projection, count in heads.items():
         if name.endswith(projection):

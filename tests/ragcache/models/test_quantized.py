@@ -184,12 +184,3 @@ def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 def test_an_unknown_quantization_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"quantization is 'int2'.*'int8' or 'int4'"):
         RagCache.open(tmp_path, quantization="int2")
-
-
-def test_the_weights_of_a_gguf_file_are_not_quantized_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dtype, "find_spec", lambda _: True)
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigurationError, match=r"GGUF file.*leave quantization out"):
-        load_model(tmp_path / "model.gguf", quantization="int8")
