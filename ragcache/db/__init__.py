@@ -31,7 +31,7 @@ from ragcache.db.listing import (
 from ragcache.db.records import Records
 from ragcache.db.residency import LocatedStates, Residency
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
-from ragcache.db.sessions import LedgerStatus, LivingSession, ledger_status
+from ragcache.db.sessions import LedgerStatus, LivingSession, SessionWatch, ledger_status
 from ragcache.db.sql import Page
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "ScaffoldRows",
     "SchemaText",
     "SchemaTexts",
+    "SessionWatch",
     "TakenJob",
     "Vectors",
     "collection_page",

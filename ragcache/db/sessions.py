@@ -6,10 +6,11 @@ clock decides whether a session of another machine lives, so that machines' cloc
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from ragcache.db.jobs import hand_over
 from ragcache.db.migrations import HEAD, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
+from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey
 from ragcache.tiers import memory_tiers
 
@@ -181,6 +183,41 @@ class Sessions:
             heartbeat=clock(session),
             generation=self.generation,
         )
+
+
+@dataclass(slots=True)
+class SessionWatch:
+    """Finds sessions whose process a request should not wait for.
+
+    A halted process of this machine is silent, although its session is not ended: it may go on.
+    """
+
+    database: Database
+    now: Callable[[], float] = time.monotonic
+    """Monotonic clock, in seconds."""
+    _seen: frozenset[str] = frozenset()
+    _ended: frozenset[str] = frozenset()
+    _judges_from: float = -math.inf
+
+    def find_silent(self) -> frozenset[str]:
+        """Return the sessions that ended, or were silent for more than `DEAD_SECONDS`.
+
+        Sessions that ended before the first call are not known. While the ledger does not answer,
+        no session is judged; afterwards each has time for a heartbeat.
+        """
+        try:
+            with self.database.reading() as session:
+                silent = clock(session) - SessionTable.heartbeat
+                rows = session.execute(select(SessionTable.id, silent))
+                found: dict[str, float] = dict(rows.all())
+        except LedgerUnavailable:
+            self._judges_from = self.now() + DEAD_SECONDS
+            return frozenset()
+        self._ended = (self._ended | self._seen) - found.keys()
+        self._seen = frozenset(found)
+        if self.now() < self._judges_from:
+            return frozenset()
+        return self._ended | {name for name, seconds in found.items() if seconds > DEAD_SECONDS}
 
 
 def _judged(session: Session) -> Iterator[tuple[SessionTable, float, bool]]:

@@ -13,7 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -114,9 +114,18 @@ class Timings:
     total: float
     """From the call to the end of the answer."""
     queued: float = 0.0
-    """Waiting in the engine's queue."""
+    """Waiting in the engine's queue and, before that, for the request's turn in a service."""
     rerank: float = 0.0
     """Part of `retrieve` that the reranker took."""
+
+    def after_wait(self, seconds: float) -> Timings:
+        """Return the durations of a call that waited for its turn before it began."""
+        return replace(
+            self,
+            first_token=self.first_token + seconds,
+            total=self.total + seconds,
+            queued=self.queued + seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -28,7 +28,7 @@ from ragcache.engine.detokenizer import token_to_bytes
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
-from ragcache.structured.satisfiable import is_satisfiable
+from ragcache.structured.satisfiable import is_finite_gbnf, is_satisfiable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -207,10 +207,14 @@ class Grammar:
                 return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)  # type: ignore[arg-type]
             if self.kind == "regex":
                 return LLMatcher.grammar_from_regex(self.text)
-            lark = gbnf_to_lark(self.text) if self.kind == "ebnf" else self.text
-            return LLMatcher.grammar_from_lark(lark)
+            if self.kind == "lark":
+                return LLMatcher.grammar_from_lark(self.text)
+            lark, is_finite = gbnf_to_lark(self.text), is_finite_gbnf(self.text)
         except Exception as error:  # `gbnf_to_lark` raises `Exception` itself
             raise _refused(self, str(error)) from error
+        if not is_finite:
+            raise _refused(self, NO_TEXT)
+        return LLMatcher.grammar_from_lark(lark)
 
 
 def lark_json(schema: dict[str, Any]) -> str:

@@ -1,18 +1,27 @@
-"""JSON schemas that no value satisfies, because each value would have to contain another one.
+"""JSON schemas and GBNF grammars that no text satisfies, because their recursion has no end.
 
 llguidance finds contradictions (`minimum` above `maximum`), but not recursion without an end:
-`{"type": "array", "items": {"$ref": "#"}, "minItems": 1}` allows `[[[[…` and never a last bracket.
+`{"type": "array", "items": {"$ref": "#"}, "minItems": 1}` allows `[[[[…` and never a last bracket,
+and `root ::= "a" root` allows `aaaa…`.
+
+The references, or rules, with a finite text are a least fixed point: the set begins empty, and each
+pass adds those that need only members of the set.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
+if TYPE_CHECKING:
+    from llguidance.gbnf_to_lark import ASTNode
+
+T = TypeVar("T")
+
 _PASSES = 32
-"""The most passes over the references. Schemas that need more count as satisfiable."""
+"""The most passes over the references. Those that need more count as finite."""
 
 _INDEX = re.compile(r"0|[1-9]\d*")
 
@@ -20,9 +29,7 @@ _INDEX = re.compile(r"0|[1-9]\d*")
 def is_satisfiable(schema: Any) -> bool:
     """Tell whether a finite JSON value can satisfy a schema, as far as its recursion decides.
 
-    The set of references with a finite value is a least fixed point: the set begins empty, and
-    each pass adds references that need only members of the set. A schema counts as satisfiable
-    wherever its recursion does not decide.
+    A schema counts as satisfiable wherever its recursion does not decide.
 
     Args:
         schema: A JSON schema.
@@ -34,35 +41,74 @@ def is_satisfiable(schema: Any) -> bool:
         False
     """
     try:
-        return _is_finite(schema, _finite_references(schema))
+        targets = {each: _resolve(schema, each) for each in set(_references(schema))}
+        return _is_finite(schema, _find_endless(targets, _is_finite))
     except RecursionError:  # nested deeper than llguidance takes
         return True
 
 
-def _finite_references(schema: Any) -> set[str]:
-    """Return the references of a schema whose targets have values that end."""
-    waiting = {each: _resolve(schema, each) for each in set(_references(schema))}
-    finite: set[str] = set()
+def is_finite_gbnf(text: str) -> bool:
+    """Tell whether a finite text can satisfy a GBNF grammar, as far as its recursion decides.
+
+    Args:
+        text: A grammar with the rule `root`.
+
+    Raises:
+        Exception: The text is not GBNF.
+
+    Example:
+        >>> is_finite_gbnf('root ::= "a" root | "b"')
+        True
+        >>> is_finite_gbnf('root ::= "a" root')
+        False
+    """
+    from llguidance.gbnf_to_lark import GrammarParser
+
+    try:
+        rules = GrammarParser().parse(text)
+        bodies = {name: rule.alternatives for name, rule in rules.items()}
+        return "root" not in _find_endless(bodies, _is_finite_expression)
+    except RecursionError:  # nested deeper than llguidance takes
+        return True
+
+
+def _find_endless(targets: Mapping[str, T], is_finite: Callable[[T, Set[str]], bool]) -> Set[str]:
+    """Return the names whose targets need themselves.
+
+    Args:
+        targets: The targets by name.
+        is_finite: Tells whether a target is finite, if these names are not.
+    """
+    endless = dict(targets)
     for _ in range(_PASSES):
-        found = {name for name, target in waiting.items() if _is_finite(target, finite)}
-        if not found:
-            break
-        finite |= found
-        waiting = {name: target for name, target in waiting.items() if name not in found}
-    else:
-        finite |= waiting.keys()
-    return finite
+        left = {name: each for name, each in endless.items() if not is_finite(each, endless.keys())}
+        if len(left) == len(endless):
+            return endless.keys()
+        endless = left
+    return set()
 
 
-def _is_finite(schema: Any, finite: set[str]) -> bool:
-    """Tell whether a value of a schema can end, if only these references have values that end."""
+def _is_finite_expression(node: ASTNode, endless: Set[str]) -> bool:
+    """Tell whether a text of a GBNF expression can end, if no text of these rules does."""
+    from llguidance.gbnf_to_lark import AlternativeNode, RepetitionNode, RuleRefNode
+
+    if isinstance(node, RuleRefNode):
+        return node.name not in endless
+    if isinstance(node, RepetitionNode) and node.min_times == 0:
+        return True
+    judge = any if isinstance(node, AlternativeNode) else all
+    return judge(_is_finite_expression(each, endless) for each in node.children())
+
+
+def _is_finite(schema: Any, endless: Set[str]) -> bool:
+    """Tell whether a value of a schema can end, if no value of these references does."""
     if not isinstance(schema, Mapping):
         return schema is not False
-    if isinstance(name := schema.get("$ref"), str) and name not in finite:
+    if isinstance(name := schema.get("$ref"), str) and name in endless:
         return False
     alternatives = (each for key in ("anyOf", "oneOf") if (each := schema.get(key)))
-    return all(_is_finite(each, finite) for each in _needed(schema)) and all(
-        any(_is_finite(each, finite) for each in listed)
+    return all(_is_finite(each, endless) for each in _needed(schema)) and all(
+        any(_is_finite(each, endless) for each in listed)
         for listed in alternatives
         if isinstance(listed, list)
     )

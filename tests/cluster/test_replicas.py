@@ -1,5 +1,5 @@
 """`ragcache serve --replicas 2` as compose.yaml has it: Ray Serve over PostgreSQL and an S3 store.
-One replica is killed."""
+One replica is killed, one is halted, and PostgreSQL goes away."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from ragcache.db import Database
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.conftest import REPOSITORY
 from tests.ragcache.conftest import postgres_schema
+from tests.ragcache.store.test_faults import Switch, connector
 
 pytest.importorskip("ray", reason="replicas run on Ray: pip install 'ragcache[ray]'")
 moto = pytest.importorskip(
@@ -40,8 +44,20 @@ DOCUMENTS = {
 QUESTIONS = ("Where is the Pipit moored?", "Where does the spare key hang?", "How much leave?")
 
 
+STALE_SECONDS = 20
+
+
+@dataclass
+class Cluster:
+    """The running service, and the ledger of its replicas behind a switch."""
+
+    client: httpx.Client
+    ledger: str
+    switch: Switch
+
+
 @pytest.fixture
-def service(socket_enabled: None, tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
+def service(socket_enabled: None, tmp_path: Path) -> Iterator[Cluster]:
     """The service of the compose file, with its command and variables, and its ledger."""
     store = moto.ThreadedMotoServer(port=0)
     store.start()
@@ -50,9 +66,12 @@ def service(socket_enabled: None, tmp_path: Path) -> Iterator[tuple[httpx.Client
         port = free.getsockname()[1]
         free.close()
         host, s3_port = store.get_host_and_port()
+        switch = Switch(tmp_path, connector(make_url(ledger)), 5432)
+        switch.on()
         given = {
-            "RAGCACHE_LEDGER": ledger, "AWS_ENDPOINT_URL": f"http://{host}:{s3_port}",
-            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
+            "RAGCACHE_LEDGER": switch.through(ledger), "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host}:{s3_port}", "AWS_SECRET_ACCESS_KEY": "secret",
+            "RAGCACHE_STALE_SECONDS": str(STALE_SECONDS),
         }  # fmt: skip
         variables = {**SERVICE["environment"], **given, "RAGCACHE_STATE": str(tmp_path / "state")}
         variables |= {"RAGCACHE_HOST_BYTES": "64MiB", "RAGCACHE_EMBEDDING": "none"}
@@ -66,13 +85,14 @@ def service(socket_enabled: None, tmp_path: Path) -> Iterator[tuple[httpx.Client
         try:
             wait_until(300, lambda: is_ready(client) or process.poll() is not None, 1.0)
             assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
-            yield client, ledger
+            yield Cluster(client, ledger, switch)
             process.terminate()
             assert process.wait(120) == 0, (tmp_path / "log").read_text()[-4000:]
         finally:
             client.close()
             process.kill()
             store.stop()
+            switch.off()
 
 
 def is_ready(client: httpx.Client) -> bool:
@@ -94,6 +114,13 @@ def ask(client: httpx.Client, number: int) -> httpx.Response:
     return client.post("/v1/answers", json=body)
 
 
+def ask_all(client: httpx.Client, at_once: int = 1) -> None:
+    """Ask each question twice, and check that all are answered."""
+    with ThreadPoolExecutor(at_once) as askers:
+        for answered in askers.map(partial(ask, client), range(6)):
+            assert answered.status_code == 200, answered.text
+
+
 def kept(ledger: str) -> tuple[int, dict[str, int]]:
     """The states in the remote tier, and the process numbers of sessions."""
     database = Database.open(ledger)
@@ -105,16 +132,19 @@ def kept(ledger: str) -> tuple[int, dict[str, int]]:
     return int(states or 0), pids
 
 
-def test_a_replica_is_killed_and_nobody_notices(
-    service: tuple[httpx.Client, str], measured: Measured
-) -> None:
-    client, ledger = service
+def ingest(client: httpx.Client) -> None:
+    """Store the documents, and ask each question twice."""
     documents = [{"id": name, "text": words} for name, words in DOCUMENTS.items()]
     number = client.post(COLLECTION, json={"documents": documents}).json()["id"]
     wait_until(120, lambda: client.get(f"/v1/jobs/{number}").json()["status"] == "done", 0.2)
-    assert all(ask(client, number).is_success for number in range(6))
+    ask_all(client)
+
+
+def test_a_replica_is_killed_and_nobody_notices(service: Cluster, measured: Measured) -> None:
+    client = service.client
+    ingest(client)
     before = replicas(client)
-    states, pids = kept(ledger)
+    states, pids = kept(service.ledger)
     assert states == len(DOCUMENTS) + 1  # and the preamble
     name, lost = next(iter(before.items()))
     os.kill(pids[lost], signal.SIGKILL)
@@ -123,5 +153,52 @@ def test_a_replica_is_killed_and_nobody_notices(
     assert [each.status_code for each in answered] == [200] * 12
     wait_until(240, lambda: len(replicas(client).keys() - {name}) == 2, 1.0)
     measured("seconds until there were two again", round(time.monotonic() - killed, 1))
-    assert all(ask(client, number).is_success for number in range(6))
-    assert kept(ledger)[0] == states
+    ask_all(client)
+    assert kept(service.ledger)[0] == states
+
+
+def test_no_question_waits_as_long_as_a_replica_is_halted(
+    service: Cluster, measured: Measured
+) -> None:
+    """Questions go to the replica that has the states, and this one is halted."""
+    client = service.client
+    ingest(client)
+    routed = {
+        each["session"]: each["routed"] for each in client.get("/admin/replicas").json()["items"]
+    }
+    halted = kept(service.ledger)[1][max(routed, key=routed.__getitem__)]
+    os.kill(halted, signal.SIGSTOP)
+    try:
+        waited = []
+        for number in range(6):
+            began = time.monotonic()
+            answered = ask(client, number)
+            assert answered.status_code == 200, answered.text
+            waited.append(round(time.monotonic() - began, 1))
+        measured("seconds that questions waited while a replica was halted", waited)
+    finally:
+        os.kill(halted, signal.SIGCONT)
+    assert client.get("/admin/replicas").json()["retried"] > 0
+    ask_all(client)
+
+
+def test_replicas_answer_without_postgresql(service: Cluster, measured: Measured) -> None:
+    """As a single service does: questions over states in memory, for `stale_seconds`."""
+    client = service.client
+    ingest(client)
+    made = client.post("/admin/keys", json={"name": "page", "role": "admin"})
+    client.headers["Authorization"] = f"Bearer {made.json()['secret']}"
+    ask_all(client)
+    service.switch.off()
+    away = time.monotonic()
+    answered = 0
+    while time.monotonic() - away < STALE_SECONDS - 8:
+        ask_all(client, at_once=3)
+        answered += 6
+    measured("questions were answered without PostgreSQL", answered)
+    wait_until(2 * STALE_SECONDS, lambda: ask(client, 0).status_code == 503, 0.5)
+    assert ask(client, 0).headers["retry-after"].isdigit()
+    service.switch.on()
+    back = time.monotonic()
+    wait_until(30, lambda: ask(client, 0).is_success)
+    measured("seconds until answers came again", round(time.monotonic() - back, 1))

@@ -141,12 +141,9 @@ def test_a_rate_counts_for_all_services_together(
 def test_questions_over_states_in_memory_need_no_ledger(
     services: Services, tmp_path: Path, measured: Measured
 ) -> None:
-    url = make_url(services.url)
-    switch = Switch(tmp_path, connector(url), 5432)
+    switch = Switch(tmp_path, connector(make_url(services.url)), 5432)
     switch.on()
-    through = url.set(host=None, port=None, query={**url.query, "host": str(tmp_path)})
-    ledger = through.render_as_string(hide_password=False)
-    service = services.start("a", ledger=ledger, stale_seconds="16")
+    service = services.start("a", ledger=switch.through(services.url), stale_seconds="16")
     service.ingest({word: TEXTS[word] for word in WORDS[:2]})
     question = "Where is the anchor kept?"
     asked = [service.sources(question) for _ in range(2)]

@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
@@ -67,7 +67,7 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the cheapest replica, then all others as a second choice."""
+        """Return the cheapest replica, then the other available ones as a second choice."""
         if not candidate_replicas:
             return []
         given = {} if pending_request is None else pending_request.kwargs
@@ -81,8 +81,22 @@ class ModuleRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             return [candidate_replicas]
         statuses = [self.status_of(each) for each in candidate_replicas]
         name = shared.PROCESS_TABLE.choose(request.reads.located, statuses)
-        others = [each for key, each in by_name.items() if key != name]
+        available = shared.PROCESS_TABLE.available(statuses)
+        request.route.sessions = frozenset(each.session for each in available)
+        others = [by_name[each.name] for each in available if each.name != name]
         return [[by_name[name]], others] if others else [[by_name[name]]]
+
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: Any,  # noqa: ARG002  # Ray passes it
+    ) -> None:
+        """Note the replica that has taken a request. Called by Ray."""
+        request: ForwardedRequest | None = pending_request.kwargs.get("request")
+        replica = self.curr_replicas.get(replica_id)
+        if request is not None and replica is not None:
+            request.route.sessions = frozenset((self.status_of(replica).session,))
 
     def status_of(self, replica: RunningReplica) -> ReplicaStatus:
         """Return the last known status of a replica."""

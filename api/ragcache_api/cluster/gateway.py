@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import generate_latest
@@ -23,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragcache.db import ApiKeys, Catalog, Database, Residency
+from ragcache.db import ApiKeys, Catalog, Database, Residency, SessionWatch
 from ragcache.errors import InvalidRequest, RagCacheError
 from ragcache.params import SearchParams
 from ragcache.recognition import Recognizer
@@ -34,6 +36,7 @@ from ragcache_api.cluster.replicas import (
     ReplicaLost,
     ReplicaSet,
     RequestReads,
+    Route,
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRIES = 3  # lost replicas until a request fails
+_LOOK_SECONDS = 1.0  # between two looks for silent replicas
 _REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
 _REPLICAS = re.compile(r"/admin/replicas(?:/(?P<name>[^/]+)/(?P<change>drain|resume))?$")
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
@@ -115,9 +119,13 @@ class Gateway:
     """Seconds that catalogs stay usable while the ledger does not answer."""
     embedder: Embeddings | None
     reranker: Reranker | None
+    watch: SessionWatch
+    """Finds replicas that are halted, or that ended unnoticed."""
     retried: int = 0
     """Number of requests that were sent again."""
     _inspectors: dict[str, RequestInspector] = field(default_factory=dict)
+    _looked: float = -math.inf  # when `watch` was asked last
+    _look: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -232,10 +240,7 @@ class Gateway:
         """Pass a response on. If its replica is lost, another one continues or repeats it."""
         for attempt in range(_RETRIES + 1):
             try:
-                async with aclosing(self.replicas.open(request)) as messages:
-                    async for message in messages:
-                        for passed in response.take(message):
-                            await send(passed)
+                await self._pass_on_once(replace(request, route=Route()), response, send)
                 return
             except ReplicaLost as error:
                 lost = error
@@ -244,7 +249,7 @@ class Gateway:
             except ReplicaLost as error:
                 lost = error
                 break
-            if attempt == _RETRIES or not (response.started or _is_repeatable(request)):
+            if attempt == _RETRIES or not _can_move(request, response):
                 break
             self.retried += 1
         if not response.started:
@@ -253,6 +258,62 @@ class Gateway:
             raise ConnectionError(lost.detail)  # the server closes the connection
         last = error_event(stream_error(lost), request.path)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pass_on_once(
+        self, request: ForwardedRequest, response: ResumableResponse, send: Send
+    ) -> None:
+        """Pass on the response of one replica.
+
+        Raises `ReplicaLost` if the replica ends, or if it is silent and another one can answer.
+        """
+        self._look_for_silent()
+        try:
+            async with asyncio.timeout(None) as limit:
+                watching = asyncio.create_task(self._expire_if_silent(limit, request, response))
+                try:
+                    async with aclosing(self.replicas.open(request)) as messages:
+                        async for message in messages:
+                            for passed in response.take(message):
+                                await send(passed)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ReplicaLost("the replica does not answer any longer") from None
+
+    async def _expire_if_silent(
+        self, limit: asyncio.Timeout, request: ForwardedRequest, response: ResumableResponse
+    ) -> None:
+        """Expire a request once its replica is silent and another one can answer."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._look_for_silent()
+            if request.route.sessions & self.table.silent and _can_move(request, response):
+                heard = {each.session for each in await self.replicas.statuses()}
+                if heard - self.table.silent:
+                    limit.reschedule(asyncio.get_running_loop().time())
+                    return
+
+    def _look_for_silent(self) -> None:
+        """Begin to read the silent sessions from the ledger, if they were not read just now.
+
+        No request waits for the ledger here.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS or not (self._look is None or self._look.done()):
+            return
+        self._looked = now
+
+        async def look() -> None:
+            self.table.silent = await asyncio.to_thread(self.watch.find_silent)
+
+        self._look = asyncio.create_task(look())
+
+
+def _can_move(request: ForwardedRequest, response: ResumableResponse) -> bool:
+    """Tell whether another replica can give the rest of a response."""
+    return response.resumable if response.started else _is_repeatable(request)
 
 
 def _is_repeatable(request: ForwardedRequest) -> bool:
@@ -311,5 +372,6 @@ def create_gateway(
         settings.stale_seconds,
         resolve_embedder(settings.embedding),
         resolve_reranker(settings.reranker),
+        SessionWatch(database),
     )
     return Envelope(AccessMiddleware(gateway, keys, settings), settings.cors_origins)

@@ -47,6 +47,14 @@ class RequestReads:
     """Selection of the gateway, if it has retrieved for the request."""
 
 
+@dataclass(slots=True)
+class Route:
+    """Where a request was sent. The router sets it in the gateway's process."""
+
+    sessions: frozenset[str] = frozenset()
+    """Session of the replica that has the request. Several until one of them takes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
     """A request on its way to a replica.
@@ -58,6 +66,7 @@ class ForwardedRequest:
     """Plain values of the ASGI scope."""
     body: bytes
     reads: RequestReads = field(default_factory=RequestReads)
+    route: Route = field(default_factory=Route, compare=False)
 
     @classmethod
     def of(
@@ -128,18 +137,27 @@ class RoutingTable:
     """Bytes of modules that the chosen replicas `held`, and that were `moved` to them."""
     routed: dict[str, int] = field(default_factory=dict)
     """Number of requests by replica."""
+    silent: frozenset[str] = frozenset()
+    """Sessions of replicas that have ended or are halted. They get requests only if all are."""
     list_replicas: Callable[[], list[ReplicaStatus]] | None = None
     """Lists the replicas. Set by the router that knows them."""
 
-    def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
-        """Return the name of the best replica for a request.
+    def available(self, replicas: Sequence[ReplicaStatus]) -> Sequence[ReplicaStatus]:
+        """Return the replicas that take requests.
 
-        A draining replica is chosen only if all are draining.
+        Draining replicas take requests only if all others are silent, and silent ones only if all
+        are.
+        """
+        heard = [each for each in replicas if each.session not in self.silent] or replicas
+        return [each for each in heard if not each.draining] or heard
+
+    def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
+        """Return the name of the best replica for a request, among the available ones.
 
         Raises:
             HTTPProblem: (503) There is no replica.
         """
-        open_ones = [each for each in replicas if not each.draining] or replicas
+        open_ones = self.available(replicas)
         if not open_ones:
             text = "no replica of the service takes requests now; try again"
             raise HTTPProblem(503, "no-replica", text, {"Retry-After": "2"})

@@ -42,7 +42,7 @@ class Ticket:
     """Order of arrival, among equal turns."""
     caller: str = field(compare=False)
     weight: int = field(compare=False)
-    """Number of prompts."""
+    """Number of choices of all prompts."""
     started: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     """Set when the request may run."""
 
@@ -52,7 +52,7 @@ class ServiceRate:
 
     def __init__(self) -> None:
         self.per_second: float | None = None
-        """Prompts per second. None until enough requests have ended."""
+        """Choices per second. None until enough requests have ended."""
         self._ended: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
 
     def begin(self, now: float) -> None:
@@ -89,7 +89,7 @@ class AdmissionQueue:
         """Make an empty queue.
 
         Args:
-            slots: Most prompts that run at once.
+            slots: Most choices that run at once.
             seconds: Longest expected wait of an accepted request.
             places: Most requests that wait.
             clock: The clock of the measured rate.
@@ -114,7 +114,7 @@ class AdmissionQueue:
 
         Args:
             caller: Name of the caller, such as the id of its key.
-            weight: Number of prompts.
+            weight: Number of choices of all prompts.
 
         Raises:
             HTTPProblem: (503) The request would wait longer than `seconds`.

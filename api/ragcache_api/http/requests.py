@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from secrets import token_urlsafe
 from typing import TypeVar
 
@@ -65,6 +65,10 @@ class ActiveRequest:
             raise stopping()
         self.streams.append(stream)
         return stream
+
+    def add_answer(self, answer: Answer) -> None:
+        """Add a complete answer. Its durations then begin when the request arrived."""
+        self.answers.append(replace(answer, timings=answer.timings.after_wait(self.waited)))
 
     async def wait_for_turn(self) -> None:
         """Wait until the queue lets the request in."""
@@ -142,10 +146,10 @@ class RequestRegistry:
 
     @contextmanager
     def track_request(
-        self, kind: str, caller: Caller, collection: str = "", prompts: int = 1
+        self, kind: str, caller: Caller, collection: str = "", choices: int = 1
     ) -> Iterator[ActiveRequest]:
         """Begin a request that ends with the block."""
-        active = self.begin_request(kind, caller, collection, prompts)
+        active = self.begin_request(kind, caller, collection, choices)
         try:
             yield active
         except BaseException as error:
@@ -154,7 +158,7 @@ class RequestRegistry:
         self.end_request(active)
 
     def begin_request(
-        self, kind: str, caller: Caller, collection: str = "", prompts: int = 1
+        self, kind: str, caller: Caller, collection: str = "", choices: int = 1
     ) -> ActiveRequest:
         """Begin a request, which may have to wait for its turn.
 
@@ -162,7 +166,7 @@ class RequestRegistry:
             kind: `answer`, `prompt`, `chat` or `completion`.
             caller: The sender.
             collection: Collection of the question.
-            prompts: Number of prompts.
+            choices: Number of choices of all prompts.
 
         Raises:
             HTTPProblem: (503) The service is ending, or the request would wait too long.
@@ -170,7 +174,7 @@ class RequestRegistry:
         """
         if self.draining:
             raise stopping()
-        ticket = self.admission.enter(caller.bucket, prompts)
+        ticket = self.admission.enter(caller.bucket, choices)
         name = f"{kind}-{token_urlsafe(16)}"
         active = ActiveRequest(name, kind, caller.namespace, collection, self, ticket=ticket)
         self.active[active.id] = active

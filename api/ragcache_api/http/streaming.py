@@ -59,10 +59,14 @@ async def respond(
     collection: str,
     *openings: Opening,
     stream: bool,
+    n: int = 1,
 ) -> Response:
-    """Register a request, and answer it whole or as a stream of its only opening."""
+    """Register a request, and answer it whole or as a stream of its only opening.
+
+    Each opening has `n` choices.
+    """
     requests = context.service.requests
-    tags = kind, context.caller, collection, len(openings)
+    tags = kind, context.caller, collection, len(openings) * n
     if stream:
         active = requests.begin_request(*tags)
         return await _stream_answer(context, active, openings[0], answer_format)
@@ -82,11 +86,11 @@ async def _complete_answers(
         return [await stream for stream in streams]
 
     try:
-        active.answers += await cancel_on_disconnect(
-            context.request, open_and_wait(), context.deadline
-        )
+        answers = await cancel_on_disconnect(context.request, open_and_wait(), context.deadline)
     except RequestCancelled as error:
         raise active.cause_of(error) from None
+    for answer in answers:
+        active.add_answer(answer)
     return active.answers
 
 
@@ -143,7 +147,7 @@ async def deltas_of(
     async with aclosing(stream.pieces()) as deltas:
         async for delta in deltas:
             yield delta
-    active.answers.append(stream.answer)
+    active.add_answer(stream.answer)
 
 
 def format_event(value: Any, name: str | None = None) -> bytes:

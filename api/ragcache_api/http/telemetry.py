@@ -4,7 +4,8 @@ Each application has its own collector registry. FastAPI makes the traces and ex
 over HTTP, as the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and others), and to the tracer
 provider of the process if there is one. Health checks and metrics are not traced. The span of a
 call contains a span `ragcache.answer` for each answer, and that contains the stages of the answer:
-`ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
+`ragcache.turn` (the wait for the request's turn), `retrieve`, `assemble`, `queue`, `prefill` (to
+the first token) and `decode`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Metrics:
             for source, number in counts.items():
                 self._tokens.labels(source).inc(number)
             if answer.reuse.prompt_tokens:
-                self._queued.observe(active.waited + answer.timings.queued)
+                self._queued.observe(answer.timings.queued)
             if kind := hit_or_miss(answer):
                 self._first_token.labels(kind).observe(answer.timings.first_token)
 
@@ -172,10 +173,10 @@ def trace_answers(active: ActiveRequest) -> None:
     """Add spans for the answers of an ended request to the trace of its call."""
     began = time.time_ns() - int((time.monotonic() - active.started) * _SECOND)
     for answer in active.answers:
-        active.context.run(_trace, trace.get_tracer("ragcache"), answer, began)
+        active.context.run(_trace, trace.get_tracer("ragcache"), answer, began, active.waited)
 
 
-def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
+def _trace(tracer: Tracer, answer: Answer, began: int, waited: float) -> None:
     end = began + int(answer.timings.total * _SECOND)
     counts = ("prompt_tokens", "cached_tokens", "shared_tokens", "computed_tokens")
     attributes: dict[str, str | int] = {
@@ -186,18 +187,24 @@ def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
     }
     span = tracer.start_span("ragcache.answer", start_time=began, attributes=attributes)
     with trace.use_span(span, end_on_exit=False):
-        for name, at, until in _stages(answer.timings):
+        for name, at, until in _stages(answer.timings, waited):
             part = tracer.start_span(f"ragcache.{name}", start_time=began + int(at * _SECOND))
             part.end(began + int(until * _SECOND))
     span.end(end)
 
 
-def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
-    """Yield name, begin and end of each stage of an answer, in seconds since the call."""
-    assembled = timings.retrieve + timings.assemble
-    admitted = min(assembled + timings.queued, timings.first_token)
-    marks = (0.0, timings.retrieve, assembled, admitted, timings.first_token, timings.total)
-    names = ("retrieve", "assemble", "queue", "prefill", "decode")
+def _stages(timings: Timings, waited: float) -> Iterator[tuple[str, float, float]]:
+    """Yield name, begin and end of each stage of an answer, in seconds since the request arrived.
+
+    Args:
+        timings: Durations of the answer.
+        waited: Part of `timings.queued` before the request's turn.
+    """
+    retrieved = waited + timings.retrieve
+    assembled = retrieved + timings.assemble
+    admitted = min(assembled + timings.queued - waited, timings.first_token)
+    marks = (0.0, waited, retrieved, assembled, admitted, timings.first_token, timings.total)
+    names = ("turn", "retrieve", "assemble", "queue", "prefill", "decode")
     for name, at, until in zip(names, marks, marks[1:], strict=False):
         yield name, at, max(at, until)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import uvicorn
@@ -34,11 +34,13 @@ from ragcache_api.http import ServiceSettings, create_app
 
 @dataclass
 class LocalReplica:
-    """loses: after how many messages it is lost, for the next request; None for never."""
+    """loses: after how many messages it is lost, for the next request; None for never.
+    halted: it takes requests, and sends nothing after those messages."""
 
     name: str
     rag: RagCache
     loses: int | None = None
+    halted: bool = False
     page: bool = False
     running: int = 0
     draining: bool = False
@@ -74,20 +76,26 @@ class LocalReplicas:
         name = self.table.choose(request.reads.located, [each.status() for each in self.replicas])
         replica = next(each for each in self.replicas if each.name == name)
         replica.seen.append(request)
+        request.route.sessions = frozenset((replica.session,))
         replica.running += 1
         left, replica.loses = replica.loses, None
         try:
             async with aclosing(_messages(replica.app, request)) as messages:
                 if left == 0:
-                    raise ReplicaLost("it has ended")
+                    await self._lose(replica)
                 async for message in messages:
                     yield message
                     left = None if left is None else left - 1
                     if left == 0:
                         self.gone[name] += 1
-                        raise ReplicaLost("it has ended")
+                        await self._lose(replica)
         finally:
             replica.running -= 1
+
+    async def _lose(self, replica: LocalReplica) -> NoReturn:
+        if replica.halted:
+            await asyncio.Event().wait()
+        raise ReplicaLost("it has ended")
 
     async def statuses(self) -> list[ReplicaStatus]:
         await asyncio.sleep(0)

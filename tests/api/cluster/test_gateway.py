@@ -9,11 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from starlette.testclient import TestClient
 
 from ragcache.db import Catalog, Database
+from ragcache.db.sessions import DEAD_SECONDS, Sessions
+from ragcache.db.tables import SessionTable
 from ragcache.errors import LedgerUnavailable
 from ragcache.models import LoadedModel
+from ragcache_api.cluster import gateway
 from ragcache_api.cluster.replicas import RoutingTable
 from tests.api.cluster.local import LocalCluster, LocalReplicas, flush, recorded_searches
 from tests.api.http.asgi import events
@@ -121,6 +125,35 @@ def test_a_request_with_a_possible_effect_is_not_sent_again(
     assert (answered.status_code, answered.headers["retry-after"]) == (503, "2")
     assert "replica-lost" in answered.text
     assert sum(len(each.seen) for each in replicas.replicas) == 1
+
+
+@pytest.fixture
+def silent(cluster: LocalCluster) -> Iterator[None]:
+    """The first replica was silent for too long, as its row in the ledger says."""
+    sessions = cluster.rags[0].internals.shared.store.ledger.sessions
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Sessions, "heartbeat", bool)
+        silent = SessionTable.heartbeat - 2 * DEAD_SECONDS
+        row = SessionTable.id == sessions.id
+        with cluster.database.transaction() as session:
+            session.execute(update(SessionTable).where(row).values(heartbeat=silent))
+        yield
+    sessions.heartbeat()
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_question_at_a_halted_replica_goes_elsewhere(
+    client: TestClient, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later requests do not go there."""
+    monkeypatch.setattr(gateway, "_LOOK_SECONDS", 0.01)
+    halted, other = replicas.replicas
+    halted.loses, halted.halted, other.draining = 0, True, True
+    answered = client.post("/v1/answers", json={**LEAVE, "max_tokens": 1})
+    assert answered.status_code == 200, answered.text
+    assert [len(each.seen) for each in replicas.replicas] == [1, 1]
+    assert client.post("/v1/answers", json={**LEAVE, "max_tokens": 1}).status_code == 200
+    assert [len(each.seen) for each in replicas.replicas] == [1, 2]
 
 
 STREAMED = {**LEAVE, "stream": True, "max_tokens": 8, "extractive": False}

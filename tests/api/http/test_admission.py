@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import json
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.admission import AdmissionQueue, Ticket
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.requests import RequestRegistry
-from tests.api.http.asgi import Caller
+from tests.api.http.asgi import Caller, events
 from tests.api.http.conftest import LEAVE, client_of
 
 SLOTS = 4  # requests of one second each, so that the service ends four a second
@@ -213,3 +215,41 @@ def test_the_queue_follows_the_settings(rag: RagCache, client: TestClient) -> No
         assert (queue._seconds, queue._places) == (2.5, 1024)
         assert running < queue._slots <= 2 * running
     assert client.app.state.service.requests.admission._seconds == 10  # type: ignore[attr-defined]
+
+
+def test_choices_of_a_prompt_count_as_prompts(rag: RagCache) -> None:
+    chat = {"model": "ragcache-reader", "messages": [{"role": "user", "content": LEAVE}]}
+    several = {"n": 3, "temperature": 1.0, "max_tokens": 1}
+    with client_of(rag) as client:
+        requests = client.app.state.service.requests  # type: ignore[attr-defined]
+        weights = []
+        requests.on_end.append(lambda active: weights.append(active.ticket.weight))
+        assert client.post("/v1/chat/completions", json=chat | several).status_code == 200
+        prompts = {"model": "ragcache-reader", "prompt": ["Where?", "Who?"], **several}
+        assert client.post("/v1/completions", json=prompts).status_code == 200
+    assert weights == [3, 6]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_times_of_an_answer_include_the_wait_for_its_turn(rag: RagCache, stream: bool) -> None:
+    app = create_app(rag, ServiceSettings.read())
+    requests = app.state.service.requests
+    queue = requests.admission = AdmissionQueue(slots=1)
+    running = queue.enter("other")
+
+    async def wait_and_answer() -> tuple[float, dict[str, float]]:
+        caller = Caller(json.dumps(ASKED | {"stream": stream}).encode())
+        call = asyncio.create_task(caller.call(app, "POST", "/v1/answers"))
+        while not queue.waiting:
+            await asyncio.sleep(0)
+        seen = time.monotonic()
+        await asyncio.sleep(0.02)
+        waited = time.monotonic() - seen
+        queue.leave(running)
+        await call
+        text = b"".join(each.get("body", b"") for each in caller.told).decode()
+        answer = events(text)[-1][1] if stream else json.loads(text)
+        return waited, answer["timings"]
+
+    waited, timings = asyncio.run(wait_and_answer())
+    assert waited <= timings["queued"] < timings["first_token"] <= timings["total"]

@@ -19,7 +19,7 @@ from ragcache import RagCache
 from ragcache_api.http.telemetry import telemetry_config
 from tests.api.http.conftest import LEAVE, Start, client_of
 
-STAGES = ["retrieve", "assemble", "queue", "prefill", "decode"]
+STAGES = ["turn", "retrieve", "assemble", "queue", "prefill", "decode"]
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
 
 

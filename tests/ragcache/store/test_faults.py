@@ -107,6 +107,14 @@ class Switch:
         self._open: list[socket.socket] = []
         self._listener: socket.socket | None = None
 
+    def through(self, url: str) -> str:
+        """The URL of the same database through the switch."""
+        given = make_url(url)
+        other = given.set(
+            host=None, port=None, query={**given.query, "host": str(self.path.parent)}
+        )
+        return other.render_as_string(hide_password=False)
+
     def on(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
@@ -159,12 +167,9 @@ def connector(url: Any) -> Callable[[], socket.socket]:
 @pytest.mark.usefixtures("socket_enabled")
 def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
     with postgres_schema() as text:
-        url = make_url(text)
-        switch = Switch(tmp_path, connector(url), 5432)
+        switch = Switch(tmp_path, connector(make_url(text)), 5432)
         switch.on()
-        query = {**url.query, "host": str(tmp_path)}
-        through = url.set(host=None, port=None, query=query)
-        library = Library(tmp_path, through.render_as_string(hide_password=False))
+        library = Library(tmp_path, switch.through(text))
         library.put("ash", 1)
         keys = library.keys("ash")
         library.store.fetch(keys).release()

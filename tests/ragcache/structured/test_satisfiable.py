@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ragcache.errors import InvalidRequest
-from ragcache.structured import Grammar, ToolStyle, tool_call_grammar
-from ragcache.structured.satisfiable import is_satisfiable
+from ragcache.structured import Grammar, ToolStyle, compile_constraint, tool_call_grammar
+from ragcache.structured.satisfiable import is_finite_gbnf, is_satisfiable
+from tests.ragcache.structured.byte_level_model import tiny
 
 SELF: dict[str, Any] = {"$ref": "#"}
 LINK = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}
@@ -68,6 +69,38 @@ def test_other_schemas_have_one(schema: Any) -> None:
 def test_a_schema_without_a_value_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="the JSON schema cannot be compiled: no text"):
         Grammar.json_schema(SELF)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= root",
+        'root ::= "a" root',
+        'root ::= ("a" | "b") root+',
+        'root ::= "a" x | y "b"\nx ::= "(" y ")"\ny ::= x{2,3}',
+        'root ::= x-1\nx-1 ::= [^"] ("b" # a comment\n root) ""\nz ::= "a"',
+    ],
+)
+def test_a_grammar_whose_texts_never_end_is_refused(text: str) -> None:
+    assert not is_finite_gbnf(text)
+    with pytest.raises(InvalidRequest, match="the ebnf cannot be compiled: no text satisfies it"):
+        compile_constraint(Grammar.ebnf(text), tiny())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "a" root | "b"',
+        'root ::= "a" root?',
+        'root ::= "a" root*',
+        'root ::= "a" root{0,3}',
+        'root ::= "(" root ")" | x\nx ::= [0-9]+\ny ::= "never used" y',
+        'root ::= ""',
+        "\n".join(f"root{n or ''} ::= root{n + 1}" for n in range(100)) + '\nroot100 ::= "a"',
+    ],
+)
+def test_other_grammars_have_a_text(text: str) -> None:
+    assert is_finite_gbnf(text)
 
 
 def test_a_tool_without_arguments_is_refused() -> None:

@@ -72,7 +72,7 @@ async def _events(active: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGene
             if delta.text:
                 token = {"text": delta.text, "at": monotonic() - active.started}
                 yield format_event(token, "token")
-    yield format_event(answer_response(active.id, stream.answer), "answer")
+    yield format_event(answer_response(active.id, active.answers[0]), "answer")
 
 
 _FORMAT = AnswerFormat(

@@ -248,7 +248,7 @@ async def _respond(
         error=lambda info: format_event(info.openai()),
     )
     return await respond(
-        context, written, kind, body.collection or "", *openings, stream=body.stream
+        context, written, kind, body.collection or "", *openings, stream=body.stream, n=body.n
     )
 
 
