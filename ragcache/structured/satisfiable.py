@@ -5,7 +5,7 @@ llguidance finds contradictions (`minimum` above `maximum`), but not recursion w
 and `root ::= "a" root` allows `aaaa…`.
 
 The references, or rules, with a finite text are a least fixed point: the set begins empty, and each
-pass adds those that need only members of the set.
+pass adds references that need only members of the set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PASSES = 32
-"""The most passes over the references. Those that need more count as finite."""
+"""The most passes over the references. A reference that needs more counts as finite."""
 
 _INDEX = re.compile(r"0|[1-9]\d*")
 

@@ -49,7 +49,7 @@ class RequestReads:
 
 @dataclass(slots=True)
 class Route:
-    """Where a request was sent. The router sets it in the gateway's process."""
+    """The replica that a request was sent to. The router sets it in the gateway's process."""
 
     sessions: frozenset[str] = frozenset()
     """Session of the replica that has the request. Several until one of them takes it."""
