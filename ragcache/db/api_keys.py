@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import threading
 import time
@@ -29,7 +30,7 @@ _SECRET_BYTES = 32
 _SHOWN = 9  # readable characters of a secret: 36 of its 256 bits
 _NAME = 100  # maximum characters of a name
 _AGE = 10.0  # seconds after which keys are read again
-_UNKNOWN_AGE = 1.0  # for an unknown secret: another process may just have made the key
+_SEARCH_SECONDS = 1.0  # between two searches for secrets that are not among the keys in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class ApiKeys:
     """The keys of all namespaces. Thread-safe.
 
     All keys stay in memory for ten seconds, so that a check reads no row. A key that another
-    process has revoked is refused after that time, one revoked by this process at once.
+    process has revoked is refused after that time, one revoked by this process at once. An unknown
+    secret may be a key that another process has just made: once a second the keys are read again.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ApiKeys:
         self._read_keys = StaleCache[_Known](stale_seconds, clock)
         self._database, self._clock = database, clock
         self._known: _Known | None = None
+        self._search_from = -math.inf
         self._used: dict[int, float] = {}
         self._lock = threading.Lock()
 
@@ -130,23 +133,29 @@ class ApiKeys:
 
     def any(self) -> bool:
         """Whether a key was ever made."""
-        return self._current(_AGE).exist
+        return self._current().exist
 
     def check(self, secret: str) -> KeyCheck:
         """Look up the key of a secret. May read rows. Compares digests in constant time."""
         found = self.check_in_memory(secret)
-        if found is None:
-            known = self._current(_UNKNOWN_AGE)
-            found = KeyCheck(known.exist, self._find(known, secret))
+        if found is not None:
+            return found
+        with self._lock:  # concurrent threads read once
+            found = self.check_in_memory(secret)
+            if found is None:
+                known = self._reload()
+                found = KeyCheck(known.exist, self._find(known, secret))
+                if found.key is None:
+                    self._search_from = self._clock() + _SEARCH_SECONDS
         return found
 
     def check_in_memory(self, secret: str) -> KeyCheck | None:
         """Check without waiting. Returns None when rows must be read first."""
         known = self._known
-        if known is None or self._age(known) > _AGE:
+        if known is None or self._is_old(known):
             return None
         found = self._find(known, secret)
-        if found is None and secret.startswith(_MARK) and self._age(known) > _UNKNOWN_AGE:
+        if found is None and secret.startswith(_MARK) and self._clock() >= self._search_from:
             return None
         return KeyCheck(known.exist, found)
 
@@ -163,19 +172,21 @@ class ApiKeys:
         except StoreError as error:
             logger.warning("%s; the last use of %s keys is not noted", error, len(used))
 
-    def _current(self, age: float) -> _Known:
+    def _current(self) -> _Known:
         known = self._known
-        if known is not None and self._age(known) <= age:
+        if known is not None and not self._is_old(known):
             return known
         with self._lock:  # concurrent threads read once
             known = self._known
-            if known is None or self._age(known) > age:
-                self.flush()
-                known = self._known = self._read_keys.read("", self._read)
-            return known
+            return self._reload() if known is None or self._is_old(known) else known
 
-    def _age(self, known: _Known) -> float:
-        return self._clock() - known.read_at
+    def _reload(self) -> _Known:
+        self.flush()
+        known = self._known = self._read_keys.read("", self._read)
+        return known
+
+    def _is_old(self, known: _Known) -> bool:
+        return self._clock() - known.read_at > _AGE
 
     def _find(self, known: _Known, secret: str) -> ApiKeyRow | None:
         """Compare all digests, each as a whole, so that the time reveals nothing."""

@@ -38,6 +38,7 @@ OPEN = ("queued", "running")
 RETRIED = ("interrupted", "failed", "canceled")
 NOBODY = ""  # session of a job that any process may run
 MAX_JOBS = 256  # open requests
+JOBS_KEPT = 100_000
 RUNNING = 2  # requests of a namespace that a process runs at the same time
 PROGRESS_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25  # seconds between reads of the queue
@@ -417,11 +418,9 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
     if (done.session, done.status) != (job.session, "running"):
         raise _gone(session, job.id)
     same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
-    ended = select(JobTable.id).where(same, JobTable.status.not_in(OPEN))
-    ids = [job.id, *session.scalars(ended)]
-    held = select(JobStateTable.key).where(JobStateTable.job_id.in_(ids))
-    keys = list(session.scalars(held))
-    session.execute(delete(JobStateTable).where(JobStateTable.job_id.in_(ids)))
+    ended = exists().where(JobTable.id == JobStateTable.job_id, same, JobTable.status.not_in(OPEN))
+    held = or_(JobStateTable.job_id == job.id, ended)
+    keys = list(session.scalars(delete(JobStateTable).where(held).returning(JobStateTable.key)))
     _end(session, job.id, "done", "")
     return keys
 
@@ -465,6 +464,15 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
         values["done"] = JobTable.modules
     session.execute(update(JobTable).where(JobTable.id == job).values(values))
     session.execute(delete(JobDocumentTable).where(JobDocumentTable.job_id == job))
+    _forget_jobs(session, job - JOBS_KEPT)
+
+
+def _forget_jobs(session: Session, last: int) -> None:
+    """Delete ended jobs up to an id, unless they own states, which the next of their target uses."""
+    owned = exists().where(JobStateTable.job_id == JobTable.id)
+    old = select(JobTable.id).where(JobTable.id <= last, JobTable.status.not_in(OPEN), ~owned)
+    free = old.with_for_update(skip_locked=True)  # another session may delete them as well
+    session.execute(delete(JobTable).where(JobTable.id.in_(free)))
 
 
 def _row(row: JobTable, states: int) -> JobRow:

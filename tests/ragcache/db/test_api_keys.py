@@ -52,6 +52,7 @@ def test_a_check_reads_no_row_for_ten_seconds(
 ) -> None:
     _, secret = keys.create("page")
     assert keys.check_in_memory(secret) is None, "nothing was read yet"
+    assert keys.check("rc-never made").key is None
     judged = keys.check(secret)
     assert judged.exist
     assert judged.key is not None
@@ -73,6 +74,18 @@ def test_a_check_reads_no_row_for_ten_seconds(
     assert seen
     clock.now += 11
     assert keys.check_in_memory(secret) is None
+
+
+def test_a_key_of_another_process_opens_at_once(
+    keys: ApiKeys, database: Database, clock: Clock
+) -> None:
+    """Keys that were just read do not keep a new one out: a gateway and its replicas share keys."""
+    _, first = keys.create("page")
+    assert keys.check(first).key is not None
+    clock.now += 0.1
+    _, theirs = ApiKeys(database).create("page")
+    assert keys.check_in_memory(theirs) is None
+    assert keys.check(theirs).key is not None
 
 
 def test_a_revoked_key_is_refused_at_once_and_by_others_soon(

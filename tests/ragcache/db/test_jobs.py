@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from ragcache.db import Database, JobRequest, Jobs, RunningJob
 from ragcache.db.jobs import cancel_jobs, complete, deleted_meanwhile, hand_over, note_deleted
@@ -161,6 +162,39 @@ def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs) -> None:
     store(jobs, job)
     assert [row.states for row in (*jobs.page().items, *other.page().items)] == [0, 0, 1]
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
+
+
+def test_the_ledger_lists_the_last_jobs(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.db.jobs.JOBS_KEPT", 3)
+    failed = jobs.begin(PLANS, 1)
+    jobs.expect(failed, [make_key(1)])
+    jobs.fail(failed, ValueError("no"))
+    waits, _ = put(jobs.within("tenant"))
+    stored = [jobs.begin(NOTES, 1) for _ in range(6)]
+    for job in stored:
+        store(jobs, job)
+    listed = [row.id for row in jobs.listed()]
+    assert listed == [failed, waits, *stored[-3:]], "open jobs stay, and jobs that own states"
+    assert put(jobs)[0] > stored[-1], "no id is given twice"
+
+
+def test_the_end_of_a_job_binds_no_more_values_after_many(jobs: Jobs, database: Database) -> None:
+    """PostgreSQL takes 65,535 values in a statement, SQLite 32,766."""
+    bound = list[int]()
+
+    def note(_: Any, __: Any, ___: str, values: Any, *____: Any) -> None:
+        bound.append(len(values))
+
+    def most() -> int:
+        bound.clear()
+        store(jobs, jobs.begin(NOTES, 1))
+        return max(bound)
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    first = most()
+    for _ in range(20):
+        store(jobs, jobs.begin(NOTES, 1))
+    assert most() == first > 0
 
 
 def test_an_ended_session_leaves_requests_and_stops_direct_calls(
