@@ -44,6 +44,11 @@ _EXAMPLES = Path(__file__).parent.parent / "examples"
 _START_SECONDS = 300.0  # until a service must be ready
 _OUTAGE_SECONDS = 8.0  # of PostgreSQL
 _BUDGETS = {"host_bytes": "96MiB", "disk_bytes": "192MiB", "private_bytes": "64MiB"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # else its kernels fill a gigabyte in some hours
+    "LRU_CACHE_CAPACITY": "64",
+}
 
 app = typer.Typer(add_completion=False)
 
@@ -113,7 +118,7 @@ class Service:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ragcache_api.cli.main", "serve"], cwd=self.folder,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **variables}, stdout=log, stderr=log,
+                env={**_ENVIRONMENT, **os.environ, **variables}, stdout=log, stderr=log,
             )  # fmt: skip
         self.wait()
 
@@ -188,12 +193,12 @@ class Sampler:
             backends = [m for each in every if (m := self._process(each))]
             kinds = ("memory", "rss", "threads", "descriptors")
             sums = {kind: sum(each[kind] for each in backends) for kind in kinds}
-            measured.append({"role": "postgres", "pid": 0, **sums})
+            measured += [{"role": "postgres", "pid": 0, **sums}] if backends else []
         return {
             "at": round(time.monotonic() - self.begun, 2),
             "events": events,
             "processes": [each for each in measured if each["role"] != "other"],
-            "numbers": {"processes": len(measured), "connections": len(backends)},
+            "numbers": {"processes": len(measured), "connections": len(backends) or None},
             "cpu": round(sum(self._cpu.values()), 2),
             "disk": {
                 name: _bytes_below(service.folder / name)
