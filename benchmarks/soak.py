@@ -62,18 +62,22 @@ class Postgres:
         self._log = (folder / "log").open("w")
         if self._user is not None:
             shutil.chown(folder, self._user)
-        command = [_binary("initdb"), "-D", self._data, "-U", "ragcache", "-A", "trust", "-N"]
+        command = [_binary("initdb"), "-D", str(self._data), "-U", "ragcache", "-A", "trust", "-N"]
         subprocess.run(command, check=True, user=self._user, stdout=self._log, stderr=self._log)
         self.start()
         self.url = f"postgresql://ragcache@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:
         given = {
-            "port": self._port, "listen_addresses": "127.0.0.1", "shared_buffers": "32MB",
-            "unix_socket_directories": "", "max_wal_size": "64MB", "min_wal_size": "32MB",
-        }  # fmt: skip
+            "port": self._port,
+            "listen_addresses": "127.0.0.1",
+            "shared_buffers": "32MB",
+            "unix_socket_directories": "",
+            "max_wal_size": "64MB",
+            "min_wal_size": "32MB",
+        }
         options = [f"--{name}={value}" for name, value in given.items()]
-        command = [_binary("postgres"), "-D", self._data, *options]
+        command = [_binary("postgres"), "-D", str(self._data), *options]
         self.process = subprocess.Popen(
             command, user=self._user, stdout=self._log, stderr=self._log, start_new_session=True
         )
@@ -87,7 +91,7 @@ class Postgres:
 
 
 @dataclass
-class Service:
+class ServiceUnderTest:
     """`ragcache serve` in a folder, as one process on SQLite or as replicas on PostgreSQL."""
 
     folder: Path
@@ -117,9 +121,12 @@ class Service:
         variables = {f"RAGCACHE_{name.upper()}": value for name, value in given.items()}
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ragcache_api.cli.main", "serve"], cwd=self.folder,
-                env={**_ENVIRONMENT, **os.environ, **variables}, stdout=log, stderr=log,
-            )  # fmt: skip
+                [sys.executable, "-m", "ragcache_api.cli.main", "serve"],
+                cwd=self.folder,
+                env={**_ENVIRONMENT, **os.environ, **variables},
+                stdout=log,
+                stderr=log,
+            )
         self.wait()
 
     def wait(self) -> None:
@@ -172,10 +179,10 @@ class Service:
 
 
 @dataclass
-class Sampler:
+class Probe:
     """Measures a service, its processes, disks and ledger."""
 
-    service: Service
+    service: ServiceUnderTest
     load: MixedLoad
     events: list[dict[str, Any]] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
@@ -202,13 +209,14 @@ class Sampler:
             "cpu": round(sum(self._cpu.values()), 2),
             "disk": {
                 name: _bytes_below(service.folder / name)
-                for name in ("state", "remote") if (service.folder / name).exists()
+                for name in ("state", "remote")
+                if (service.folder / name).exists()
             },
             "ledger": self._ledger(),
             "counts": dict(self.load.counts),
             "seconds": self.load.take_seconds(),
             "unexpected": list(self.load.unexpected),
-        }  # fmt: skip
+        }
 
     def _process(self, process: psutil.Process) -> dict[str, Any] | None:
         try:
@@ -216,9 +224,13 @@ class Sampler:
             times = process.cpu_times()
             self._cpu[process.pid] = times.user + times.system
             return {
-                "role": role, "pid": process.pid, "memory": memory.uss, "rss": memory.rss,
-                "threads": process.num_threads(), "descriptors": process.num_fds(),
-            }  # fmt: skip
+                "role": role,
+                "pid": process.pid,
+                "memory": memory.uss,
+                "rss": memory.rss,
+                "threads": process.num_threads(),
+                "descriptors": process.num_fds(),
+            }
         except psutil.Error:
             return None  # it has just ended
 
@@ -241,14 +253,14 @@ class Sampler:
             return {}
 
 
-def disturb(sampler: Sampler, plan: Sequence[tuple[float, str]], ended: threading.Event) -> None:
+def disturb(probe: Probe, plan: Sequence[tuple[float, str]], ended: threading.Event) -> None:
     """Does what the plan says, at its seconds since the beginning of the run."""
-    service, postgres = sampler.service, sampler.service.postgres
+    service, postgres = probe.service, probe.service.postgres
     for number, (at, name) in enumerate(plan):
-        if ended.wait(max(0.0, sampler.begun + at - time.monotonic())):
+        if ended.wait(max(0.0, probe.begun + at - time.monotonic())):
             return
         begun = time.monotonic()
-        with sampler.load.disturbance():
+        with probe.load.disturbance():
             try:
                 if name == "kill":
                     service.kill()
@@ -257,9 +269,9 @@ def disturb(sampler: Sampler, plan: Sequence[tuple[float, str]], ended: threadin
                     time.sleep(_OUTAGE_SECONDS)
                     postgres.start()
             except (TimeoutError, RuntimeError) as error:
-                sampler.load.unexpected.append(f"{name} {error!r}")
+                probe.load.unexpected.append(f"{name} {error!r}")
         seconds = round(time.monotonic() - begun, 1)
-        sampler.events.append({"name": name, "at": at, "seconds": seconds})
+        probe.events.append({"name": name, "at": at, "seconds": seconds})
 
 
 def make_plan(replicas: bool, seconds: float) -> list[tuple[float, str]]:
@@ -271,13 +283,13 @@ def make_plan(replicas: bool, seconds: float) -> list[tuple[float, str]]:
 
 
 @contextmanager
-def running(setup: str, folder: Path) -> Iterator[Service]:
+def running(setup: str, folder: Path) -> Iterator[ServiceUnderTest]:
     """A service of a set-up in a folder, with its PostgreSQL."""
     folder.chmod(0o755)  # PostgreSQL's user must reach its own folder in it
     (folder / "postgres").mkdir()
     replicas = setup == "replicas"
     postgres = Postgres(folder / "postgres") if replicas else None
-    service = Service(folder, 2 if replicas else 0, postgres)
+    service = ServiceUnderTest(folder, 2 if replicas else 0, postgres)
     try:
         service.start()
         yield service
@@ -294,26 +306,30 @@ def soak(
 ) -> None:
     """Runs a set-up under load, and writes its setting, a sample every few seconds, and its end."""
     write({"setup": setup, "seconds": seconds, "every": every, "machine": describe_machine()})
-    questions = tuple(each.question for each in load_dataset(_EXAMPLES / "questions.jsonl").questions)
+    questions = tuple(
+        each.question for each in load_dataset(_EXAMPLES / "questions.jsonl").questions
+    )
     with (
         tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name,
         running(setup, Path(name)) as service,
     ):
         key = httpx.post(f"{service.url}/admin/keys", json={"name": "soak", "role": "admin"})
         service.headers["Authorization"] = f"Bearer {key.json()['secret']}"
-        load = MixedLoad(service.url, service.headers, read_handbook(_EXAMPLES / "handbook"), questions)
-        sampler, ended = Sampler(service, load), threading.Event()
+        load = MixedLoad(
+            service.url, service.headers, read_handbook(_EXAMPLES / "handbook"), questions
+        )
         load.start()
+        probe, ended = Probe(service, load), threading.Event()
         plan = make_plan(setup == "replicas", seconds)
-        disturbing = threading.Thread(target=disturb, args=(sampler, plan, ended))
+        disturbing = threading.Thread(target=disturb, args=(probe, plan, ended))
         disturbing.start()
-        while (now := time.monotonic() - sampler.begun) < seconds:
-            write(sampler.sample())
+        while (now := time.monotonic() - probe.begun) < seconds:
+            write(probe.sample())
             time.sleep(max(0.0, min(every - now % every, seconds - now)))
         ended.set()
         disturbing.join()
         load.stop()
-        write(sampler.sample())
+        write(probe.sample())
         problems = load.compare_documents()
         time.sleep(5)  # a sweep or two
         report = load.verify()
@@ -355,19 +371,24 @@ def _role(process: psutil.Process) -> str:
     except psutil.Error:
         return "other"
     known = {
-        "Replica:ragcache:Replica": "replica", "Replica:ragcache:Gateway": "gateway",
-        "ServeController": "ray controller", "ProxyActor": "ray proxy", "raylet": "raylet",
-        "gcs_server": "ray gcs", "ragcache_api.cli.main": "service", "postgres": "postgres",
-    }  # fmt: skip
+        "Replica:ragcache:Replica": "replica",
+        "Replica:ragcache:Gateway": "gateway",
+        "ServeController": "ray controller",
+        "ProxyActor": "ray proxy",
+        "raylet": "raylet",
+        "gcs_server": "ray gcs",
+        "ragcache_api.cli.main": "service",
+        "postgres": "postgres",
+    }
     return next((role for part, role in known.items() if part in title or part == name), "other")
 
 
-def _binary(name: str) -> Path:
+def _binary(name: str) -> str:
     """A program of the newest PostgreSQL here: of Debian's folders, or of PATH."""
     if installed := sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}")):
-        return installed[-1]
+        return str(installed[-1])
     if found := shutil.which(name):
-        return Path(found)
+        return found
     raise FileNotFoundError(f"{name} is not installed (package `postgresql`)")
 
 

@@ -23,11 +23,24 @@ SETTLE_SECONDS = 15.0
 """Seconds after a disturbance in which its errors still count as its own."""
 _PATIENCE = 180.0  # seconds until a change must be acknowledged, and until its job must be done
 _PAGES = (
-    "/v1/collections", "/v1/models", "/v1/jobs?limit=20", f"/v1/collections/{NOTES}/documents",
-    "/admin/stats", "/admin/tiers", "/admin/memory", "/admin/state", "/admin/evictions?limit=20",
-    "/admin/modules?sort=nbytes&descending=true&limit=50", "/admin/modules?search=note&limit=20",
-    "/admin/requests", "/admin/schemas", "/admin/keys", "/metrics", "/openapi.json", "/admin/",
-)  # fmt: skip
+    "/v1/collections",
+    "/v1/models",
+    "/v1/jobs?limit=20",
+    f"/v1/collections/{NOTES}/documents",
+    "/admin/stats",
+    "/admin/tiers",
+    "/admin/memory",
+    "/admin/state",
+    "/admin/evictions?limit=20",
+    "/admin/modules?sort=nbytes&descending=true&limit=50",
+    "/admin/modules?search=note&limit=20",
+    "/admin/requests",
+    "/admin/schemas",
+    "/admin/keys",
+    "/metrics",
+    "/openapi.json",
+    "/admin/",
+)
 
 CLIENTS: Mapping[str, tuple[float, Mapping[str, float]]] = {
     "asker": (3.0, {"answer": 1.0}),
@@ -188,9 +201,14 @@ class MixedLoad:
 
     def _stream(self, rng: random.Random) -> dict[str, Any]:
         return {
-            "question": rng.choice(self.questions), "collection": HANDBOOK, "stream": True,
-            "max_tokens": 24, "min_tokens": 24, "ignore_eos": True, "extractive": False,
-        }  # fmt: skip
+            "question": rng.choice(self.questions),
+            "collection": HANDBOOK,
+            "stream": True,
+            "max_tokens": 24,
+            "min_tokens": 24,
+            "ignore_eos": True,
+            "extractive": False,
+        }
 
     def _do_stream(self, client: httpx.Client, rng: random.Random) -> None:
         with client.stream("POST", "/v1/answers", json=self._stream(rng)) as events:
@@ -206,7 +224,9 @@ class MixedLoad:
         """Closes the connection before the response, or after some lines of it."""
         if rng.random() < 0.3:
             with suppress(httpx.ReadTimeout):
-                client.post("/v1/answers", json=self._stream(rng), timeout=httpx.Timeout(5, read=0.03))
+                client.post(
+                    "/v1/answers", json=self._stream(rng), timeout=httpx.Timeout(5, read=0.03)
+                )
             return
         with client.stream("POST", "/v1/answers", json=self._stream(rng)) as events:
             _expect(events, 200)
@@ -217,9 +237,11 @@ class MixedLoad:
         name = f"place{rng.randrange(1000)}"
         fields = {name: {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}}
         schema = {
-            "type": "object", "properties": fields, "required": list(fields),
+            "type": "object",
+            "properties": fields,
+            "required": list(fields),
             "additionalProperties": False,
-        }  # fmt: skip
+        }
         form = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}
         choice = self._chat(client, rng, HANDBOOK, response_format=form, max_tokens=64)
         if choice["finish_reason"] == "stop":
@@ -239,9 +261,13 @@ class MixedLoad:
         self._chat(client, rng, None, before=f"{text}\n\n", max_tokens=8)
 
     def _chat(
-        self, client: httpx.Client, rng: random.Random, collection: str | None, before: str = "",
+        self,
+        client: httpx.Client,
+        rng: random.Random,
+        collection: str | None,
+        before: str = "",
         **more: Any,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         messages = [{"role": "user", "content": before + rng.choice(self.questions)}]
         body = {"messages": messages, "collection": collection, **more}
         answer = _json(client.post("/v1/chat/completions", json=body))
@@ -285,7 +311,9 @@ class MixedLoad:
         self.deleted[name] = time.monotonic()
 
     def _text(self, rng: random.Random) -> str:
-        sentences = [s for text in self.handbook.values() for s in text.split(". ") if "\n" not in s]
+        sentences = [
+            s for text in self.handbook.values() for s in text.split(". ") if "\n" not in s
+        ]
         chosen = rng.choices(sentences, k=rng.randint(5, 40))
         return f"Version {rng.randrange(10**9)}. " + ". ".join(chosen) + "."
 
@@ -338,4 +366,3 @@ def _expect(response: httpx.Response, *statuses: int) -> httpx.Response:
 
 def _json(response: httpx.Response) -> Any:
     return _expect(response, 200).json()
-

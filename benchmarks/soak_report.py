@@ -159,7 +159,11 @@ class SoakRun:
             for each in self.verdicts(warm_up)
             if not each.is_flat
         ]
-        return grown + list(self.samples[-1]["unexpected"]) + list((self.end or {}).get("problems", ()))
+        return (
+            grown
+            + list(self.samples[-1]["unexpected"])
+            + list((self.end or {}).get("problems", ()))
+        )
 
     def table(self, warm_up: float = WARM_UP_SECONDS) -> str:
         """The verdicts, calls and latencies as Markdown."""

@@ -468,7 +468,7 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
 
 
 def _forget_jobs(session: Session, last: int) -> None:
-    """Delete ended jobs up to an id, unless they own states, which the next of their target uses."""
+    """Delete ended jobs up to an id. Jobs that own states stay for the next of their target."""
     owned = exists().where(JobStateTable.job_id == JobTable.id)
     old = select(JobTable.id).where(JobTable.id <= last, JobTable.status.not_in(OPEN), ~owned)
     free = old.with_for_update(skip_locked=True)  # another session may delete them as well

@@ -54,7 +54,7 @@ def test_the_median_slope_ignores_peaks() -> None:
 @pytest.mark.parametrize(
     ("value", "flat"),
     [
-        (lambda at: 800 * MIB, True),
+        (lambda _: 800 * MIB, True),
         (lambda at: 800 * MIB + (at % 600) * 0.2 * MIB, True),  # a saw
         (lambda at: 900 * MIB - at * 0.01 * MIB, True),
         (lambda at: 400 * MIB + min(at, 600) * MIB, True),  # only in the beginning
@@ -140,6 +140,27 @@ def test_disturbances_are_spread_over_the_run() -> None:
     plan = make_plan(replicas=True, seconds=7200)
     assert [at for at, _ in plan] == [600 * n for n in range(1, 12)]
     assert [name for _, name in plan].count("restart") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+@pytest.mark.allow_hosts(["127.0.0.1", "localhost", "::1"])
+def test_a_service_is_soaked_for_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "single.jsonl"
+    done = CliRunner().invoke(app, ["run", "single", str(file), "--seconds", "12", "--every", "2"])
+    assert done.exit_code == 0, done.output
+    run = SoakRun.read(file)
+    assert run.end == {"problems": []}
+    [killed] = [event["name"] for each in run.samples for event in each["events"]]
+    assert killed == "kill"
+    last = run.samples[-1]
+    assert sum(count for name, count in last["counts"].items() if name.endswith(" ok")) > 0
+    assert last["disk"]["state"] > MIB
+    assert last["ledger"]["rows"]["documents"] >= 48
+    [service] = last["processes"]
+    assert service["role"] == "service"
+    assert min(service[kind] for kind in ("memory", "threads", "descriptors")) > 0
+    assert run.verdicts() == [], "nothing is judged before ten minutes have passed"
 
 
 def test_quantiles() -> None:
