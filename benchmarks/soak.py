@@ -365,7 +365,7 @@ def free_port() -> int:
 
 
 def _role(process: psutil.Process) -> str:
-    """What a process of a service is: `other` for short-lived helpers."""
+    """Return the role of a process of a service. Short-lived helpers are `other`."""
     try:
         title, name = " ".join(process.cmdline()[:4]), process.name()
     except psutil.Error:
