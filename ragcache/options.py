@@ -89,6 +89,9 @@ class ChatOptions(SearchFields, total=False):
     """Read texts of ingested modules, of any collection, from their stored states. On by default.
     A text may lack the module's outer whitespace but must be equal otherwise. Texts under 32
     characters are not recognized."""
+    recognize_recurring: bool
+    """Read texts that recur in the namespace's prompts from states (`OpenConfig`). On by default.
+    Needs `recognize`."""
     tools: Sequence[Mapping[str, Any]] | None
     """JSON descriptions of functions that the model may call, as Hugging Face's chat templates take
     them. A template without a place for tools leaves them out: the model answers in text."""

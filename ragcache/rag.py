@@ -513,6 +513,7 @@ class RagCache:
         call = ChatCall(
             mode,
             options.get("recognize", True),
+            options.get("recognize_recurring", True),
             options.get("tools"),
             options.get("chat_template_kwargs"),
             _document_search(options, len(conversations)),

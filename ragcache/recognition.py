@@ -21,7 +21,15 @@ import numpy.typing as npt
 from ragcache.db import Catalog, ModuleRow
 from ragcache.errors import UnknownCollection
 
-__all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "RecognizedModule", "Recognizer", "find"]
+__all__ = [
+    "NO_DOCUMENT",
+    "WINDOW",
+    "FingerprintTable",
+    "Fingerprints",
+    "RecognizedModule",
+    "Recognizer",
+    "find",
+]
 
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -29,6 +37,9 @@ Versions = dict[str, tuple[int, int]]
 
 WINDOW = 32
 """Characters of a fingerprint, a power of two. Shorter texts have no fingerprint."""
+
+NO_DOCUMENT = -1
+"""Id of the module of a text that no document has."""
 
 _BASE = 0x9E3779B97F4A7C15
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
@@ -47,6 +58,11 @@ class RecognizedModule:
     """End of the module's text in the prompt, exclusive."""
     whole: bool
     """Whether the module's outer whitespace is included."""
+
+    @property
+    def ingested(self) -> bool:
+        """Whether a document has the module. Otherwise its text has recurred in prompts."""
+        return self.module.id != NO_DOCUMENT
 
 
 class Recognizer:
@@ -296,20 +312,24 @@ class Fingerprints:
         )
 
 
-def window_hashes(text: str) -> Hashes:
-    """Return polynomial hashes of all runs of `WINDOW` characters, modulo 2^64.
+def window_hashes(text: str, window: int = WINDOW) -> Hashes:
+    """Return polynomial hashes of all runs of `window` characters, modulo 2^64.
 
     The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n (Karp and Rabin, 1987).
     The hash of 2n characters follows from the hashes of both halves. The high bits are better
     distributed than the low.
 
+    Args:
+        text: The text.
+        window: Characters of a run, a power of two.
+
     Returns:
-        [characters - WINDOW + 1], in order; empty for a shorter text.
+        [characters - window + 1], in order; empty for a shorter text.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     hashes = codes.astype(np.uint64)
     size = 1
-    while size < WINDOW:
+    while size < window:
         hashes = hashes[:-size] + hashes[size:] * np.uint64(pow(_BASE, size, 2**64))
         size *= 2
     return hashes

@@ -53,6 +53,12 @@ class OpenConfig(TierOptions, Params):
     force_modes: bool = False
     """Serve every mode, even a mode that is far from `exact` on the model. By default, each mode is
     measured once per folder, before its first question."""
+    recognize_recurring: bool = True
+    """Read texts that recur in prompts from states, without any ingestion. A text is read from its
+    third prompt on. Its states are in memory alone."""
+    observed_bytes: Size | None = None
+    """Most memory for the states of recurring texts, of each namespace. Defaults to a tenth of
+    `host_bytes`."""
     queue: Annotated[int, Field(ge=1)] = 1024
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, TypeGuard, cast
 
 from ragcache.answers.small_talk import is_small_talk
-from ragcache.db import Catalog
+from ragcache.db import Catalog, ModuleRow
 from ragcache.errors import EmptyQuestion, InvalidRequest
 from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import SearchParams
@@ -25,6 +25,7 @@ from ragcache.pipeline.chat_template import (
     find_mark,
 )
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.observed import ObservedModules
 from ragcache.pipeline.prompt import (
     AskedQuestion,
     ModuleGroup,
@@ -33,7 +34,7 @@ from ragcache.pipeline.prompt import (
     Retrieved,
     TokenPrompt,
 )
-from ragcache.recognition import RecognizedModule, Recognizer
+from ragcache.recognition import NO_DOCUMENT, RecognizedModule, Recognizer
 from ragcache.retrieval import Hit, Retriever, Selection
 
 Conversation = Sequence[Message] | str | Sequence[int]
@@ -67,6 +68,7 @@ class ChatCall:
 
     mode: ReuseMode = ROOTED
     recognize: bool = True
+    recognize_recurring: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] | None = None
     search: DocumentSearch | None = None
@@ -104,6 +106,7 @@ class ChatPipeline:
     encoder: ModuleEncoder
     tokens: ModuleTokens
     retriever: Retriever
+    observed: ObservedModules
 
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
@@ -137,13 +140,13 @@ class ChatPipeline:
         groups = lay_out_chat(
             layout,
             replace(chat, found=read),
-            self.tokens.of([each.module for each in read]),
+            self._tokens_of([each.module for each in read]),
             self.tokenizer,
             mode,
             lambda start, length: encoder.fits_at(start, length, encoding),
         )
-        found = [Hit(each.module, 1.0) for each in chat.found]
-        read_as = list(zip(found, groups or [None] * len(found), strict=True))
+        placed = zip(chat.found, groups or [None] * len(chat.found), strict=True)
+        read_as = [(Hit(each.module, 1.0), group) for each, group in placed if each.ingested]
         if chat.selection is not None:
             read_as = _searched_first(chat.selection.hits, read_as)
         states = None
@@ -162,7 +165,8 @@ class ChatPipeline:
         """Yield the tokens of a conversation without the modules in it."""
         done = 0
         yield from chat.lead
-        for begin, end in (*((each.begin, each.end) for each in chat.found), (None, None)):
+        ingested = ((each.begin, each.end) for each in chat.found if each.ingested)
+        for begin, end in (*ingested, (None, None)):
             yield from self.tokenizer.encode(chat.text[done:begin], first=done == 0)
             done = end or 0
 
@@ -223,8 +227,21 @@ class ChatPipeline:
 
         Skips modules with private characters: the text may hold a control token's mark there.
         """
-        found = self.recognizer.find(text) if options.recognize else []
-        return [each for each in found if not find_mark(each.module.text)]
+        if not options.recognize:
+            return []
+        found = self.recognizer.find(text)
+        found = [each for each in found if not find_mark(each.module.text)]
+        if not options.recognize_recurring:
+            return found
+        return self.observed.find(text, found, options.mode)
+
+    def _tokens_of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
+        """Return the tokens of ingested and observed modules."""
+        ingested = iter(self.tokens.of([each for each in modules if each.id != NO_DOCUMENT]))
+        return [
+            self.observed.tokens_of(each) if each.id == NO_DOCUMENT else next(ingested)
+            for each in modules
+        ]
 
 
 def _searched_first(
@@ -300,7 +317,8 @@ def _place(
     layout.compute(token_ids[agreed.begin : begin])
     group = None
     if begin < agreed.end:
-        group = layout.add(ModuleGroup((module,), token_ids, start))
+        modules = () if module == NO_DOCUMENT else (module,)
+        group = layout.add(ModuleGroup(modules, token_ids, start))
         layout.read(group, begin, agreed.end)
     layout.compute(agreed.after)
     return group

@@ -266,6 +266,16 @@ class ModeGate:
                     self._thread = None
                 return
 
+    def passes(self, mode: ReuseMode) -> bool:
+        """Tell whether a mode may serve. Measures nothing: a mode without a result may not."""
+        if self.forced or not mode.reads_states:
+            return True
+        name = str(mode.measured)
+        if name not in self._known:
+            self._read(name)
+        result = self._known.get(name)
+        return name in self._known and (result is None or result.passes)
+
     def check_mode(self, mode: ReuseMode) -> None:
         """Refuse a mode that is too far from `exact`. Measures it if its result is unknown.
 

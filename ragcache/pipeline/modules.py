@@ -22,6 +22,7 @@ from ragcache.db import (
 from ragcache.errors import ConfigurationError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
+from ragcache.pipeline.observed import ObservedModules
 from ragcache.states import KVKey
 from ragcache.store import KVStore, admin
 from ragcache.store.admin import StateChange
@@ -53,6 +54,8 @@ class Modules:
     store: KVStore
     encoder: ModuleEncoder
     tokens: ModuleTokens
+    observed: ObservedModules
+    """Texts that recur in prompts, which no document has."""
 
     def page(
         self,

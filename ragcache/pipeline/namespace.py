@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from ragcache.pipeline.module_states import (
     ScopeEncoder,
 )
 from ragcache.pipeline.modules import Modules
+from ragcache.pipeline.observed import ObservedModules
 from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
@@ -60,6 +62,10 @@ class SharedServices:
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     turns: EncodingTurns = field(default_factory=EncodingTurns, init=False)
+    observing: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "ragcache-observed"), init=False
+    )
+    """Encodes observed modules."""
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -154,8 +160,10 @@ class SharedServices:
         if self._pid != os.getpid() or self.closed.is_set():
             return
         self.workers.halt()
+        self.observing.shutdown(wait=False, cancel_futures=True)
         self.engine.close(drain=drain)
         self.gate.join()
+        self.observing.shutdown()
         self.workers.join()
         self.deferred.release()
         self.keys.flush()
@@ -201,6 +209,15 @@ class Namespace:
         ingestor = Ingestor(catalog, store, encoder, retriever, config, shared.turns)
         scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
+        observed = ObservedModules(
+            model,
+            encoder,
+            shared.gate,
+            shared.observing,
+            budget_bytes=_observed_bytes(config, store),
+            module_tokens=config.module_tokens,
+            is_idle=lambda: not shared.engine.core.busy,
+        )
         return cls(
             name,
             shared,
@@ -209,7 +226,14 @@ class Namespace:
             AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(
-                template, in_context, Recognizer(catalog), catalog, encoder, tokens, retriever
+                template,
+                in_context,
+                Recognizer(catalog),
+                catalog,
+                encoder,
+                tokens,
+                retriever,
+                observed,
             ),
             Submitter(
                 model,
@@ -220,7 +244,7 @@ class Namespace:
                 Quotations(model),
                 shared.gate,
             ),
-            Modules(catalog, store, encoder, tokens),
+            Modules(catalog, store, encoder, tokens, observed),
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
         )
@@ -228,6 +252,14 @@ class Namespace:
     def encoder_of(self, collection: str) -> ModuleEncoder:
         """Return the encoder of a collection's modules, with the collection's instruction."""
         return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
+
+
+def _observed_bytes(config: OpenConfig, store: KVStore) -> int:
+    """Return the budget of observed modules: by default a tenth of the host tier's."""
+    if not config.recognize_recurring:
+        return 0
+    own = parse_optional_bytes(config.observed_bytes)
+    return (store.host.budget_bytes or 0) // 10 if own is None else own
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,30 @@ def serve(
     print_figures([table, said], result, json_file)
 
 
+@bench_app.command("recurring")
+def recurring(
+    model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
+    conversations: Annotated[int, typer.Option(min=1, help="conversations.")] = 8,
+    chunks: Annotated[int, typer.Option(min=1, help="chunks that are pasted by Zipf's law.")] = 24,
+    json_file: JsonFile = None,
+) -> None:
+    """Chats whose client pastes chunks, with and without states of recurring texts."""
+    from ragcache.bench.recurring import RecurringSetting, bench_recurring
+    from ragcache.models import load_model
+
+    setting = RecurringSetting(conversations=conversations, chunks=chunks)
+    result = run_benchmark(lambda progress: bench_recurring(setting, load_model(model), progress))
+    rows = [
+        ("tokens of chunks read from states", f"{100 * result['read_share']:.0f}%"),
+        ("first token", f"{result['ttft_speedup']:.1f}x sooner"),
+        ("requests a second", f"{result['rate_ratio']:.1f}x"),
+        ("equal answers", f"{100 * result['equal_answers_share']:.0f}%"),
+        ("detection in 32,000 characters", f"{result['detect_ms_32k_100000']:.2f} ms"),
+    ]
+    table = ui.plain_table(f"{result['turns']} turns in steady state", "", rows=rows)
+    print_figures([table], result, json_file)
+
+
 @expand_options
 def plan(
     options: Annotated[ServiceOptions, PLANNING],

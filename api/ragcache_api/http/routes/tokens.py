@@ -133,7 +133,9 @@ def _conversation(body: TokenizeRequest) -> tuple[Conversation, ChatCall]:
     if body.add_special_tokens:
         raise invalid("add_special_tokens", "the chat template writes control tokens")
     tools = [plain_tool(tool) for tool in body.tools or ()]
-    call = ChatCall(EXACT, False, tools or None, body.chat_template_kwargs)
+    call = ChatCall(
+        EXACT, recognize=False, tools=tools or None, template_kwargs=body.chat_template_kwargs
+    )
     return [each.plain() for each in body.messages or ()], call
 
 

@@ -1,0 +1,274 @@
+"""Observed modules: texts that recur in the prompts of a namespace, kept as modules in memory.
+
+A prompt's first sight of a text leaves fingerprints, the second one makes it a module, whose states
+are encoded in the background. From then on the text is read like an ingested one. Observed modules
+belong to no collection, and end with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+
+from ragcache.db import ModuleRow
+from ragcache.errors import EngineClosed, RagCacheError
+from ragcache.models import LoadedModel
+from ragcache.modes import AFTER_PREAMBLE, ReuseMode
+from ragcache.pipeline.gate import ModeGate
+from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.recognition import (
+    NO_DOCUMENT,
+    Fingerprints,
+    FingerprintTable,
+    RecognizedModule,
+    find,
+)
+from ragcache.recurrence import RecurrenceTable, Span, gaps, natural_spans, pieces
+from ragcache.states import KVKey
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKENS = 96
+"""Fewest tokens of an observed module."""
+
+SECONDS_TO_LIVE = 3600.0
+"""Seconds after its last use at which an observed module may end."""
+
+MOST_WAITING = 64
+"""Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
+
+_IDLE_SECONDS, _POLL_SECONDS = 5.0, 0.02  # limit and pause of waiting for an idle engine
+
+
+@dataclass(slots=True)
+class ObservedModule:
+    """A text that recurred, and the uses of its states."""
+
+    row: ModuleRow
+    """The text as a module without a document."""
+    token_ids: tuple[int, ...]
+    key: KVKey
+    """Key of the states."""
+    nbytes: int
+    """Bytes of the states in the model's format."""
+    hits: int = 0
+    """Prompts that read the states."""
+    used_at: float = field(default_factory=time.time)
+    """Unix seconds of the last use."""
+
+    @property
+    def id(self) -> str:
+        """Digest of the text."""
+        return self.row.name
+
+
+class ObservedModules:
+    """The observed modules of one namespace. Thread-safe.
+
+    Only fingerprints of a text are kept until it recurs, and no text of another namespace is ever
+    compared with it.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        encoder: ModuleEncoder,
+        gate: ModeGate,
+        background: Executor,
+        *,
+        budget_bytes: int,
+        module_tokens: int,
+        is_idle: Callable[[], bool],
+    ) -> None:
+        """Create an empty set of modules.
+
+        Args:
+            model: The model.
+            encoder: Encoder of the namespace's modules.
+            gate: The gate. A mode that it refuses, or has not measured yet, reads nothing.
+            background: Runs the encoding of new modules, one after the other.
+            budget_bytes: Most bytes of states. 0 turns detection off.
+            module_tokens: Most tokens of a module.
+            is_idle: Tells whether no request is running.
+        """
+        self._model, self._encoder, self._gate = model, encoder, gate
+        self._background, self._is_idle = background, is_idle
+        self._budget_bytes, self._module_tokens = budget_bytes, module_tokens
+        self._recurrences = RecurrenceTable()
+        self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
+        self._waiting: set[str] = set()
+        self._table = FingerprintTable(Fingerprints.of(()))
+        self._lock = threading.Lock()
+
+    def find(
+        self, text: str, covered: Sequence[RecognizedModule], mode: ReuseMode
+    ) -> list[RecognizedModule]:
+        """Return the observed modules in a prompt, and look for texts that become modules.
+
+        Encodes nothing: the states of new modules are encoded in the background.
+
+        Args:
+            text: The prompt.
+            covered: Ingested modules in the prompt, which are left out.
+            mode: The mode that the prompt is read in.
+
+        Returns:
+            All modules in the prompt, ingested and observed, by position.
+        """
+        if not self._budget_bytes or not mode.reads_states or not self._model.causal.scheme.movable:
+            return list(covered)
+        found = [*covered]
+        if self._gate.passes(mode):
+            for gap in gaps(len(text), [(each.begin, each.end) for each in covered]):
+                found += self._find_in(text, gap)
+        found.sort(key=lambda each: each.begin)
+        with self._lock:
+            spans = self._recurrences.observe(text)
+        self._promote_later(text, spans, found, mode)
+        return found
+
+    def tokens_of(self, module: ModuleRow) -> tuple[int, ...]:
+        """Return the tokens of an observed module that `find` returned."""
+        with self._lock:
+            known = self._modules.get(module.name)
+        return known.token_ids if known else self._tokens(module.text)
+
+    def all(self) -> list[ObservedModule]:
+        """Return the modules, the most recently used one first."""
+        with self._lock:
+            return [replace(each) for each in reversed(self._modules.values())]
+
+    def forget(self, ids: Sequence[str] | None = None) -> int:
+        """Remove modules and their states, by default all with all fingerprints.
+
+        Returns:
+            The number of removed modules.
+        """
+        with self._lock:
+            chosen = [each for each in ids or self._modules if each in self._modules]
+            keys = [self._modules.pop(each).key for each in chosen]
+            if ids is None:
+                self._recurrences = RecurrenceTable()
+            self._rebuild()
+        self._encoder.store.evict(keys)
+        return len(keys)
+
+    def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
+        """Return the observed modules between two ingested ones, and count their uses."""
+        matches = find(text[gap.begin : gap.end], self._table)
+        with self._lock:
+            for each in matches:
+                if known := self._modules.get(each.module.name):
+                    known.hits, known.used_at = known.hits + 1, time.time()
+                    self._modules.move_to_end(known.id)
+        return [
+            replace(each, begin=each.begin + gap.begin, end=each.end + gap.begin)
+            for each in matches
+        ]
+
+    def _promote_later(
+        self,
+        text: str,
+        spans: Sequence[Span],
+        found: Sequence[RecognizedModule],
+        mode: ReuseMode,
+    ) -> None:
+        """Queue recurring texts that are not modules yet."""
+        covered = [(each.begin, each.end) for each in found]
+        for span in spans:
+            for own in _uncovered(span, covered):
+                for begin, end in natural_spans(text, own):
+                    self._queue(text[begin:end], mode)
+
+    def _queue(self, text: str, mode: ReuseMode) -> None:
+        with self._lock:
+            if text in self._waiting or len(self._waiting) >= MOST_WAITING:
+                return
+            self._waiting.add(text)
+        try:
+            self._background.submit(self._promote, text, mode)
+        except RuntimeError:  # the folder has been closed
+            self._waiting.discard(text)
+
+    def _promote(self, text: str, mode: ReuseMode) -> None:
+        """Make modules of a text, unless the gate refuses the mode. Runs in the background."""
+        try:
+            self._wait_until_idle()
+            self._gate.measure([mode])
+            if not self._gate.passes(mode):
+                return
+            count = lambda part: len(self._tokens(part))  # noqa: E731
+            for piece in pieces(text, self._module_tokens, count):
+                self._add(piece.strip())
+        except EngineClosed:
+            pass
+        except RagCacheError as error:
+            logger.warning("a recurring text was not encoded: %s", error)
+        finally:
+            with self._lock:
+                self._waiting.discard(text)
+
+    def _add(self, text: str) -> None:
+        """Encode a text, and recognize it from now on."""
+        ids, name = self._tokens(text), sha256(text.encode()).hexdigest()[:16]
+        if len(ids) < MIN_TOKENS or name in self._modules:
+            return
+        nbytes = len(ids) * self._model.causal.bytes_per_token
+        if nbytes > self._budget_bytes:
+            return
+        key = self._encoder.key(ids, AFTER_PREAMBLE)
+        self._wait_until_idle()
+        with self._encoder.lease([ids], AFTER_PREAMBLE):
+            pass
+        with self._lock:
+            row = ModuleRow(NO_DOCUMENT, name, "", "", text)
+            self._modules[name] = ObservedModule(row, ids, key, nbytes)
+            ended = self._make_room()
+            self._rebuild()
+        self._encoder.store.evict(ended)
+
+    def _make_room(self) -> list[KVKey]:
+        """Remove modules beyond the budget or unused for long, and return the keys of their states.
+
+        The newest module stays.
+        """
+        ended, now = [], time.time()
+        used = sum(each.nbytes for each in self._modules.values())
+        for each in list(self._modules.values())[:-1]:
+            if used <= self._budget_bytes and now - each.used_at < SECONDS_TO_LIVE:
+                break
+            used -= each.nbytes
+            ended.append(self._modules.pop(each.id).key)
+        return ended
+
+    def _rebuild(self) -> None:
+        rows = [each.row for each in self._modules.values()]
+        self._table = FingerprintTable(Fingerprints.of(rows))
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._model.encode_untrusted(text))
+
+    def _wait_until_idle(self) -> None:
+        """Wait for a pause between requests, for a few seconds at most."""
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while not self._is_idle() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def _uncovered(span: Span, covered: Sequence[tuple[int, int]]) -> list[Span]:
+    """Return the parts of a span between covered parts of the text, in order."""
+    inside = [
+        (max(begin, span.begin) - span.begin, min(end, span.end) - span.begin)
+        for begin, end in covered
+        if begin < span.end and end > span.begin
+    ]
+    return [
+        Span(span.begin + begin, span.begin + end)
+        for begin, end in gaps(span.end - span.begin, inside)
+    ]

@@ -1,0 +1,156 @@
+"""Texts that recur in chats are read from states, without any ingestion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache.models import LoadedModel
+from ragcache.pipeline import gate
+from ragcache.pipeline import observed as module
+from tests.ragcache.pipeline.test_gate import FAR
+from tests.ragcache.test_recurrence import passage
+
+FREE = GenerationParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, module_tokens=512, force_modes=True) as opened:
+        yield opened
+
+
+def chat(seeds: list[int], question: str) -> list[dict[str, Any]]:
+    texts = "\n".join(
+        f'<source id="{n}">{passage(seed, 5)}</source>' for n, seed in enumerate(seeds)
+    )
+    return [{"role": "user", "content": f"Answer from these texts.\n{texts}\n{question}"}]
+
+
+def ask(rag: RagCache, seeds: list[int], question: str, **options: Any) -> Answer:
+    """Answer from passages, and wait until recurring ones are encoded."""
+    answer = rag.chat(chat(seeds, question), generation=FREE, **options)
+    rag.internals.shared.observing.submit(lambda: None).result()
+    return answer
+
+
+def test_a_text_is_read_from_its_third_prompt_on(rag: RagCache) -> None:
+    first = ask(rag, [1, 2], "How many days?")
+    second = ask(rag, [3, 1], "Who decides?")
+    third = ask(rag, [1, 4], "And where?")
+    assert [each.mode for each in (first, second, third)] == ["exact", "exact", "recognized:rooted"]
+    [observed] = rag.modules.observed.all()
+    assert third.reuse.cached_tokens == len(observed.token_ids)
+    assert (observed.row.text, observed.hits) == (passage(1, 5), 1)
+    assert third.sources == (), "no document has the text"
+
+
+def test_an_observed_text_is_read_as_an_ingested_one_is(
+    rag: RagCache, tmp_path: Path, model: LoadedModel
+) -> None:
+    ask(rag, [1, 2], "How many days?")
+    ask(rag, [3, 1], "Who decides?")
+    observed = ask(rag, [5, 1, 6], "And where?")
+    with RagCache.open(tmp_path / "other", model, module_tokens=512, force_modes=True) as other:
+        other.ingest("texts", [SourceDocument("one", passage(1, 5))])
+        ingested = ask(other, [5, 1, 6], "And where?")
+    assert observed.mode == ingested.mode == "recognized:rooted"
+    assert observed.choices[0].token_ids == ingested.choices[0].token_ids
+
+
+def test_an_ingested_text_does_not_become_an_observed_one(rag: RagCache) -> None:
+    rag.ingest("texts", [SourceDocument("one", passage(1, 5))])
+    for seeds in ([1, 2], [3, 1], [4, 1]):
+        answer = ask(rag, seeds, "How many days?")
+        assert [each.document for each in answer.sources] == ["one"]
+    assert rag.modules.observed.all() == []
+
+
+def test_observed_states_stay_in_memory(rag: RagCache) -> None:
+    for number, seeds in enumerate(([1, 2], [3, 1], [1, 4], [5, 1], [6, 1])):
+        ask(rag, seeds, f"Question {number}?")
+    store = rag.internals.shared.store
+    store.sweep()
+    [observed] = rag.modules.observed.all()
+    assert observed.hits == 3
+    assert store.memory.is_known(observed.key)
+    assert not store.persistent.holds(observed.key)
+
+
+def test_nothing_crosses_namespaces(rag: RagCache) -> None:
+    other = rag.within("other")
+    ask(rag, [1, 2], "How many days?")
+    ask(rag, [3, 1], "Who decides?")
+    for seeds in ([1, 4], [5, 1]):
+        assert ask(other, seeds, "And where?").mode == "exact"
+    [here], [there] = rag.modules.observed.all(), other.modules.observed.all()
+    assert here.id == there.id
+    assert here.key != there.key, "keys are salted"
+
+
+def test_a_request_can_leave_it_out(rag: RagCache) -> None:
+    for seeds in ([1, 2], [3, 1], [4, 1]):
+        assert ask(rag, seeds, "Who?", recognize_recurring=False).mode == "exact"
+        assert ask(rag, seeds, "Why?", mode="exact").mode == "exact"
+    assert rag.modules.observed.all() == []
+
+
+def test_a_folder_can_leave_it_out(tmp_path: Path, model: LoadedModel) -> None:
+    state = tmp_path / "state"
+    with RagCache.open(state, model, force_modes=True, recognize_recurring=False) as rag:
+        for seeds in ([1, 2], [3, 1], [4, 1]):
+            assert ask(rag, seeds, "Who?").mode == "exact"
+        assert rag.modules.observed.all() == []
+
+
+def test_a_refused_mode_reads_nothing_and_fails_no_chat(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [FAR])
+    with RagCache.open(tmp_path / "state", model, force_modes=False) as rag:
+        for seeds in ([1, 2], [3, 1], [4, 1]):
+            assert ask(rag, seeds, "Who?").mode == "exact"
+        assert rag.modules.observed.all() == []
+        assert [each.mode for each in rag.gate.results()] == ["rooted"]
+
+
+def test_the_least_recently_used_text_ends_beyond_the_budget(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    tokens = len(model.encode_untrusted(passage(1, 5)))
+    room = 3 * tokens * model.causal.bytes_per_token
+    with RagCache.open(tmp_path / "state", model, force_modes=True, observed_bytes=room) as rag:
+        for seed in range(1, 6):
+            ask(rag, [10 + seed, seed], "Who?")
+            ask(rag, [20 + seed, seed], "Why?")
+        kept = rag.modules.observed.all()
+        assert 2 <= len(kept) <= 3
+        assert kept[0].row.text == passage(5, 5)
+        assert sum(each.nbytes for each in kept) <= room
+        memory = rag.internals.shared.store.memory
+        assert all(memory.is_known(each.key) for each in kept)
+
+
+def test_a_text_that_nobody_uses_ends(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS_TO_LIVE", 0.0)
+    for seed in (1, 2):
+        ask(rag, [10 + seed, seed], "Who?")
+        ask(rag, [20 + seed, seed], "Why?")
+    assert [each.row.text for each in rag.modules.observed.all()] == [passage(2, 5)]
+
+
+def test_operators_end_observed_modules(rag: RagCache) -> None:
+    ask(rag, [1, 2], "How many days?")
+    ask(rag, [2, 1], "Who decides?")
+    one, other = rag.modules.observed.all()
+    assert rag.modules.observed.forget([one.id, "unknown"]) == 1
+    assert [each.id for each in rag.modules.observed.all()] == [other.id]
+    assert rag.modules.observed.forget() == 1
+    memory = rag.internals.shared.store.memory
+    assert not memory.is_known(one.key)
+    assert not memory.is_known(other.key)
+    assert ask(rag, [3, 1, 2], "And where?").mode == "exact", "fingerprints are forgotten, too"

@@ -1,0 +1,132 @@
+"""Recurring texts are found where they recur, from edge to edge, in bounded time and memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache.recurrence import (
+    MIN_CHARACTERS,
+    MOST_SPANS,
+    RecurrenceTable,
+    Span,
+    gaps,
+    natural_spans,
+    pieces,
+)
+
+WORDS = "leave manager office request policy travel expense report team budget days letter".split()
+
+
+def passage(seed: int, sentences: int = 12) -> str:
+    rng = random.Random(seed)
+    every = [f"{' '.join(rng.choices(WORDS, k=9))} {rng.random()}." for _ in range(sentences)]
+    return "\n\n".join(" ".join(every[at : at + 4]) for at in range(0, sentences, 4))
+
+
+def recurring(table: RecurrenceTable, prompt: str) -> list[str]:
+    return [
+        prompt[begin:end]
+        for span in table.observe(prompt)
+        for begin, end in natural_spans(prompt, span)
+    ]
+
+
+OPEN_WEBUI = '<source id="{n}" name="{name}">{text}</source>'
+PLAIN = "{text}\n"
+FENCED = "Contents of {name}.md:\n```\n{text}\n```\n"
+
+
+def prompt_of(template: str, seeds: list[int], question: str) -> str:
+    parts = [
+        template.format(n=n, name=f"doc{seed}", text=passage(seed))
+        for n, seed in enumerate(seeds, 1)
+    ]
+    return "Answer from these texts.\n" + "\n".join(parts) + f"\nQuestion: {question}"
+
+
+@pytest.mark.parametrize("template", [OPEN_WEBUI, PLAIN, FENCED])
+def test_a_text_in_another_place_is_found_from_edge_to_edge(template: str) -> None:
+    table = RecurrenceTable()
+    assert recurring(table, prompt_of(template, [1, 2, 3], "How many days?")) == []
+    found = recurring(table, prompt_of(template, [4, 2, 5, 1], "Who decides?"))
+    assert len(found) == 2
+    for text, seed in zip(found, (2, 1), strict=True):
+        assert passage(seed) in text
+        assert len(text) < len(passage(seed)) + 40, "the lines around it may recur with it"
+
+
+def test_what_two_prompts_begin_with_does_not_recur() -> None:
+    table = RecurrenceTable()
+    first = prompt_of(PLAIN, [1, 2, 3], "How many days?")
+    table.observe(first)
+    assert table.observe(f"{first}\nThirty.\nAnd who decides?") == []
+
+
+def test_overlapping_passages_share_what_they_have_in_common() -> None:
+    table, whole = RecurrenceTable(), passage(1, 24)
+    paragraphs = whole.split("\n\n")
+    table.observe("A.\n" + "\n\n".join(paragraphs[:4]) + "\nWhat?")
+    later = "Another beginning.\n" + "\n\n".join(paragraphs[2:]) + "\nWhich?"
+    assert recurring(table, later) == ["\n\n".join(paragraphs[2:4])]
+
+
+@given(st.integers(0, 2**32), st.integers(0, 400), st.integers(0, 400))
+def test_every_text_of_the_least_length_is_found(seed: int, before: int, after: int) -> None:
+    rng = random.Random(seed)
+    noise = lambda size: "".join(rng.choices("abcdefghijklmnop ", k=size))  # noqa: E731
+    text = noise(3 * MIN_CHARACTERS)
+    table = RecurrenceTable()
+    table.observe(noise(before) + text + noise(100))
+    prompt = noise(before + 1 + after) + text + noise(after)
+    begin = before + 1 + after
+    found = table.observe(prompt)
+    assert len(found) == 1
+    assert abs(found[0].begin - begin) <= 64
+    assert abs(found[0].end - begin - len(text)) <= 64
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a" * 40_000, "\n" * 40_000, "<\n>" * 13_000, "".join(f"{n % 7}abc" for n in range(10_000))],
+    ids=["one character", "all edges", "all tags", "a short period"],
+)
+def test_a_hostile_prompt_leaves_few_spans_and_little_memory(prompt: str) -> None:
+    table = RecurrenceTable()
+    before = table.nbytes
+    for prefix in ("", "x", "yy" * 60):
+        assert len(table.observe(prefix + prompt)) <= MOST_SPANS
+    assert table.nbytes <= 4 * before
+
+
+def test_the_table_grows_and_then_forgets() -> None:
+    table = RecurrenceTable()
+    before = table.nbytes
+    first = prompt_of(PLAIN, [0], "First?")
+    table.observe(first)
+    for seed in range(1, 2000):
+        table.observe(prompt_of(PLAIN, [seed], f"Question {seed}?"))
+    assert before < table.nbytes <= 64 * 2**20
+    later = f"Elsewhere.\n{passage(0)}\nAnd now?"
+    assert recurring(table, later) == [passage(0)], "growing forgets nothing"
+
+
+def test_pieces_join_to_the_text_and_are_cut_at_edges() -> None:
+    text = passage(3, 40)
+    cut = list(pieces(text, 60, lambda part: len(part.split())))
+    assert "".join(cut) == text
+    assert all(len(part.split()) <= 60 for part in cut)
+    assert all(part.endswith("\n\n") for part in cut[:-1])
+    assert list(pieces("word", 0, len)) == ["wo"[:1], "ord"[:1], "rd"[:1], "d"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=5))
+def test_gaps_and_covered_parts_make_the_whole(covered: list[tuple[int, int]]) -> None:
+    covered = sorted((min(each), max(each)) for each in covered)
+    inside = {at for begin, end in covered for at in range(begin, end)}
+    between = {at for begin, end in gaps(50, covered) for at in range(begin, end)}
+    assert between == set(range(50)) - inside
+    assert all(isinstance(each, Span) for each in gaps(50, covered))
