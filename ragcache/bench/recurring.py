@@ -157,7 +157,7 @@ def _figures(runs: Sequence[_Run]) -> dict[str, Any]:
 
 
 def draw_turns(setting: RecurringSetting) -> Iterator[Turn]:
-    """Yield the turns of all conversations, which take turns as those of several users do."""
+    """Yield the first turn of every conversation, then the second one of each, and so on."""
     rng = random.Random(setting.seed)
     chunks = [draw_chunk(rng, setting.sentences) for _ in range(setting.chunks)]
     weights = [1 / (rank + 1) ** setting.exponent for rank in range(setting.chunks)]

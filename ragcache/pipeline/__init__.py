@@ -15,6 +15,7 @@ from ragcache.pipeline.chat_template import ChatTemplate, Message
 from ragcache.pipeline.ingest import Ingestion
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
+from ragcache.pipeline.observed import ObservedModule
 from ragcache.pipeline.pml import generated_schema, members
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Message",
     "Modules",
     "Namespace",
+    "ObservedModule",
     "PendingAnswer",
     "Reuse",
     "SharedServices",

@@ -200,6 +200,8 @@ class GenerationRequest(Asking, ClientOptions):
     stream_options: StreamOptions | None = None
     collection: CollectionName | None = None
     """The collection to answer from. By default the model answers without documents."""
+    recognize_recurring: bool = True
+    """Read texts that recur in the prompts of the key's namespace from states."""
 
     def addressed(self, base: str | None) -> Self:
         """Return the request with the collection that its URL, model's id or own field names.

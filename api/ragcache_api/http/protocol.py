@@ -25,12 +25,16 @@ from ragcache import (
 )
 from ragcache.db import HeldState
 from ragcache.db.sql import page_of
+from ragcache.pipeline import ObservedModule
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.sources import without_path
 
 T = TypeVar("T")
+
+EXCERPT = 80
+"""Characters of an observed text that operators see."""
 
 PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
@@ -410,6 +414,37 @@ class VerifyResponse(ResponseModel):
     """Number of states kept for each interrupted ingestion, by target."""
     clean: bool
     """Whether all disagreements are repaired."""
+
+
+class ObservedResponse(ResponseModel):
+    """A text that recurred in prompts, with the uses of its states."""
+
+    id: str
+    tokens: int
+    nbytes: int
+    hits: int
+    """Prompts that read the states."""
+    used_at: float
+    """Unix seconds of the last use."""
+    excerpt: str
+    """The first characters of the text."""
+
+    @classmethod
+    def of(cls, module: ObservedModule) -> ObservedResponse:
+        return cls(
+            id=module.id,
+            tokens=len(module.token_ids),
+            nbytes=module.nbytes,
+            hits=module.hits,
+            used_at=module.used_at,
+            excerpt=module.row.text[:EXCERPT],
+        )
+
+
+class ForgottenResponse(ResponseModel):
+    """The number of observed texts that were forgotten."""
+
+    forgotten: int
 
 
 class FlushResponse(ResponseModel):

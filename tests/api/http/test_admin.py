@@ -25,6 +25,7 @@ from ragcache_api.http.stats_recorder import SOURCES
 from ragcache_api.http.telemetry import Metrics
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE, client_of
+from tests.ragcache.test_recurrence import passage
 
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
 
@@ -100,6 +101,25 @@ def test_evicting_tells_what_would_go_and_then_what_went(client: TestClient) -> 
     assert told[0]["reason"] == "manual"
     number = module(client, "keys.md#1")["id"]
     client.post(f"/admin/modules/{number}/warm")
+
+
+def test_operators_see_and_forget_recurring_texts(client: TestClient) -> None:
+    texts = [passage(seed, 5) for seed in range(4)]
+    observing = client.app.state.service.shared.observing  # type: ignore[attr-defined]
+    for number in range(1, 4):
+        content = f"Read this.\n{texts[number]}\n{texts[0]}\nQuestion {number}?"
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        told = client.post("/v1/chat/completions", json=body).json()
+        observing.submit(int).result()
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 90
+    [item] = client.get("/admin/observed").json()["items"]
+    assert (item["hits"], item["excerpt"]) == (1, texts[0][:80])
+    plain = client.post("/v1/chat/completions", json={**body, "recognize_recurring": False})
+    assert plain.status_code == 200
+    assert client.get("/admin/observed").json()["items"][0]["hits"] == 1
+    assert client.delete("/admin/observed", params={"id": "other"}).json() == {"forgotten": 0}
+    assert client.delete("/admin/observed").json() == {"forgotten": 1}
+    assert client.get("/admin/observed").json() == {"items": [], "next": None, "total": 0}
 
 
 def test_a_flag_without_a_value_is_true(client: TestClient) -> None:

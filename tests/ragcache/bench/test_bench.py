@@ -12,9 +12,11 @@ import torch
 
 from ragcache.bench.decode import DecodeSetting, bench_decode
 from ragcache.bench.harness import LlamaShape
+from ragcache.bench.recurring import RecurringSetting, bench_recurring, draw_turns
 from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of
 from ragcache.bench.ttft import TtftSetting, bench_ttft
 from ragcache.machine import describe_machine
+from ragcache.models import LoadedModel
 
 TINY = LlamaShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=128
@@ -144,3 +146,29 @@ def test_the_knee_is_where_the_latency_crosses_the_limit() -> None:
     assert knee_of([load(1, 0.1), load(2, 0.3)], limit=0.2) == pytest.approx(1.5)
     assert knee_of([load(1, 0.1), load(2, 0.15)], limit=0.2) == 2, "it was never crossed"
     assert knee_of([load(1, 0.4)], limit=0.2) == pytest.approx(0.5)
+
+
+RECURRING = RecurringSetting(
+    chunks=3, each=2, sentences=12, conversations=3, turns=4, new_tokens=2, known_spans=200
+)
+
+
+def test_conversations_paste_chunks_behind_their_history() -> None:
+    turns = list(draw_turns(RECURRING))
+    assert len(turns) == 12
+    assert [len(turn.messages) for turn in turns] == [1] * 3 + [3] * 3 + [5] * 3 + [7] * 3
+    assert all(0 < turn.chunk_characters < len(str(turn.messages[-1]["content"])) for turn in turns)
+    assert turns == list(draw_turns(RECURRING)), "equal seeds draw equal turns"
+
+
+@pytest.mark.slow
+def test_recurring_chunks_are_read_in_the_second_half(tiny_reader: LoadedModel) -> None:
+    steps: list[str] = []
+    result = bench_recurring(RECURRING, tiny_reader, steps.append)
+    assert result["turns"] == 6
+    assert 0.5 < result["read_share"] <= 1.1
+    assert result["ttft_speedup"] > 0
+    assert result["rate_ratio"] > 0
+    assert 0 <= result["equal_answers_share"] <= 1
+    assert result["detect_ms_32k_100000"] > 0
+    assert len(steps) == 13

@@ -49,6 +49,7 @@ def test_a_text_is_read_from_its_third_prompt_on(rag: RagCache) -> None:
     assert third.sources == (), "no document has the text"
 
 
+@pytest.mark.slow
 def test_an_observed_text_is_read_as_an_ingested_one_is(
     rag: RagCache, tmp_path: Path, model: LoadedModel
 ) -> None:
@@ -62,6 +63,7 @@ def test_an_observed_text_is_read_as_an_ingested_one_is(
     assert observed.choices[0].token_ids == ingested.choices[0].token_ids
 
 
+@pytest.mark.slow
 def test_an_ingested_text_does_not_become_an_observed_one(rag: RagCache) -> None:
     rag.ingest("texts", [SourceDocument("one", passage(1, 5))])
     for seeds in ([1, 2], [3, 1], [4, 1]):
@@ -70,6 +72,7 @@ def test_an_ingested_text_does_not_become_an_observed_one(rag: RagCache) -> None
     assert rag.modules.observed.all() == []
 
 
+@pytest.mark.slow
 def test_observed_states_stay_in_memory(rag: RagCache) -> None:
     for number, seeds in enumerate(([1, 2], [3, 1], [1, 4], [5, 1], [6, 1])):
         ask(rag, seeds, f"Question {number}?")
@@ -81,6 +84,7 @@ def test_observed_states_stay_in_memory(rag: RagCache) -> None:
     assert not store.persistent.holds(observed.key)
 
 
+@pytest.mark.slow
 def test_nothing_crosses_namespaces(rag: RagCache) -> None:
     other = rag.within("other")
     ask(rag, [1, 2], "How many days?")
@@ -92,6 +96,7 @@ def test_nothing_crosses_namespaces(rag: RagCache) -> None:
     assert here.key != there.key, "keys are salted"
 
 
+@pytest.mark.slow
 def test_a_request_can_leave_it_out(rag: RagCache) -> None:
     for seeds in ([1, 2], [3, 1], [4, 1]):
         assert ask(rag, seeds, "Who?", recognize_recurring=False).mode == "exact"
@@ -99,6 +104,7 @@ def test_a_request_can_leave_it_out(rag: RagCache) -> None:
     assert rag.modules.observed.all() == []
 
 
+@pytest.mark.slow
 def test_a_folder_can_leave_it_out(tmp_path: Path, model: LoadedModel) -> None:
     state = tmp_path / "state"
     with RagCache.open(state, model, force_modes=True, recognize_recurring=False) as rag:
@@ -118,6 +124,7 @@ def test_a_refused_mode_reads_nothing_and_fails_no_chat(
         assert [each.mode for each in rag.gate.results()] == ["rooted"]
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_text_ends_beyond_the_budget(
     tmp_path: Path, model: LoadedModel
 ) -> None:

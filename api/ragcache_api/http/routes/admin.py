@@ -39,10 +39,12 @@ from ragcache_api.http.protocol import (
     ExpireRequest,
     Flag,
     FlushResponse,
+    ForgottenResponse,
     MemoryResponse,
     ModuleResponse,
     ModuleTextResponse,
     MoveRequest,
+    ObservedResponse,
     PageOf,
     PageQuery,
     PageRequest,
@@ -207,6 +209,23 @@ def move_module(body: MoveRequest, change: ChangeDep) -> ChangesResponse:
 def expire_module(body: ExpireRequest, change: ChangeDep) -> ChangesResponse:
     """Limit how long a module's states are kept, unless they are pinned."""
     return change("expire", body.seconds)
+
+
+@router.get("/observed")
+def list_observed(context: ContextDep) -> PageOf[ObservedResponse]:
+    """List the texts that recurred in prompts and are read from states, the last used first."""
+    context.caller.require_operator()
+    found = context.rag.modules.observed.all()
+    return PageOf(items=[ObservedResponse.of(each) for each in found], total=len(found))
+
+
+@router.delete("/observed")
+def forget_observed(
+    context: ContextDep, ids: Annotated[list[str] | None, Query(alias="id")] = None
+) -> ForgottenResponse:
+    """Forget recurring texts and their states: some by id, or all with all fingerprints."""
+    context.caller.require_operator()
+    return ForgottenResponse(forgotten=context.rag.modules.observed.forget(ids))
 
 
 @router.post("/evict")

@@ -231,7 +231,11 @@ def _conversation(
     rag, options = AsyncRagCache(context.rag), body.reading()
     if body.collection is not None:
         options = body.retrieval() | context.selection | {"collection": body.collection}
-    options |= {"tools": tools, "recognize": recognize}
+    options |= {
+        "tools": tools,
+        "recognize": recognize,
+        "recognize_recurring": body.recognize_recurring,
+    }
     return lambda: rag.stream_chat(messages, generation=generation, **options)
 
 
