@@ -156,12 +156,31 @@ LIBRARIES = (
         note=TOOLS,
     ),
     Client(
+        "openai-agents-node",
+        "OpenAI Agents SDK for Node",
+        "https://github.com/openai/openai-agents-js",
+        ("@openai/agents@0.20.0", "openai@7.57.0", "zod@4.6.7"),
+        note=TOOLS,
+    ),
+    Client(
         "vercel-ai",
         "Vercel AI SDK",
         "https://github.com/vercel/ai",
         ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92"),
     ),
     Client("llm", "llm", "https://github.com/simonw/llm", ("llm==0.36",)),
+    Client(
+        "agno",
+        "Agno",
+        "https://github.com/agno-agi/agno",
+        ("agno==3.1.10", "openai==3.57.0"),
+    ),
+    Client(
+        "mastra",
+        "Mastra",
+        "https://github.com/mastra-ai/mastra",
+        ("@mastra/core@1.71.0",),
+    ),
     Client(
         "smolagents",
         "smolagents",
