@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -32,6 +33,7 @@ class Service:
     """Address without a path."""
     key: str
     """API key of the role that asks."""
+    admin_key: str
     process: Started
 
     @property
@@ -50,11 +52,18 @@ def service(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> It
             for name in names:
                 shutil.copy(REPOSITORY / "examples" / "handbook" / f"{name}.md", folder)
             rag.ingest(collection, folder)
-    made = CliRunner().invoke(app, ["keys", "create", "clients", "--state", str(state)])
-    assert made.exit_code == 0, made.output
+    keys = make_key(state, "clients"), make_key(state, "operator", "--role", "admin")
     process = start_server(state)
-    yield Service(process.url, made.stdout.split()[-1], process)
+    yield Service(process.url, *keys, process)
     assert process.stop() == 0
+
+
+def make_key(state: Path, name: str, *options: str) -> str:
+    """Make an API key, and return its secret."""
+    command = ["keys", "create", name, *options, "--state", str(state)]
+    made = CliRunner().invoke(app, command)
+    assert made.exit_code == 0, made.output
+    return made.stdout.split()[-1]
 
 
 @pytest.fixture(scope="session")

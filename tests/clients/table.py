@@ -229,7 +229,9 @@ PROGRAMS = (
         group="Programs",
         expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
         note="Its page lists `ragcache-reader` and one model for each collection, "
-        "`ragcache-reader@handbook`. Answers of these show their sources.",
+        "`ragcache-reader@handbook`. Answers of these show their sources. A model that follows "
+        "instructions writes titles, tags and follow-up questions; with the embedded reader, turn "
+        "them off (Admin Settings, Interface).",
     ),
     Client(
         "opencode",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,8 +60,16 @@ def is_ready(process: subprocess.Popen[bytes], health: str) -> bool:
         return False
 
 
-def test_page_shows_an_answer_and_its_source(chromium: webdriver.Chrome, address: str) -> None:
-    page = Page(chromium, address)
+def collections_asked(service: Service) -> dict[str, str]:
+    """The collections of the last requests by their ids, "" for none."""
+    told = httpx.get(f"{service.url}/admin/requests", headers={"x-api-key": service.admin_key})
+    return {each["id"]: each["collection"] for each in told.json()["recent"]}
+
+
+def test_page_shows_an_answer_and_its_source(
+    chromium: webdriver.Chrome, address: str, service: Service
+) -> None:
+    page, before = Page(chromium, address, seconds=180), collections_asked(service)
     page.window.get(address)
     page.click("button", "Okay, Let's Go!")
     page.click("#model-selector-model-button")
@@ -68,8 +77,15 @@ def test_page_shows_an_answer_and_its_source(chromium: webdriver.Chrome, address
     page.find("#chat-input").send_keys(QUESTION, Keys.ENTER)
 
     assert ANSWER in page.find(".chat-assistant", ANSWER).text
+    page.find("button[aria-label=Regenerate]")  # offered once the message has ended
+    page.until(lambda: not page.all("button[aria-label=Stop]"))  # title and tags have ended, too
     page.click("button", "Source")
     page.click("button", SOURCE)
     excerpt = page.find("[role=dialog]", "pool car").text
     assert SOURCE in excerpt
     assert page.faults() == []
+
+    now = collections_asked(service)
+    asked = Counter(now[each] for each in now.keys() - before.keys())
+    assert asked[COLLECTION] == 1, "titles and tags search no documents"
+    assert asked[""] >= 1

@@ -56,15 +56,15 @@ def chromium() -> Iterator[webdriver.Chrome]:
 class Page:
     """The page as a person sees and uses it. Finding waits until there is something to find."""
 
-    def __init__(self, window: webdriver.Chrome, address: str) -> None:
-        self.window, self.address = window, address
+    def __init__(self, window: webdriver.Chrome, address: str, seconds: float = SECONDS) -> None:
+        self.window, self.address, self.seconds = window, address, seconds
 
     def open(self, view: str) -> None:
         self.window.get("about:blank")
         self.window.get(f"{self.address}#/{view}")
 
     def until(self, holds: Callable[[], Any]) -> Any:
-        wait = WebDriverWait(self.window, SECONDS, 0.05, ignored_exceptions=[Exception])
+        wait = WebDriverWait(self.window, self.seconds, 0.05, ignored_exceptions=[Exception])
         return wait.until(lambda _: holds())
 
     def all(self, selector: str) -> list[WebElement]:
