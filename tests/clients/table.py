@@ -231,7 +231,7 @@ PROGRAMS = (
         note="Its page lists `ragcache-reader` and one model for each collection, "
         "`ragcache-reader@handbook`. Answers of these show their sources. A model that follows "
         "instructions writes titles, tags and follow-up questions; with the embedded reader, turn "
-        "them off (Admin Settings, Interface).",
+        "them off (Admin Panel, Settings, Interface).",
     ),
     Client(
         "opencode",
