@@ -14,11 +14,15 @@ from ragcache.errors import ConfigurationError
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
-Encoding = Literal["rooted", "isolated"]
+Encoding = Literal["rooted", "primed", "isolated"]
 """How the states of a module are encoded."""
 
 AFTER_PREAMBLE: Final = "rooted"
 """The encoding in which a module's tokens see the preamble of the prompts."""
+
+AFTER_OTHER_TEXT: Final = "primed"
+"""The encoding in which a module's tokens see the preamble and a priming text, which prompts do not
+contain."""
 
 WITHOUT_CONTEXT: Final = "isolated"
 """The encoding in which a module's tokens see only their own module."""
@@ -31,7 +35,8 @@ class ModeKind:
     name: str
     """The mode's name, in front of the colon."""
     encoding: Encoding | None
-    """How the states that the mode reads are encoded. A mode without an encoding reads none."""
+    """How the states of a prompt's first module are encoded. A mode without an encoding reads
+    none."""
     help: str
     """A sentence for users."""
     unit: Literal["", "tokens", "percent"] = ""
@@ -42,20 +47,45 @@ class ModeKind:
     """Largest number after the colon."""
     most_measured: int = 0
     """Largest number whose distance from `exact` is measured."""
+    later_encoding: Encoding | None = None
+    """How the states of further modules are encoded. Defaults to `encoding`."""
+    optional: bool = False
+    """Whether the number may be left out."""
 
     @property
     def spelling(self) -> str:
         """The form that users write, such as `linked:N`."""
-        return f"{self.name}:{'R' if self.unit == 'percent' else 'N'}" if self.unit else self.name
+        if not self.unit:
+            return self.name
+        number = ":R" if self.unit == "percent" else ":N"
+        return f"{self.name}[{number}]" if self.optional else self.name + number
+
+    @property
+    def numberless(self) -> bool:
+        """Whether the name alone is a mode."""
+        return self.optional or not self.unit
 
     @property
     def pattern(self) -> str:
         """Regular expression of the mode's texts."""
-        digits = len(str(self.most)) - 1
-        return f"{self.name}:[1-9][0-9]{{0,{digits}}}" if self.unit else self.name
+        if not self.unit:
+            return self.name
+        number = f":[1-9][0-9]{{0,{len(str(self.most)) - 1}}}"
+        return f"{self.name}({number})?" if self.optional else self.name + number
 
 
 _ROOTED = ModeKind("rooted", AFTER_PREAMBLE, "States that were encoded after the preamble.")
+_PRIMED = ModeKind(
+    "primed",
+    AFTER_PREAMBLE,
+    "Rooted, but modules after the first have states that were encoded behind other text; with N, "
+    "their first N tokens are computed in context.",
+    "tokens",
+    most=999_999,
+    most_measured=32,
+    later_encoding=AFTER_OTHER_TEXT,
+    optional=True,
+)
 _LINKED = ModeKind(
     "linked",
     AFTER_PREAMBLE,
@@ -75,7 +105,7 @@ _BLEND = ModeKind(
 _ISOLATED = ModeKind("isolated", WITHOUT_CONTEXT, "States that were encoded without any context.")
 _EXACT = ModeKind("exact", None, "No states: an ordinary prefill.")
 
-KINDS = {kind.name: kind for kind in (_ROOTED, _LINKED, _BLEND, _ISOLATED, _EXACT)}
+KINDS = {kind.name: kind for kind in (_ROOTED, _PRIMED, _LINKED, _BLEND, _ISOLATED, _EXACT)}
 """All kinds of reuse by name, in the order in which users read about them."""
 
 
@@ -93,7 +123,7 @@ class ReuseMode:
 
     kind: ModeKind
     amount: int = 0
-    """The number after the colon. 0 for kinds without a number."""
+    """The number after the colon. 0 for modes without a number."""
 
     @classmethod
     def parse(cls, text: str | ReuseMode) -> ReuseMode:
@@ -106,9 +136,9 @@ class ReuseMode:
             return text
         name, colon, number = str(text).partition(":")
         kind = KINDS.get(name)
-        if kind is None or bool(colon) is not bool(kind.unit):
+        if kind is None or (colon and not kind.unit) or not (colon or kind.numberless):
             raise ConfigurationError(f"unknown mode {text!r:.80}; modes: {spellings()}")
-        if not kind.unit:
+        if not colon:
             return cls(kind)
         if not (number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10):
             raise ConfigurationError(
@@ -119,12 +149,22 @@ class ReuseMode:
         return cls(kind, int(number))
 
     def __str__(self) -> str:
-        return f"{self.kind.name}:{self.amount}" if self.kind.unit else self.kind.name
+        return f"{self.kind.name}:{self.amount}" if self.amount else self.kind.name
 
     @property
     def encoding(self) -> Encoding | None:
-        """How the states that this mode reads are encoded, if it reads states."""
+        """How the states of a prompt's first module are encoded, if the mode reads states."""
         return self.kind.encoding
+
+    def encoding_at(self, place: int) -> Encoding | None:
+        """Return how the states of a prompt's module number `place` are encoded, from 0."""
+        return self.kind.later_encoding or self.encoding if place else self.encoding
+
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        """All encodings of the states that this mode reads."""
+        both = self.encoding, self.kind.later_encoding
+        return tuple(dict.fromkeys(each for each in both if each is not None))
 
     @property
     def reads_states(self) -> bool:
@@ -163,7 +203,7 @@ class ReuseMode:
 
         Numbers are rounded down to a power of two, so that few modes have to be measured.
         """
-        if not self.kind.unit:
+        if not self.amount:
             return self
         power = 1 << (self.amount.bit_length() - 1)
         return ReuseMode(self.kind, min(power, self.kind.most_measured))
@@ -194,5 +234,12 @@ def describe_kinds() -> str:
 
 ROOTED, ISOLATED, EXACT = ReuseMode(_ROOTED), ReuseMode(_ISOLATED), ReuseMode(_EXACT)
 
-GATED = (ROOTED, ReuseMode(_LINKED, 16), ReuseMode(_BLEND, 16), ISOLATED)
+GATED = (
+    ROOTED,
+    ReuseMode(_PRIMED),
+    ReuseMode(_PRIMED, 16),
+    ReuseMode(_LINKED, 16),
+    ReuseMode(_BLEND, 16),
+    ISOLATED,
+)
 """Modes that the gate measures by default."""

@@ -28,6 +28,8 @@ QUESTION = "Where does the spare key of the boathouse hang?"
 @pytest.mark.parametrize(
     ("text", "encoding", "linked", "percent", "measured"),
     [("rooted", "rooted", 0, 0, "rooted"),
+     ("primed", "rooted", 0, 0, "primed"),
+     ("primed:24", "rooted", 24, 0, "primed:16"),
      ("linked:1", "rooted", 1, 0, "linked:1"),
      ("linked:31", "rooted", 31, 0, "linked:16"),
      ("linked:999999", "rooted", 999_999, 0, "linked:32"),
@@ -49,10 +51,11 @@ def test_modes_are_parsed(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(text, "unknown mode .*; modes: rooted, linked:N, blend:R, isolated, exact$")
+    [(text, "unknown mode .*; modes: rooted, primed.:N., linked:N, blend:R, isolated, exact$")
      for text in ("Rooted", "", "fast", "linked", "blend", "rooted:3", "recognized:rooted")]
-    + [(text, f"write {text.split(':')[0]}:[NR], such as {text.split(':')[0]}:16")
-       for text in ("linked:", "linked:0", "linked:-1", "linked:1.5", "linked:٣", "blend:",
+    + [(text, f"write {text.split(':')[0]}.?:[NR].?, such as {text.split(':')[0]}:16")
+       for text in ("linked:", "linked:0", "linked:-1", "linked:1.5",
+                    "linked:٣", "blend:", "primed:", "primed:0",
                     "blend:0", "blend:0.5", "blend:015", "linked:" + 5000 * "9")]
     + [("linked:1000000", "it takes 1 to 999999 tokens"),
        ("blend:100", "it takes 1 to 99 percent")],
@@ -70,6 +73,19 @@ def test_leading_tokens_of_a_module_are_computed() -> None:
     assert [mode.leading_tokens(9) for mode in (ROOTED, ISOLATED, EXACT)] == [0, 0, 9]
 
 
+def test_the_first_module_of_a_primed_prompt_is_rooted() -> None:
+    primed = ReuseMode.parse("primed:4")
+    assert [primed.encoding_at(place) for place in range(3)] == ["rooted", "primed", "primed"]
+    assert [primed.leading_tokens(9, follows_preamble=each) for each in (True, False)] == [0, 4]
+    assert [mode.encoding_at(1) for mode in (ROOTED, ISOLATED, EXACT)] == [
+        "rooted",
+        "isolated",
+        None,
+    ]
+    assert primed.encodings == ("rooted", "primed")
+    assert (ISOLATED.encodings, EXACT.encodings) == (("isolated",), ())
+
+
 def test_a_field_of_a_model_takes_a_mode() -> None:
     class Body(BaseModel):
         mode: ReuseMode | None = None
@@ -78,9 +94,9 @@ def test_a_field_of_a_model_takes_a_mode() -> None:
     with pytest.raises(ValidationError, match="1 to 99 percent"):
         Body.model_validate({"mode": "blend:100"})
     [field, _] = Body.model_json_schema()["properties"]["mode"]["anyOf"]
-    for text in ("rooted", "linked:16", "blend:99"):
+    for text in ("rooted", "primed", "primed:16", "linked:16", "blend:99"):
         assert re.search(field["pattern"], text)
-    for text in ("linked", "linked:0", "blend:100", "fast", "rooted "):
+    for text in ("linked", "linked:0", "primed:", "primed:0", "blend:100", "fast", "rooted "):
         assert not re.search(field["pattern"], text)
 
 

@@ -62,7 +62,7 @@ class StateMetadata(NamedTuple):
     tokens: int
     """Length in tokens."""
     mode: str = ""
-    """`rooted`, `isolated`, `root` (a preamble) or `schema`."""
+    """An encoding of modules, `root` (tokens before modules) or `schema`."""
     root: KVKey | None = None
     """Key of the preamble that the states depend on."""
     model: str = ""

@@ -4,8 +4,8 @@ A wrong recipe gives wrong answers without an error: keys turned by other pairs,
 positions that is turned, an unknown window. The first model of an architecture is therefore shrunk
 to a few layers, heads, experts and words, with every flag as it is, and every parameter random: the
 weights of norms and biases, too, which would hide what they do at 1 and 0. Two modules are encoded
-away from their places, moved and read, and the log-probabilities of all tokens after them must be
-equal to Hugging Face's.
+away from their places, the second behind other text that no prompt contains, moved and read. The
+log-probabilities of all tokens after them must be equal to Hugging Face's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 4, 2, 4, 64, 320
 """Sizes of the tiny model; a head keeps its own."""
 WINDOW = 7  # of sliding windows: the first of the own tokens sees into both modules
 MODULES, OWN = (24, 5), 15  # tokens of the modules at the beginning of the text, and after them
-ELSEWHERE = (33, 4)  # where the modules are encoded, if they can move
+ELSEWHERE = (33, 9)  # where the modules are encoded, if they can move
+BEHIND = (0, 9)  # tokens right before each module that it sees and that prompts do not contain
 NOISE = 0.3  # on the weights of norms, and on biases
 SEEDS = (7, 8, 9)  # experts of a near tie may differ by rounding; a wrong recipe fails for all
 TOLERANCE = 1e-3  # of the spread of the log-probabilities; float32 differs by 1e-5 at most
@@ -140,28 +141,37 @@ def _difference(model: Any) -> float:
     vocabulary = model.get_input_embeddings().num_embeddings
     token_ids = torch.randint(vocabulary, (sum(MODULES) + OWN,), generator=generator)
     *modules, own = torch.split(token_ids, [*MODULES, OWN])
-    expected = expected_logits(model, modules, own).log_softmax(-1)
+    behind = [torch.randint(vocabulary, (count,), generator=generator) for count in BEHIND]
+    expected = expected_logits(model, modules, own, behind).log_softmax(-1)
     causal = wrap_causal(model)
     placed, at = [], 0
-    for module, elsewhere in zip(modules, ELSEWHERE, strict=True):
+    for module, other, elsewhere in zip(modules, behind, ELSEWHERE, strict=True):
         start = elsewhere if causal.scheme.movable else at
+        seen = []
+        if len(other):
+            states = causal.new_states(len(other))
+            _forward(causal, other, start - len(other), *states)
+            seen.append((KVStates(*states, start - len(other)), start - len(other)))
         keys, values = causal.new_states(len(module))
-        _forward(causal, module, start, keys, values)
+        _forward(causal, module, start, keys, values, seen)
         placed.append((KVStates(keys, values, start), at))
         at += len(module)
     logits = _forward(causal, own, at, *causal.new_states(len(own)), placed)
     return float((logits.log_softmax(-1) - expected).abs().max() / expected.std())
 
 
-def expected_logits(model: Any, modules: Sequence[Tensor], own: Tensor) -> Tensor:
+def expected_logits(
+    model: Any, modules: Sequence[Tensor], own: Tensor, behind: Sequence[Tensor]
+) -> Tensor:
     """Logits of the own tokens by Hugging Face alone, [T, vocabulary]: the model runs each module
-    by itself where it is placed, and its keys and values join the cache."""
+    where it is placed, right behind other tokens, and the module's keys and values join the
+    cache."""
     cache, at = DynamicCache(), 0
-    for module in modules:
-        alone = DynamicCache()
-        _call(model, module, at, alone)
+    for module, other in zip(modules, behind, strict=True):
+        alone, count = DynamicCache(), len(other)
+        _call(model, torch.cat([other, module]), at - count, alone)
         for number, layer in enumerate(alone.layers):
-            cache.update(layer.keys, layer.values, number)
+            cache.update(layer.keys[:, :, count:], layer.values[:, :, count:], number)
         at += len(module)
     return _call(model, own, at, cache)
 

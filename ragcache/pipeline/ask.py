@@ -101,12 +101,11 @@ class AskPipeline:
         asked = question_ids(encoder.model, encoder.frame, question.text, self.today)
         lay_out(layout, groups, asked, mode)
         states = None
-        if selection.hits and mode.encoding is not None:
+        if selection.hits and mode.reads_states:
             states = ModuleStates(
                 encoder,
                 self.catalog,
                 tuple(layout.groups),
-                mode.encoding,
                 self.scaffolds,
                 question.collection,
             )
@@ -167,7 +166,8 @@ def lay_out(
         size = len(group.token_ids)
         count = mode.leading_tokens(size, follows_preamble=number == 0)
         layout.compute(group.token_ids[:count])
-        layout.read(layout.add(group), count, size)
+        if encoding := mode.encoding_at(number):
+            layout.read(layout.add(replace(group, encoding=encoding)), count, size)
     layout.recomputed = len(layout.own)
     layout.compute(question)
 

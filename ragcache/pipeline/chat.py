@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, cast
 from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog, ModuleRow
 from ragcache.errors import EmptyQuestion, InvalidRequest
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import AFTER_PREAMBLE, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import (
@@ -150,8 +150,8 @@ class ChatPipeline:
         if chat.selection is not None:
             read_as = _searched_first(chat.selection.hits, read_as)
         states = None
-        if layout.spans and encoding is not None:
-            states = ModuleStates(encoder, self.catalog, tuple(layout.groups), encoding)
+        if layout.spans:
+            states = ModuleStates(encoder, self.catalog, tuple(layout.groups))
         citations = tuple((Citation.of(hit), group) for hit, group in read_as)
         return replace(
             layout.prompt(),
@@ -289,11 +289,13 @@ def lay_out_chat(
     groups: list[int | None] = []
     done = 0
     layout.compute(chat.lead)
-    for each, ids in zip(chat.found, tokens, strict=True):
+    for number, (each, ids) in enumerate(zip(chat.found, tokens, strict=True)):
         layout.compute(tokenizer.encode(chat.text[done : each.begin], first=done == 0))
         here = chat.text[each.begin : each.end]
         agreed = tokenizer.agreement(here, ids, whole=each.whole, first=each.begin == 0)
-        groups.append(_place(layout, each.module.id, ids, agreed, mode, fits_at))
+        modules = () if each.module.id == NO_DOCUMENT else (each.module.id,)
+        group = ModuleGroup(modules, ids, 0, mode.encoding_at(number) or AFTER_PREAMBLE)
+        groups.append(_place(layout, group, agreed, mode, fits_at))
         done = each.end
     layout.compute(tokenizer.encode(chat.text[done:], first=done == 0))
     layout.close()
@@ -301,14 +303,10 @@ def lay_out_chat(
 
 
 def _place(
-    layout: PromptLayout,
-    module: int,
-    token_ids: tuple[int, ...],
-    agreed: Agreement,
-    mode: ReuseMode,
-    fits_at: FitsAt,
+    layout: PromptLayout, module: ModuleGroup, agreed: Agreement, mode: ReuseMode, fits_at: FitsAt
 ) -> int | None:
     """Continue with a module, and return its group. Without usable states it is computed."""
+    token_ids = module.token_ids
     layout.compute(agreed.before)
     start = layout.length - agreed.begin
     begin = agreed.begin + mode.leading_tokens(agreed.end - agreed.begin)
@@ -317,8 +315,7 @@ def _place(
     layout.compute(token_ids[agreed.begin : begin])
     group = None
     if begin < agreed.end:
-        modules = () if module == NO_DOCUMENT else (module,)
-        group = layout.add(ModuleGroup(modules, token_ids, start))
+        group = layout.add(replace(module, start=start))
         layout.read(group, begin, agreed.end)
     layout.compute(agreed.after)
     return group

@@ -21,9 +21,10 @@ from ragcache.engine import Choice, Context, EncodeJob, LLMEngine, Request, Samp
 from ragcache.errors import EngineClosed, ModeRefused, PromptTooLong, StoreError
 from ragcache.fidelity import compare_first_tokens
 from ragcache.models import LoadedModel, prompt_frame
-from ragcache.modes import AFTER_PREAMBLE, GATED, ROOTED, ReuseMode
+from ragcache.modes import GATED, ROOTED, Encoding, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
 from ragcache.pipeline.blend import blend_prompt
+from ragcache.pipeline.module_states import Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
 
@@ -382,6 +383,15 @@ def measure_modes(
     return None
 
 
+class _Slot(NamedTuple):
+    """A document as it is encoded for a prompt."""
+
+    document: int
+    encoding: Encoding
+    start: int | None
+    """Position of states that cannot move."""
+
+
 class _Measurement:
     """The built-in prompts in the tokens of a model, asked through the engine that serves it.
 
@@ -393,6 +403,7 @@ class _Measurement:
         self.causal, self.engine = model.causal, engine
         frame = prompt_frame(model.tokenizer)
         self.preamble = tuple(model.encode(frame.preamble))
+        self.surroundings = Surroundings(model, self.preamble)
         self.documents = [tuple(model.encode_untrusted(each.text)) for each in DOCUMENTS]
         self.orders = [order[:count] for order in ORDERS]
         self.questions = [
@@ -437,10 +448,8 @@ class _Measurement:
             for order, questions in zip(self.orders, self.questions, strict=True)
             for question in questions
         ]
-        slots = list(dict.fromkeys(slot for layout in layouts for slot in self._slots(layout)))
-        before = Segment(root, 0) if mode.encoding == AFTER_PREAMBLE else None
-        jobs = [EncodeJob(self.documents[each], start, before) for each, start in slots]
-        encoded = dict(zip(slots, self.engine.encode(jobs), strict=True))
+        slots = dict.fromkeys(slot for layout in layouts for slot in self._slots(layout))
+        encoded = self._encoded(list(slots))
         contexts = []
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
@@ -461,16 +470,29 @@ class _Measurement:
         lay_out(layout, groups, question, mode)
         return layout
 
-    def _slots(self, layout: PromptLayout) -> list[tuple[int, int]]:
-        """Return each document of a prompt with the position at which it is encoded.
+    def _slots(self, layout: PromptLayout) -> list[_Slot]:
+        """Return each document of a prompt with its encoding.
 
-        States that can move are encoded in the first slot, others at their place in the prompt.
+        States that cannot move are encoded at their place in the prompt.
         """
-        first = None if not self.causal.scheme.movable else len(self.preamble)
+        movable = self.causal.scheme.movable
         return [
-            (group.modules[0], group.start if first is None else first)
+            _Slot(group.modules[0], group.encoding, None if movable else group.start)
             for group in layout.groups[1:]
         ]
+
+    def _encoded(self, slots: Sequence[_Slot]) -> dict[_Slot, KVStates]:
+        """Encode documents behind the tokens that they see."""
+        seen: dict[tuple[int, ...], Segment | None] = {(): None}
+        jobs = []
+        for slot in slots:
+            token_ids = self.documents[slot.document]
+            before, at = self.surroundings.place(len(token_ids), slot.encoding, slot.start)
+            if before not in seen:
+                [states] = self.engine.encode([EncodeJob(before)])
+                seen[before] = Segment(states, 0)
+            jobs.append(EncodeJob(token_ids, at, seen[before]))
+        return dict(zip(slots, self.engine.encode(jobs), strict=True))
 
     def _first_tokens(self, contexts: Sequence[Context]) -> list[Choice]:
         sampling = SamplingParams(first_logprobs=True)

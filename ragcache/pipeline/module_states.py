@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ragcache.db import Catalog, CollectionVersion, Members, ModuleRow, ScaffoldRows
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
-from ragcache.modes import AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
+from ragcache.modes import AFTER_OTHER_TEXT, AFTER_PREAMBLE, WITHOUT_CONTEXT, Encoding
 from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
@@ -32,6 +32,35 @@ Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 
 PORTION = 8
 """Modules that are leased at once while they are encoded. Limits the load on the host tier."""
+
+
+PRIMING_TEXT = """# The reading room
+
+The reading room is open from nine to six, and until eight on Wednesdays. Seats by the windows \
+cannot be reserved. Bags stay in the lockers next to the entrance, which take a coin of one \
+crown. Maps and newspapers are read in the room only; all other books may be borrowed for four \
+weeks, and twice as long between June and August. Eleonora Vance answers questions at the desk.
+
+# How a clay pot is made
+
+The potter cuts the clay, beats the air out of it and sets a lump in the middle of the wheel. \
+With wet hands she opens it, pulls up the wall and gives the rim its shape. The pot dries for \
+six days on a shelf without draft. It is then fired at about 900 degrees, dipped in glaze and \
+fired once more, hotter than before. One pot in twelve cracks, mostly because it was dried too \
+fast.
+
+# Report on the water meters
+
+In the third quarter 412 of 438 meters were read, six more than a year ago. Nine households did \
+not open, and two meters had stopped. The average use was 31 cubic meters, 4 percent less than \
+in the same months before, although the summer was dry. The committee proposes to replace the \
+oldest meters in March and to send readings by post no longer. Costs are estimated at 7,200 \
+crowns.
+
+"""
+"""The priming text: documents of no importance, which modules in later places of a prompt see when
+they are encoded. A change makes other keys (docs/internals/adr, 65).
+"""
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -83,6 +112,50 @@ class StateEncoder:
 
 
 @dataclass(eq=False)
+class Surroundings:
+    """The tokens that modules see when they are encoded."""
+
+    model: LoadedModel
+    preamble: tuple[int, ...]
+    """Tokens of prompts up to the first module."""
+
+    @cached_property
+    def priming(self) -> tuple[int, ...]:
+        """Tokens of the priming text."""
+        return tuple(self.model.encode_untrusted(PRIMING_TEXT))
+
+    def place(
+        self, length: int, encoding: Encoding, start: int | None = None
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the tokens that a module sees, from position 0 on, and the module's own position.
+
+        A priming text is cut where the module begins, or to the model's window.
+
+        Args:
+            length: Number of tokens of the module.
+            encoding: How the module is encoded.
+            start: Position of a module that cannot move. Others follow the tokens that they see.
+        """
+        before = () if encoding == WITHOUT_CONTEXT else self.preamble
+        if encoding == AFTER_OTHER_TEXT:
+            end = self.model.causal.window - length if start is None else start
+            before += self.priming[: max(0, end - len(before))]
+        return before, max(len(before), len(self.preamble)) if start is None else start
+
+
+class _WantedModule(NamedTuple):
+    """A module whose states are wanted."""
+
+    key: KVKey
+    token_ids: Sequence[int]
+    encoding: Encoding
+    start: int
+    """Position of the first token."""
+    before: tuple[int, ...]
+    """Tokens that the module sees."""
+
+
+@dataclass(eq=False)
 class ModuleEncoder(StateEncoder):
     """Leases the states of the preamble and of a collection's modules."""
 
@@ -124,7 +197,12 @@ class ModuleEncoder(StateEncoder):
 
     @cached_property
     def preamble_key(self) -> KVKey:
-        return self._state_key(self.preamble_ids, "root", 0)
+        return self._root_key(self.preamble_ids)
+
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What modules see when they are encoded."""
+        return Surroundings(self.model, tuple(self.preamble_ids))
 
     def key(
         self,
@@ -137,15 +215,15 @@ class ModuleEncoder(StateEncoder):
         Args:
             token_ids: Tokens of the module.
             encoding: How the states are encoded.
-            start: Position of the first token. Defaults to the position after the preamble.
+            start: Position of the first token. Defaults to the position after the tokens that the
+                module sees.
         """
-        root = self.preamble_key if encoding == AFTER_PREAMBLE else None
-        return self._state_key(token_ids, encoding, self._first if start is None else start, root)
+        return self._wanted(token_ids, encoding, start).key
 
     def lease(
         self,
         modules: Sequence[Sequence[int]],
-        encoding: Encoding = AFTER_PREAMBLE,
+        encodings: Encoding | Sequence[Encoding] = AFTER_PREAMBLE,
         origin: Origin = "question",
         starts: Sequence[int] | None = None,
     ) -> Lease:
@@ -153,7 +231,7 @@ class ModuleEncoder(StateEncoder):
 
         Args:
             modules: Tokens of each module.
-            encoding: How the states are encoded.
+            encodings: How the states are encoded: all of them, or each.
             origin: Purpose of the lease.
             starts: Positions of the modules in the prompt, which matter for models whose states
                 cannot move. Defaults to one module after the other, after the preamble.
@@ -162,54 +240,103 @@ class ModuleEncoder(StateEncoder):
             StoreError: The states cannot be stored. Never raised for questions, which are answered
                 from states in memory.
         """
-        starts = self._starts(modules, starts)
-        keys = [self.key(ids, encoding, at) for ids, at in zip(modules, starts, strict=True)]
+        wanted = self._all_wanted(modules, encodings, starts)
         if origin == "question":
-            self.store.look_up([self.preamble_key, *keys])
+            self.store.look_up([self.preamble_key, *(each.key for each in wanted)])
         with ExitStack() as undo:
-            lease = self.store.lease([self.preamble_key], self._request(origin, "root"))
+            lease = self._lease_root(self.preamble_ids, origin)
             undo.push(lease)
-            self._encode_missing(lease, {self.preamble_key: EncodeJob(self.preamble_ids)})
-            root = Segment(lease.states[0], 0) if encoding == AFTER_PREAMBLE else None
-            lease.extend(keys, self._request(origin, encoding, self.preamble_key))
-            placed = zip(keys, modules, starts, strict=True)
-            self._encode_missing(lease, {key: EncodeJob(ids, at, root) for key, ids, at in placed})
+            for (encoding, before), run in groupby(wanted, lambda w: (w.encoding, w.before)):
+                self._extend(lease, list(run), encoding, before, origin)
             undo.pop_all()
         return lease
 
     def prefetch(
         self,
         modules: Sequence[Sequence[int]],
-        encoding: Encoding,
+        encodings: Encoding | Sequence[Encoding],
         starts: Sequence[int] | None = None,
     ) -> None:
         """Start to bring the states of a coming lease to memory. Returns at once."""
-        placed = zip(modules, self._starts(modules, starts), strict=True)
-        keys = (self.key(ids, encoding, at) for ids, at in placed)
-        self.store.prefetch([self.preamble_key, *keys])
+        wanted = self._all_wanted(modules, encodings, starts)
+        self.store.prefetch([self.preamble_key, *(each.key for each in wanted)])
+
+    def _lease_root(self, token_ids: Sequence[int], origin: Origin) -> Lease:
+        """Lease the states of the tokens before modules. Encodes missing ones."""
+        key = self._root_key(token_ids)
+        with ExitStack() as undo:
+            lease = self.store.lease([key], self._request(origin, "root"))
+            undo.push(lease)
+            self._encode_missing(lease, {key: EncodeJob(token_ids)})
+            undo.pop_all()
+        return lease
+
+    def _extend(
+        self,
+        lease: Lease,
+        wanted: Sequence[_WantedModule],
+        encoding: Encoding,
+        before: tuple[int, ...],
+        origin: Origin,
+    ) -> None:
+        """Add modules to a lease that are encoded behind the same tokens. Encodes missing ones.
+
+        A prompt does not read these tokens, unless they are its preamble. They are leased only
+        while modules are encoded.
+        """
+        root = self._root_key(before) if before else self.preamble_key
+        lease.extend([each.key for each in wanted], self._request(origin, encoding, root))
+        if not lease.missing:
+            return
+        with ExitStack() as roots:
+            segment = None
+            if before:
+                other = root not in lease.found
+                held = roots.enter_context(self._lease_root(before, origin)) if other else lease
+                segment = Segment(held.found[root], 0)
+            jobs = {each.key: EncodeJob(each.token_ids, each.start, segment) for each in wanted}
+            self._encode_missing(lease, jobs)
+
+    def _root_key(self, token_ids: Sequence[int]) -> KVKey:
+        return self._state_key(token_ids, "root", 0)
+
+    def _wanted(
+        self, token_ids: Sequence[int], encoding: Encoding, start: int | None
+    ) -> _WantedModule:
+        before, at = self.surroundings.place(len(token_ids), encoding, start)
+        root = self._root_key(before) if before else None
+        key = self._state_key(token_ids, encoding, at, root)
+        return _WantedModule(key, token_ids, encoding, at, before)
+
+    def _all_wanted(
+        self,
+        modules: Sequence[Sequence[int]],
+        encodings: Encoding | Sequence[Encoding],
+        starts: Sequence[int] | None,
+    ) -> list[_WantedModule]:
+        each = [encodings] * len(modules) if isinstance(encodings, str) else encodings
+        placed = self._starts(modules, starts)
+        return [self._wanted(*wanted) for wanted in zip(modules, each, placed, strict=True)]
 
     def fits_at(self, start: int, length: int, encoding: Encoding | None) -> bool:
         """Tell whether the states of a module of `length` tokens can be read at a position."""
         if self.model.causal.scheme.movable:
             return True
-        first = 0 if encoding == WITHOUT_CONTEXT else self._first
+        first = 0 if encoding == WITHOUT_CONTEXT else len(self.preamble_ids)
         return first <= start and start + length <= self.model.causal.window
-
-    @property
-    def _first(self) -> int:
-        """Position of the first slot, right after the preamble."""
-        return len(self.preamble_ids)
 
     def _starts(
         self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
-    ) -> Sequence[int]:
+    ) -> Sequence[int | None]:
         """Return the positions at which the modules are encoded.
 
-        States that can move are encoded in the first slot, others at their place in the prompt.
+        States that can move have none of their own, others are encoded at their place in the
+        prompt.
         """
         if self.model.causal.scheme.movable:
-            return [self._first] * len(modules)
-        return wanted or list(accumulate([self._first, *map(len, modules)]))[:-1]
+            return [None] * len(modules)
+        first = len(self.preamble_ids)
+        return wanted or list(accumulate([first, *map(len, modules)]))[:-1]
 
 
 @dataclass(frozen=True, slots=True)

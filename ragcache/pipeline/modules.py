@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ragcache.config import check_numbers, check_texts
 from ragcache.db import (
@@ -20,7 +21,7 @@ from ragcache.db import (
     module_page,
 )
 from ragcache.errors import ConfigurationError
-from ragcache.modes import ISOLATED, ROOTED, ReuseMode
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.pipeline.observed import ObservedModules
 from ragcache.states import KVKey
@@ -128,7 +129,8 @@ class Modules:
         Args:
             collection: The collection.
             documents: Only modules of these documents.
-            mode: Encoding of the states: `rooted` or `isolated`.
+            mode: The mode whose questions are to find their states. `primed` has two of each
+                module.
             dry_run: Return the changes without making them.
             names: Only modules with these names.
 
@@ -136,14 +138,11 @@ class Modules:
             A change for each state that is moved or encoded.
 
         Raises:
-            ConfigurationError: States are not encoded in this mode.
+            ConfigurationError: The mode reads no states.
         """
-        parsed = ReuseMode.parse(mode)
-        encoding = parsed.encoding
-        if parsed not in (ROOTED, ISOLATED) or encoding is None:
-            raise ConfigurationError(
-                f"states are encoded {ROOTED} or {ISOLATED}, not {str(parsed)!r}"
-            )
+        encodings = ReuseMode.parse(mode).encodings
+        if not encodings:
+            raise ConfigurationError(f"mode {str(mode)!r} reads no states that could be warmed")
         rows = [
             row
             for row in self.catalog.modules(collection)
@@ -152,7 +151,8 @@ class Modules:
         ]
         tokens = self.tokens.of(rows)
         encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
-        wanted = {encoder.key(ids, encoding): row for ids, row in zip(tokens, rows, strict=True)}
+        placed = list(product(encodings, zip(tokens, rows, strict=True)))
+        wanted = {encoder.key(ids, encoding): row for encoding, (ids, row) in placed}
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
         missing = [key for key in wanted if not self.store.memory.is_known(key)]
@@ -161,7 +161,7 @@ class Modules:
             return done
         for key in missing:
             self.catalog.add_key(wanted[key].id, key)
-        for part in portions(tokens):
+        for encoding, part in product(encodings, portions(tokens)):
             with encoder.lease(part, encoding, "warm"):
                 pass
         return done

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
-from ragcache.modes import EXACT, ROOTED, Encoding, ReuseMode
+from ragcache.modes import AFTER_PREAMBLE, EXACT, ROOTED, Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.retrieval import Selection
@@ -27,6 +27,8 @@ class ModuleGroup:
     """Tokens of all modules, one after the other."""
     start: int
     """Position of the first token in the prompt."""
+    encoding: Encoding = AFTER_PREAMBLE
+    """How the states are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,6 @@ class ModuleStates:
     catalog: Catalog
     groups: tuple[ModuleGroup, ...]
     """The preamble, which is always leased, then the groups of modules."""
-    encoding: Encoding
     scaffolds: Scaffolds | None = None
     """Scaffolds of the namespace. Needed for groups of several modules."""
     collection: str = ""
@@ -104,12 +105,11 @@ class ModuleStates:
         return [group.token_ids for group in self.groups]
 
     def prefetch(self) -> None:
-        modules, starts = self._placed()
-        self.encoder.prefetch(modules, self.encoding, starts)
+        self.encoder.prefetch(*self._placed())
 
     def lease(self) -> Lease:
-        modules, starts = self._placed()
-        return self.encoder.lease(modules, self.encoding, starts=starts)
+        modules, encodings, starts = self._placed()
+        return self.encoder.lease(modules, encodings, starts=starts)
 
     def record_owners(self, lease: Lease) -> None:
         for group, key in zip(self.groups, lease.keys, strict=True):
@@ -118,9 +118,14 @@ class ModuleStates:
             elif group.modules and lease.source[key] == "encoded":
                 self.catalog.add_key(group.modules[0], key)
 
-    def _placed(self) -> tuple[list[tuple[int, ...]], list[int]]:
+    def _placed(self) -> tuple[list[tuple[int, ...]], list[Encoding], list[int]]:
+        """Return the tokens, the encoding and the position of each group of modules."""
         groups = self.groups[1:]
-        return [group.token_ids for group in groups], [group.start for group in groups]
+        return (
+            [group.token_ids for group in groups],
+            [group.encoding for group in groups],
+            [group.start for group in groups],
+        )
 
 
 PromptKind = Literal["question", "chat", "prompt"]

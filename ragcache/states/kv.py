@@ -156,7 +156,7 @@ def state_key(
         model: Fingerprint of the weights, the configuration and the dtype.
         tokenizer: Fingerprint of the tokenizer.
         scheme: Fingerprint of the position scheme.
-        mode: `rooted` or `isolated`.
+        mode: The encoding, or `root` or `schema`.
         token_ids: Tokens to encode.
         start: Position of the first token.
         root: Key of the preamble that preceded the tokens during encoding, if any.

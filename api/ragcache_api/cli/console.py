@@ -25,7 +25,7 @@ from typer.models import OptionInfo
 
 from ragcache.config import NAMESPACE, check_embedding, check_reranker
 from ragcache.errors import ModelNotFound, NoState, UnreadableDocument
-from ragcache.modes import ISOLATED, WITHOUT_CONTEXT, ReuseMode, describe_kinds
+from ragcache.modes import ROOTED, ReuseMode, describe_kinds
 
 if TYPE_CHECKING:
     from ragcache import Answer, AnswerSpan, AnswerStream, RagCache
@@ -316,8 +316,8 @@ def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> s
         options: Options with which the folder was opened.
     """
     words = ["ragcache", "warm", collection]
-    if mode.encoding == WITHOUT_CONTEXT:
-        words += ["--mode", str(ISOLATED)]
+    if mode.encodings != ROOTED.encodings:
+        words += ["--mode", str(mode)]
     for name, value in options.given().items():
         if name in ("state", "model", "dtype", "instruction"):
             words += [f"--{name}", str(value)]

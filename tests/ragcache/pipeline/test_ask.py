@@ -6,6 +6,7 @@ that is built by hand from what each token saw.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import date, datetime, tzinfo
@@ -256,34 +257,37 @@ def groups_of(modules: list[tuple[int, ...]], start: int) -> list[ModuleGroup]:
 
 
 def linked_context(
-    states: list[KVStates], modules: list[tuple[int, ...]], own: list[int], linked: int
+    states: list[KVStates], modules: list[tuple[int, ...]], own: list[int], mode: ReuseMode
 ) -> tuple[Context, TokenPrompt]:
     """states: of the preamble and of each module. The preamble's tokens do not matter where they
     are read."""
     layout = PromptLayout([0] * states[0].length)
     groups = groups_of(modules, states[0].length)
-    mode = ReuseMode.parse(f"linked:{linked}") if linked else ROOTED
     lay_out(layout, groups, own, mode)
     prompt = layout.prompt()
     keys = [KVKey(f"{number:064x}") for number in range(len(states))]
     return build_context(prompt, keys, states), prompt
 
 
+def linking(tokens: int) -> ReuseMode:
+    return ReuseMode.parse(f"linked:{tokens}") if tokens else ROOTED
+
+
 @torch.no_grad()
-def reference(plain: Any, linked: int) -> Tensor:
+def reference(plain: Any, linked: int, priming: Sequence[int] = ()) -> Tensor:
     """Every module after the preamble, then its first tokens again in context, then the question.
 
-    A module's cached rest saw the preamble right before it and the module's first tokens as they
-    were encoded. So these stand in the pass twice: for their module alone, and for everything that
-    is computed."""
-    size = len(PREAMBLE)
+    A module's cached rest saw the preamble right before it, for modules after the first with the
+    priming text in between, and the module's first tokens as they were encoded. So these stand in
+    the pass twice: for their module alone, and for everything that is computed.
+    """
     rows = [(position, token, "root", True) for position, token in enumerate(PREAMBLE)]
-    computed, position = [], size
+    computed, position = [], len(PREAMBLE)
     for number, module in enumerate(MODULES):
         count = min(linked, len(module)) if number else 0
-        rows += [
-            (position - size + i, t, f"module {number}", False) for i, t in enumerate(PREAMBLE)
-        ]
+        before = [*PREAMBLE, *priming] if number else PREAMBLE
+        start = position - len(before)
+        rows += [(start + i, t, f"module {number}", False) for i, t in enumerate(before)]
         for offset, token in enumerate(module):
             rows.append((position + offset, token, f"module {number}", offset >= count))
             if offset < count:
@@ -310,7 +314,7 @@ def test_a_linked_context_equals_the_pass_built_by_hand(linked: int) -> None:
     start = len(PREAMBLE)
     jobs = [EncodeJob(module, start, Segment(root, 0)) for module in MODULES]
     states = [root, *encode(causal, jobs)]
-    context, _ = linked_context(states, MODULES, OWN, linked)
+    context, _ = linked_context(states, MODULES, OWN, linking(linked))
     [logits] = last_logits(causal, [context])
     expected = reference(tiny_model("llama"), linked)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
@@ -319,6 +323,58 @@ def test_a_linked_context_equals_the_pass_built_by_hand(linked: int) -> None:
         with torch.no_grad():
             plain = tiny_model("llama")(torch.tensor([tokens])).logits[0, -1]
         torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["primed", "primed:1", "primed:4", "primed:99"])
+def test_a_primed_context_equals_the_pass_built_by_hand(mode: str) -> None:
+    """Modules after the first saw preamble and priming text; the question sees no priming text."""
+    causal, priming = wrap_causal(tiny_model("llama")), random_tokens(11, seed=5)
+    [root, other] = encode(causal, [EncodeJob(PREAMBLE), EncodeJob([*PREAMBLE, *priming])])
+    jobs = [
+        EncodeJob(module, before.length, Segment(before, 0))
+        for module, before in zip(MODULES, [root, *[other] * len(MODULES)], strict=False)
+    ]
+    states = [root, *encode(causal, jobs)]
+    parsed = ReuseMode.parse(mode)
+    context, _ = linked_context(states, MODULES, OWN, parsed)
+    [logits] = last_logits(causal, [context])
+    expected = reference(tiny_model("llama"), parsed.linked_tokens, priming)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    rooted = reference(tiny_model("llama"), parsed.linked_tokens)
+    assert torch.allclose(expected, rooted, rtol=1e-4, atol=1e-5) == (mode == "primed:99")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_primed_modules_see_the_priming_text(
+    tmp_path: Path, reader: LoadedModel, family: str
+) -> None:
+    """Of a model whose positions cannot move, they see as much of it as stands before them."""
+    causal = wrap_causal(tiny_model(family, vocab_size=len(reader.tokenizer)))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    with RagCache.open(tmp_path / "state", model, max_tokens=4) as rag:
+        rag.ingest("notes", DOCUMENTS)
+        asked = {"collection": "notes", "k": 3, "relative_threshold": 0.0}
+        first, again = (rag.ask(QUESTION, mode="primed", **asked) for _ in range(2))
+        assert [source.tier for source in first.sources] == ["host", "encoded", "encoded"]
+        assert {source.tier for source in again.sources} == {"host"}
+        assert again.choices[0].token_ids == first.choices[0].token_ids
+        ask = rag.internals.ask
+        [prompt] = ask.prepare_prompts(
+            [QUESTION], "notes", SearchParams(k=3, relative_threshold=0.0),
+            ReuseMode.parse("primed"),
+        )  # fmt: skip
+        assert isinstance(prompt.states, ModuleStates)
+        preamble, priming = ask.encoder.preamble_ids, ask.encoder.surroundings.priming
+        with prompt.states.lease() as lease:
+            for group, states in list(zip(prompt.states.groups, lease.states, strict=True))[2:]:
+                room = len(priming) if causal.scheme.movable else group.start - len(preamble)
+                before = [*preamble, *priming[:room]]
+                [root] = encode(causal, [EncodeJob(before)])
+                at = len(before) if causal.scheme.movable else group.start
+                [expected] = encode(causal, [EncodeJob(group.token_ids, at, Segment(root, 0))])
+                assert states.start == at
+                torch.testing.assert_close(states.keys, expected.keys)
+                torch.testing.assert_close(states.values, expected.values)
 
 
 @given(
@@ -331,7 +387,7 @@ def test_every_position_stands_in_a_segment_or_is_computed(
 ) -> None:
     empty = partial(torch.zeros, 1, 1)
     states = [KVStates(empty(n, 2), empty(n, 2), 3) for n in (3, *map(len, modules))]
-    context, prompt = linked_context(states, list(map(tuple, modules)), own, linked)
+    context, prompt = linked_context(states, list(map(tuple, modules)), own, linking(linked))
     kept = [at for segment in context.segments for at in range(segment.start, segment.end)]
     assert sorted([*kept, *context.position_ids]) == list(range(context.next_position))
     assert list(context.position_ids) == sorted(context.position_ids)
@@ -395,7 +451,9 @@ def all_tokens(prompt: TokenPrompt) -> list[int]:
     return [places[at] for at in range(prompt.end)]
 
 
-@pytest.mark.parametrize("mode", ["rooted", "isolated", "linked:3", "linked:999", "exact"])
+@pytest.mark.parametrize(
+    "mode", ["rooted", "isolated", "primed", "primed:3", "linked:999", "exact"]
+)
 @pytest.mark.parametrize("numbers", [(3, 1), (1, 2, 3), (2,)])
 def test_every_mode_builds_the_same_tokens(
     pipeline: AskPipeline, mode: str, numbers: tuple[int, ...]
@@ -461,7 +519,8 @@ def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline
     assert isinstance(prompt.states, ModuleStates)
     assert [group.modules for group in prompt.states.groups] == [(), (3,), (1,)]
     assert [group.start for group in prompt.states.groups] == [s.start for s in prompt.spans]
-    assert (prompt.states.encoding, prompt.recomputed, prompt.cacheable) == ("rooted", 0, True)
+    assert {group.encoding for group in prompt.states.groups} == {"rooted"}
+    assert (prompt.recomputed, prompt.cacheable) == (0, True)
     assert prompt.retrieved.citations == (
         (Citation("leave", "leave#1", "/leave", 1 / 3, text=ROWS[2].text), 1),
         (Citation("boats", "boats#1", "/boats", 1.0, text=ROWS[0].text), 2),

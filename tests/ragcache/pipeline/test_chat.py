@@ -533,7 +533,7 @@ def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) 
     [read] = pipeline.prepare_prompts([chat], ChatCall(ISOLATED))
     [exact] = pipeline.prepare_prompts([chat], ChatCall(EXACT))
     assert isinstance(read.states, ModuleStates)
-    assert read.states.encoding == "isolated"
+    assert [group.encoding for group in read.states.groups[1:]] == ["isolated"]
     assert (exact.states, exact.spans, exact.cacheable) == (None, (), False)
     assert [(cited.module, group) for cited, group in exact.retrieved.citations] == [("d#1", None)]
     assert len(exact.computed_tokens) == exact.end
