@@ -8,6 +8,8 @@ import { account } from "../answers.js";
 
 const MODES = [
   ["rooted", "rooted: after the preamble"],
+  ["primed", "primed: later modules behind other text"],
+  ["primed:16", "primed:16: the same, first 16 tokens anew"],
   ["isolated", "isolated: each module alone"],
   ["linked:4", "linked:4: first 4 tokens anew"],
   ["linked:16", "linked:16: first 16 tokens anew"],
