@@ -53,11 +53,12 @@ class AskOptions(SearchOptions, total=False):
     mode: str | ReuseMode
     """How stored states are read.
 
-    `rooted` (default) reads states that were encoded after the preamble. `linked:N` also computes
-    the first N tokens of each module in context, `blend:R` the R percent of the modules' tokens
-    that context changes most. `primed` reads modules after the first from states that were encoded
-    behind other text; `primed:N` also computes the first N tokens of these. `isolated` reads states that were encoded without the preamble.
-    `exact` reads no states and computes everything."""
+    `rooted` (default) reads states that were encoded after the preamble. `linked:N` also
+    computes the first N tokens of each module in context, `blend:R` the R percent of the
+    modules' tokens that context changes most. `primed` reads modules after the first from
+    states that were encoded behind other text; `primed:N` also computes the first N tokens of
+    these. `isolated` reads states that were encoded without the preamble. `exact` reads no
+    states and computes everything."""
     generation: GenerationParams
     """How the answer is generated. Defaults to one greedy answer, which the embedded reader quotes
     from the documents (`GenerationParams.extractive`)."""
