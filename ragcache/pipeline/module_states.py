@@ -201,7 +201,7 @@ class ModuleEncoder(StateEncoder):
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """What modules see when they are encoded."""
+        """Tokens that modules see when they are encoded."""
         return Surroundings(self.model, tuple(self.preamble_ids))
 
     def key(

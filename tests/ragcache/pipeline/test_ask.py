@@ -348,7 +348,7 @@ def test_a_primed_context_equals_the_pass_built_by_hand(mode: str) -> None:
 def test_primed_modules_see_the_priming_text(
     tmp_path: Path, reader: LoadedModel, family: str
 ) -> None:
-    """Of a model whose positions cannot move, they see as much of it as stands before them."""
+    """Modules whose positions cannot move see as much of it as stands before them."""
     causal = wrap_causal(tiny_model(family, vocab_size=len(reader.tokenizer)))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(tmp_path / "state", model, max_tokens=4) as rag:
