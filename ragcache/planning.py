@@ -16,8 +16,8 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 
 from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.db import Catalog
-from ragcache.documents import load_sources, split_document
+from ragcache.documents import SkippedFile, load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
@@ -55,6 +55,10 @@ class Corpus:
     """Number of documents."""
     modules: tuple[Sequence[int], ...]
     """Token ids of each module."""
+    skipped: tuple[SkippedFile, ...] = ()
+    """Files that an ingestion would skip, each with the reason."""
+    omitted: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    """Descriptions of content that the documents omit, such as scanned pages, by id."""
 
     @property
     def tokens(self) -> int:
@@ -68,13 +72,14 @@ def corpus_of_sources(
     progress: Progress = lambda *_: None,
 ) -> Corpus:
     """Return the corpus of documents, split as in ingestion. Raises `DocumentError`."""
-    documents = load_sources(sources).documents
+    loaded = load_sources(sources)
+    documents = loaded.documents
     modules: list[array[int]] = []
     for number, document in enumerate(documents, start=1):
         parts = split_document(document, module_tokens, model.encode_untrusted)
         modules += [array("i", each.token_ids) for each in parts]
         progress(number, len(documents))
-    return Corpus(len(documents), tuple(modules))
+    return Corpus(len(documents), tuple(modules), tuple(loaded.skipped), loaded.omitted)
 
 
 def corpus_of_collection(

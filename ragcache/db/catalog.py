@@ -162,8 +162,8 @@ class Catalog:
             documents: Documents to store.
             removed: Ids of documents to delete.
             moved: Documents to rename.
-            job: Job that makes the change, which ends with it. Documents that were deleted since it
-                was queued are left out.
+            job: Job that makes the change. Documents that were deleted since it was queued are left
+                out.
 
         Returns:
             Keys of states without an owner. Their rows are deleted already.

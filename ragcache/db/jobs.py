@@ -91,10 +91,12 @@ class JobRequest:
 
 
 class RunningJob(NamedTuple):
-    """A job and the session that must still run it when it ends."""
+    """A job and the session that must still run it when it changes documents."""
 
     id: int
     session: str
+    ends: bool = True
+    """Whether the change is the job's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,10 +407,10 @@ def hand_over(session: Session, sessions: Sequence[str]) -> None:
 
 
 def complete(session: Session, job: RunningJob) -> list[KVKey]:
-    """End a job in the transaction that stores its documents.
+    """Check a job in the transaction that stores its documents, and end it if it `ends`.
 
     Returns:
-        Keys that the job and earlier, ended jobs of its target owned.
+        Keys that the job, if it has ended, and earlier jobs of its target owned.
 
     Raises:
         JobCanceled: The job was canceled.
@@ -417,6 +419,8 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
     done = session.get_one(JobTable, job.id, with_for_update=True)
     if (done.session, done.status) != (job.session, "running"):
         raise _gone(session, job.id)
+    if not job.ends:
+        return []
     same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
     ended = exists().where(JobTable.id == JobStateTable.job_id, same, JobTable.status.not_in(OPEN))
     held = or_(JobStateTable.job_id == job.id, ended)

@@ -63,6 +63,10 @@ class OpenConfig(TierOptions, Params):
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"
     """Most bytes of documents that wait for background ingestion. Further documents are refused."""
+    batch_documents: Annotated[int, Field(ge=1)] = 100
+    """Most documents that an ingestion encodes before questions can find them."""
+    batch_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """Seconds after which an ingestion lets questions find the documents that it has encoded."""
     document_bytes: Size = "256MiB"
     """Most bytes that a file may unpack to, and most characters of its text."""
     document_memory: Size = "1GiB"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -224,8 +225,9 @@ class Ingestor:
     ) -> Ingestion:
         """Store documents as `ingest` does, for a job that is running.
 
-        States are on disk before a row refers to them. All rows change in one transaction, which
-        ends the job, so that no answer mixes old and new documents.
+        States are on disk before a row refers to them. Rows change in batches of
+        `OpenConfig.batch_documents` documents, each in one transaction. The last one also removes
+        and renames documents, and ends the job.
 
         Raises:
             DocumentError: Two files would be stored under one id.
@@ -266,16 +268,9 @@ class Ingestor:
         self._jobs.describe(job, len(modules), {**report, "skipped": skipped})
         encoded, stores = 0, bool(prepared or report["removed"] or changes.moved)
         if stores:
-            rows, encoded = self._encode(job, prepared, progress)
-            freed = self.catalog.replace_documents(
-                collection,
-                rows,
-                removed=report["removed"],
-                moved=changes.moved,
-                job=RunningJob(job, self._jobs.session),
-            )
-            self.store.discard(freed)
-            self.retriever.indexes.update(collection)
+            store = partial(self._store, collection, RunningJob(job, self._jobs.session))
+            rows, encoded = self._encode(job, prepared, progress, partial(store, ends=False))
+            store(rows, removed=report["removed"], moved=changes.moved)
         encoded += self._encode_lost(collection, changes.unchanged)
         if not stores:
             self._jobs.finish(job)
@@ -290,6 +285,24 @@ class Ingestor:
             encoded=encoded,
             **report,
         )
+
+    def _store(
+        self,
+        collection: str,
+        job: RunningJob,
+        rows: Sequence[NewDocument],
+        *,
+        removed: Sequence[str] = (),
+        moved: Sequence[MovedDocument] = (),
+        ends: bool = True,
+    ) -> None:
+        """Change the rows of a collection in one transaction, and let questions find the change."""
+        job = job._replace(ends=ends)
+        freed = self.catalog.replace_documents(
+            collection, rows, removed=removed, moved=moved, job=job
+        )
+        self.store.discard(freed)
+        self.retriever.indexes.update(collection)
 
     def _encode_lost(self, collection: str, documents: frozenset[str]) -> int:
         """Encode modules of these documents whose states were lost, and return how many.
@@ -354,18 +367,38 @@ class Ingestor:
         return [(d, split_document(d, limit, tokenize, note)) for d in documents]
 
     def _encode(
-        self, job: int, prepared: Sequence[Prepared], progress: Progress | None
+        self,
+        job: int,
+        prepared: Sequence[Prepared],
+        progress: Progress | None,
+        store_batch: Callable[[Sequence[NewDocument]], None],
     ) -> tuple[list[NewDocument], int]:
-        """Encode documents, and return their rows and the number of encoded modules.
+        """Encode documents, and return the rows of the last batch and the number of modules.
 
         New states belong to the job. If it is interrupted, the next job of the collection finds
         them.
+
+        Args:
+            job: The job.
+            prepared: The documents.
+            progress: Called with the number of encoded modules.
+            store_batch: Stores a batch of documents whose states are on disk. Not called for the
+                last batch.
+
+        Returns:
+            The rows of the last batch, and the number of encoded modules.
         """
-        jobs, rows, done, encoded = self._jobs, [], 0, 0
+        jobs, done, encoded = self._jobs, 0, 0
+        rows: list[NewDocument] = []
+        began = time.monotonic()
         total = sum(len(modules) for _, modules in prepared)
         note = jobs.progress(job)
         with ExitStack() as writing:  # holds a lease whose blobs are written during the next one
             for document, modules in prepared:
+                if self._is_batch(rows, time.monotonic() - began):
+                    writing.close()
+                    store_batch(rows)
+                    rows, began = [], time.monotonic()
                 for part in portions([module.token_ids for module in modules]):
                     jobs.expect(job, [self.encoder.key(ids) for ids in part])
                     if self.turns.contended:
@@ -384,6 +417,12 @@ class Ingestor:
                         progress(done, total)
                 rows.append(self._row(document, modules))
         return rows, encoded
+
+    def _is_batch(self, rows: Sequence[NewDocument], seconds: float) -> bool:
+        """Tell whether documents that took some seconds are to be stored before more follow."""
+        config = self.config
+        full = len(rows) >= config.batch_documents or seconds >= config.batch_seconds
+        return full and bool(rows)
 
     def _digest(self, document: SourceDocument) -> str:
         """Return a digest of the text, the metadata and all settings of the splitter."""

@@ -17,6 +17,7 @@ from rich.markup import escape
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import LEDGER, STORE, Offer, expand_options
+from ragcache_api.cli.progress import progress_bar
 from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def verify(
     ui.check_state(settings)
     from ragcache.store.verify import verify as verify_store
 
-    opened, bar = ui.inspect_store(settings), ui.progress_bar("verifying")
+    opened, bar = ui.inspect_store(settings), progress_bar("verifying")
     with bar as progress, opened as (_, store):
         report = verify_store(store, repair=repair, progress=progress)
     if as_json:

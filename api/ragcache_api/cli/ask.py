@@ -17,6 +17,7 @@ from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ASKING, ONE_ANSWER, WITHOUT_DOCUMENTS, Offer, expand_options
+from ragcache_api.cli.progress import progress_bar
 from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
@@ -146,9 +147,9 @@ def demo(
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
         RagCache.open(state, dtype=dtype, embedding="none", force_modes=True) as rag,
     ):
-        with ui.progress_bar("encoding modules") as progress:
+        with progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
-        with ui.progress_bar("asking") as progress:
+        with progress_bar("asking") as progress:
             answers = []
             for number, question in enumerate(QUESTIONS, start=1):
                 answers.append(_measure(rag, question))

@@ -10,7 +10,7 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from typer.models import OptionInfo
 
@@ -203,16 +202,6 @@ def print_json(value: Any) -> None:
 
 def _json_value(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error if it is a terminal. Yields `report(done, total)`."""
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not errors.is_terminal  # rich would leave an empty line in a log
-    with Progress(*columns, console=errors, transient=True, disable=hidden) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def format_milliseconds(seconds: float) -> str:

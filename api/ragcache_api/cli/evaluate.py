@@ -17,6 +17,7 @@ from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, Offer, expand_options
+from ragcache_api.cli.progress import progress_bar
 from ragcache_api.settings import ServiceOptions
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def evaluate_command(
             "relative threshold": search.relative_threshold,
             "sent by": through,
         }
-        with ui.progress_bar("asking") as progress:
+        with progress_bar("asking") as progress:
             evaluation = evaluate_modes(
                 rag,
                 name,
@@ -141,7 +142,7 @@ def _calibrate(
     """Fit a calibration, store it with the collection, and print its effect."""
     from ragcache.calibration import collect_examples, cross_validate, fit_calibration
 
-    with ui.progress_bar("asking, with and without the documents") as progress:
+    with progress_bar("asking, with and without the documents") as progress:
         examples = collect_examples(rag, collection, questions, progress=progress, **options)
     fitted, report = fit_calibration(examples), cross_validate(examples)
     rag.collections.set_calibration(collection, fitted, extractive=options["extractive"])
@@ -209,7 +210,7 @@ def _opened(
         else:
             _check_own(options, collection, dataset)
         rag = stack.enter_context(ui.open_rag(options, force_modes=True))
-        with ui.progress_bar("encoding") as progress:
+        with progress_bar("encoding") as progress:
             rag.ingest(collection, drawn.documents, progress=progress)
         yield rag, collection
 

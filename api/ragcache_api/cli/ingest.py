@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeRemainingColumn
 
 from ragcache.config import NAMESPACE
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import INGESTING, LEDGER, expand_options
+from ragcache_api.cli.progress import stages
 from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
@@ -54,9 +54,14 @@ def ingest(
     Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, paths)
-    with ui.open_rag(options) as rag, _bars() as bars, _unread(strict=strict):
+    with ui.open_rag(options) as rag, _progress() as shown, _unread(strict=strict):
         done = rag.ingest(
-            collection, paths, include=include or (), exclude=exclude or (), strict=strict, **bars
+            collection,
+            paths,
+            include=include or (),
+            exclude=exclude or (),
+            strict=strict,
+            **shown,
         )
     _report(done, as_json=as_json)
 
@@ -81,9 +86,14 @@ def sync(
         raise UnreadableDocument(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
-    with ui.open_rag(options) as rag, _bars() as bars, _unread(strict=strict):
+    with ui.open_rag(options) as rag, _progress() as shown, _unread(strict=strict):
         done = rag.sync(
-            collection, folder, include=include or (), exclude=exclude or (), strict=strict, **bars
+            collection,
+            folder,
+            include=include or (),
+            exclude=exclude or (),
+            strict=strict,
+            **shown,
         )
     _report(done, as_json=as_json)
 
@@ -112,23 +122,10 @@ def _unread(*, strict: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _bars() -> Iterator[dict[str, Callable[..., None]]]:
-    """Show a bar for each stage on standard error if it is a terminal.
-
-    Yields arguments of `RagCache.ingest` that report to the bars.
-    """
-    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(
-        *columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal
-    ) as bars:
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield {"progress": partial(report, "encoding"), "preparing": report}
+def _progress() -> Iterator[dict[str, Callable[..., None]]]:
+    """Yield arguments of `RagCache.ingest` that report its stages."""
+    with stages() as report:
+        yield {"progress": partial(report, "encoding modules"), "preparing": report}
 
 
 def _report(done: Ingestion, *, as_json: bool) -> None:
@@ -144,23 +141,32 @@ def _report(done: Ingestion, *, as_json: bool) -> None:
 def _print_summary(done: Ingestion) -> None:
     moved = f", {len(done.renamed)} renamed" if done.renamed else ""
     removed = f", {len(done.removed)} removed" if done.removed else ""
+    new = ""
+    if done.modules:
+        new = f": {done.modules} modules of {done.tokens:,} tokens, {done.encoded} states encoded"
+    elif done.encoded:
+        new = f": {done.encoded} states of unchanged documents encoded, which this model lacked"
     ui.console.print(
         f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged"
-        f"{moved}{removed} in [bold]{escape(done.collection)}[/]: {done.modules} modules of "
-        f"{done.tokens:,} tokens, {done.encoded} states encoded"
+        f"{moved}{removed} in [bold]{escape(done.collection)}[/]{new}"
     )
     for old, new in done.renamed.items():
         ui.console.print(f"[dim]renamed: {escape(old)} to {escape(new)}[/]")
     _print_names("removed", done.removed)
-    _print_skipped("[dim]skipped", (file for file in done.skipped if not file.failed))
-    _print_skipped("[bold red]not read[/][dim]", done.failed)
-    for name, lacks in done.omitted.items():
-        ui.console.print(f"[yellow]left out of {escape(name)}:[/] {escape('; '.join(lacks))}")
+    print_unread(done.skipped, done.omitted)
     if done.vanished:
         _print_names("vanished", done.vanished)
         ui.console.print(
             "[yellow]these documents still answer; `ragcache sync` removes what is gone[/]"
         )
+
+
+def print_unread(skipped: Sequence[SkippedFile], omitted: Mapping[str, Sequence[str]]) -> None:
+    """Print the files that were not read, by reason, and the content that documents omit."""
+    _print_skipped("[dim]skipped", (file for file in skipped if not file.failed))
+    _print_skipped("[bold red]not read[/][dim]", (file for file in skipped if file.failed))
+    for name, lacks in omitted.items():
+        ui.console.print(f"[yellow]left out of {escape(name)}:[/] {escape('; '.join(lacks))}")
 
 
 def _print_skipped(label: str, files: Iterable[SkippedFile]) -> None:
@@ -214,7 +220,7 @@ def cancel_job(
     options: Annotated[ServiceOptions, LEDGER],
     namespace: NamespaceOption = NAMESPACE,
 ) -> None:
-    """End a job that waits or runs, in whichever process; it then stores and removes nothing."""
+    """End a job that waits or runs, in whichever process; it then changes nothing more."""
     with _jobs(options.settings(), namespace) as jobs:
         row = jobs.cancel(job)
     ui.console.print(f"job {job} is {row.status}")

@@ -13,7 +13,9 @@ from rich.table import Table
 
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
+from ragcache_api.cli.ingest import print_unread
 from ragcache_api.cli.options import Offer, expand_options
+from ragcache_api.cli.progress import progress_bar
 from ragcache_api.settings import ServiceOptions, ServiceSettings
 
 if TYPE_CHECKING:
@@ -225,9 +227,11 @@ def plan(
         )
     advice = advise(made)
     if as_json:
-        ui.print_json(made.to_dict() | {"advice": advice})
+        unread = {"skipped": corpus.skipped, "omitted": corpus.omitted}
+        ui.print_json(made.to_dict() | {"advice": advice} | unread)
     else:
         _print_plan(made, advice)
+        print_unread(corpus.skipped, corpus.omitted)
 
 
 def _corpus(
@@ -236,7 +240,7 @@ def _corpus(
     from ragcache.db import Catalog
     from ragcache.planning import corpus_of_collection, corpus_of_sources
 
-    with ui.progress_bar("reading the corpus") as progress:
+    with progress_bar("reading the corpus") as progress:
         if collection is None:
             return corpus_of_sources(model, paths, settings.module_tokens, progress)
         with ui.open_ledger(settings) as database:

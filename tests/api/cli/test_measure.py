@@ -17,9 +17,11 @@ runner = CliRunner()
 
 @pytest.mark.slow
 def test_a_plan_of_files_is_printed(notes: Path, tmp_path: Path) -> None:
+    (notes / "scan.pdf").write_bytes(b"no PDF")
     where = ["--state", str(tmp_path / "state"), "--sample", "2", "--device-bytes", "1KiB"]
     shown = runner.invoke(app, ["plan", str(notes), *where])
     assert shown.exit_code == 0
+    assert "scan.pdf: it is damaged, or no PDF" in shown.output
     for word in ("3 documents", "device", "int8", "computed in", "bytes per token", "Ingestion"):
         assert word in shown.output
     assert not (tmp_path / "state").exists(), "a plan changes nothing"

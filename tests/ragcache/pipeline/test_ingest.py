@@ -71,6 +71,45 @@ def test_progress_counts_modules_up_to_all_of_them(rag: RagCache) -> None:
     assert (len(counts) > 1, counts[-1]) == (True, done.modules)
 
 
+@pytest.mark.parametrize(
+    "options", [{"batch_documents": 1}, {"batch_seconds": 0}], ids=["count", "time"]
+)
+def test_documents_are_found_before_their_ingestion_ends(
+    tmp_path: Path, model: LoadedModel, options: dict[str, Any]
+) -> None:
+    found: list[list[str]] = []
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, **options) as rag:
+
+        def look(done: int, total: int) -> None:
+            there = bool(rag.collections.page().items)
+            found.append([row.document for row in rag.modules.all("c")] if there else [])
+            assert rag.jobs.list().items[0].status == "running"
+
+        done = rag.ingest("c", [*DOCUMENTS, SourceDocument("oar", "An oar.")], progress=look)
+        assert found == [[], ["kiln"], ["kiln", "lamp"]]
+        assert [row.document for row in rag.modules.all("c")] == ["kiln", "lamp", "oar"]
+        assert (done.added, done.modules) == (3, 3)
+        assert rag.jobs.list().items[0].status == "done"
+
+
+def test_a_canceled_ingestion_keeps_the_batches_that_it_stored(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path / "state", model, max_tokens=4, batch_documents=1) as rag:
+        rag.ingest("c", [SourceDocument("old", "An old text.")])
+
+        def cancel(done: int, total: int) -> None:
+            if done == 2:
+                rag.jobs.cancel(rag.jobs.list().items[0].id)
+
+        documents = [*DOCUMENTS, SourceDocument("oar", "An oar.")]
+        with pytest.raises(JobCanceled):
+            rag.sync("c", documents, progress=cancel)
+        assert [row.document for row in rag.modules.all("c")] == ["old", "kiln"]
+        done = rag.sync("c", documents)
+        assert (done.added, done.unchanged, done.removed) == (2, 1, ("old",))
+
+
 def test_another_module_size_splits_unchanged_documents_again(
     rag: RagCache, tmp_path: Path, model: LoadedModel
 ) -> None:
