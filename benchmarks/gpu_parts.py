@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ragcache.machine import new_event, new_stream
 from ragcache.states import Arrival, KVStates
-from ragcache.states.quantization import quantize, restored
+from ragcache.states.quantization import quantize
 
 _EVENT_BYTES = 2**23  # a copy of so many is nearly as fast as the bus
 
@@ -250,7 +250,7 @@ class _TierUpload:
 
     def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
         self.tier.put_all(list(zip(self.keys, states, strict=True)))
-        return [restored(self.tier.get(key)) for key in self.keys]
+        return [self.tier.get(key).restore() for key in self.keys]
 
 
 class _LayeredCopies:

@@ -29,7 +29,7 @@ from ragcache.engine import EncodeJob, Request, Segment, assemble_context, compl
 from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
-from ragcache.states.quantization import KVDtype, quantize, restored
+from ragcache.states.quantization import KVDtype, quantize
 
 _MODULE_TOKENS = 384
 
@@ -91,7 +91,7 @@ def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Question]:
 def _first_tokens(model: LoadedModel, asked: Sequence[_Question], kind: KVDtype) -> list[int]:
     requests = []
     for each in asked:
-        kept = [restored(quantize(states, kind)) for states in each.states]
+        kept = [quantize(states, kind).restore() for states in each.states]
         context = assemble_context(kept, each.own, window=model.causal.window, max_tokens=1)
         requests.append(Request(context, 1))
     return [done.token_ids[0] for done in complete(model.causal, requests)]
@@ -100,7 +100,7 @@ def _first_tokens(model: LoadedModel, asked: Sequence[_Question], kind: KVDtype)
 def _errors(asked: Sequence[_Question], kind: KVDtype) -> dict[str, float]:
     exact = list({id(states): states for each in asked for states in each.states}.values())
     kept = [quantize(states, kind) for states in exact]
-    found = [restored(states) for states in kept]
+    found = [states.restore() for states in kept]
     return {
         "bytes_share": sum(s.nbytes for s in kept) / sum(s.nbytes for s in exact),
         "keys_error": _distance([s.keys for s in exact], [s.keys for s in found]),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
+from ragcache.config import check_texts
 from ragcache.documents.source import DocumentSource
 from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
+from ragcache.params import TakesOptions
 from ragcache.pipeline import Answer, AsyncAnswerStream, Conversation, Ingestion
 from ragcache.pipeline.answer import PendingAnswer, aresults
-from ragcache.rag import RagCache, search_arguments
+from ragcache.rag import RagCache
 from ragcache.retrieval import Selection
 
 T = TypeVar("T")
@@ -81,43 +83,48 @@ class AsyncRagCache:
         """Return the same folder, model and engine for another tenant; see `RagCache.within`."""
         return AsyncRagCache(self.rag.within(namespace))
 
+    @TakesOptions(IngestOptions)
     async def ingest(
         self,
         collection: str,
         sources: Iterable[DocumentSource] | DocumentSource,
-        **options: Unpack[IngestOptions],
+        options: IngestOptions,
     ) -> Ingestion:
         """Store documents and encode their modules; see `RagCache.ingest`."""
-        return await asyncio.to_thread(self.rag.ingest, collection, sources, **options)
+        return await asyncio.to_thread(self.rag._ingest, collection, sources, options, sync=False)
 
+    @TakesOptions(IngestOptions)
     async def sync(
         self,
         collection: str,
         sources: Iterable[DocumentSource] | DocumentSource,
-        **options: Unpack[IngestOptions],
+        options: IngestOptions,
     ) -> Ingestion:
         """Store documents, and remove documents that no longer exist; see `RagCache.sync`."""
-        return await asyncio.to_thread(self.rag.sync, collection, sources, **options)
+        return await asyncio.to_thread(self.rag._ingest, collection, sources, options, sync=True)
 
     async def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Delete documents, and return how many there were; see `RagCache.delete`."""
         return await asyncio.to_thread(self.rag.delete, collection, document_ids)
 
-    async def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
+    @TakesOptions(SearchOptions)
+    async def retrieve(self, query: str, options: SearchOptions) -> Selection:
         """Find the best modules for a query; see `RagCache.retrieve`."""
-        return await self.rag.retriever().aretrieve(query, *search_arguments(options))
+        return await self.rag.retriever().aretrieve(query, options.collection, options)
 
-    async def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+    @TakesOptions(AskOptions)
+    async def ask(self, question: str, options: AskOptions) -> Answer:
         """Answer a question from a collection; see `RagCache.ask`."""
-        return await (await self.stream(question, **options))
+        return await (await StreamCall(_start(self.rag._start_questions, [question], options)))
 
-    async def ask_batch(
-        self, questions: Sequence[str], **options: Unpack[AskOptions]
-    ) -> list[Answer]:
+    @TakesOptions(AskOptions)
+    async def ask_batch(self, questions: Sequence[str], options: AskOptions) -> list[Answer]:
         """Answer questions as one batch; see `RagCache.ask_batch`."""
+        check_texts("questions", questions)
         return await aresults(await _start(self.rag._start_questions, questions, options))
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> StreamCall:
+    @TakesOptions(AskOptions)
+    def stream(self, question: str, options: AskOptions) -> StreamCall:
         """Queue a question, and return a stream of its answer; see `RagCache.stream`.
 
         Example:
@@ -128,32 +135,38 @@ class AsyncRagCache:
         """
         return StreamCall(_start(self.rag._start_questions, [question], options))
 
-    async def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+    @TakesOptions(ChatOptions)
+    async def chat(self, messages: Conversation, options: ChatOptions) -> Answer:
         """Answer a conversation; see `RagCache.chat`."""
-        return await (await self.stream_chat(messages, **options))
+        return await (await StreamCall(_start(self.rag._start_chats, [messages], options)))
 
+    @TakesOptions(ChatOptions)
     async def chat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+        self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[Answer]:
         """Answer conversations as one batch; see `RagCache.chat_batch`."""
         return await aresults(await _start(self.rag._start_chats, conversations, options))
 
-    def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> StreamCall:
+    @TakesOptions(ChatOptions)
+    def stream_chat(self, messages: Conversation, options: ChatOptions) -> StreamCall:
         """Queue a conversation, and return a stream; see `RagCache.stream_chat`."""
         return StreamCall(_start(self.rag._start_chats, [messages], options))
 
+    @TakesOptions(ChatOptions)
     async def stream_chat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+        self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[AsyncAnswerStream]:
         """Queue conversations, and return a stream for each; see `RagCache.stream_chat_batch`."""
         pending = await _start(self.rag._start_chats, conversations, options)
         return [AsyncAnswerStream(each) for each in pending]
 
-    async def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
+    @TakesOptions(PromptOptions)
+    async def prompt(self, text: str, options: PromptOptions) -> Answer:
         """Answer a PML prompt; see `RagCache.prompt`."""
-        return await (await self.stream_prompt(text, **options))
+        return await (await StreamCall(_start(self.rag._start_prompts, [text], options)))
 
-    def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> StreamCall:
+    @TakesOptions(PromptOptions)
+    def stream_prompt(self, text: str, options: PromptOptions) -> StreamCall:
         """Queue a PML prompt, and return a stream; see `RagCache.stream_prompt`."""
         return StreamCall(_start(self.rag._start_prompts, [text], options))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, get_args
-
-from pydantic import AfterValidator
+from typing import get_args
 
 from ragcache.errors import ConfigurationError, MissingExtra
 
@@ -43,27 +41,6 @@ def check_numbers(name: str, values: Iterable[object]) -> None:
     """Raise `ConfigurationError` for values other than a list of whole numbers."""
     if not all(type(each) is int for each in values):
         raise ConfigurationError(f"{name} is {values!r:.80}; it takes a list of whole numbers")
-
-
-def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
-    """Compare the names of keyword options with the `TypedDict` that declares them.
-
-    Args:
-        given: The options.
-        known: The `TypedDict`.
-        subject: Name of the method, for error messages.
-
-    Raises:
-        ConfigurationError: An option is unknown, or a required option is missing.
-    """
-    names = ", ".join(known.__annotations__)
-    if unknown := sorted(given.keys() - known.__annotations__.keys()):
-        raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")
-    required: frozenset[str] = getattr(known, "__required_keys__", frozenset())
-    if missing := sorted(required - given.keys()):
-        raise ConfigurationError(
-            f"the option {missing[0]!r} is missing; options of {subject}: {names}"
-        )
 
 
 def check_instruction(instruction: str | None) -> None:
@@ -175,13 +152,3 @@ def parse_bytes(size: int | str) -> int:
 def parse_optional_bytes(size: int | str | None) -> int | None:
     """Return the number of bytes of a size that may be unlimited (None)."""
     return None if size is None else parse_bytes(size)
-
-
-def _checked_size(size: int | str) -> int | str:
-    if parse_bytes(size) < 1:
-        raise ValueError(f"{size!r} is no size; it must be at least 1 byte")
-    return size
-
-
-Size = Annotated[int | str, AfterValidator(_checked_size)]
-"""A number of bytes, or a text such as `8GiB`. It is kept as given; `parse_bytes` converts it."""

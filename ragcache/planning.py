@@ -32,7 +32,7 @@ from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import CausalLM, LoadedModel, prompt_frame
 from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
 from ragcache.store.tiers.base import named_os_error
 
@@ -401,7 +401,7 @@ def _measure_cut(
         for _ in range(_RUNS):
             prepare(disk.path(key))
             begin = time.perf_counter()
-            loaded = restored(disk.load(key, host.allocate))
+            loaded = disk.load(key, host.allocate).restore()
             loaded.keys.to(model.device), loaded.values.to(model.device)
             times.append(time.perf_counter() - begin)
         return statistics.median(times)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Unpack, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast
 
-from ragcache.config import check_options, check_texts, parse_bytes, parse_optional_bytes
+from ragcache.config import check_texts, parse_bytes, parse_optional_bytes
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.db import (
     ApiKeys,
@@ -21,7 +21,7 @@ from ragcache.documents import FileFilter, ReadLimits, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
-from ragcache.modes import ISOLATED, ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.options import (
     AskOptions,
     ChatOptions,
@@ -29,7 +29,7 @@ from ragcache.options import (
     PromptOptions,
     SearchOptions,
 )
-from ragcache.params import GenerationParams, OpenConfig, SearchParams
+from ragcache.params import OpenConfig, TakesOptions
 from ragcache.pipeline import (
     Answer,
     AnswerStream,
@@ -232,11 +232,12 @@ class RagCache:
         """
         return RagCache(self._shared.namespace(namespace), closes=False)
 
+    @TakesOptions(IngestOptions)
     def ingest(
         self,
         collection: str,
         sources: Iterable[DocumentSource] | DocumentSource,
-        **options: Unpack[IngestOptions],
+        options: IngestOptions,
     ) -> Ingestion:
         """Store documents and encode their modules.
 
@@ -246,7 +247,7 @@ class RagCache:
         Args:
             collection: The collection, which is created if there is none.
             sources: Files, folders, `SourceDocument`s or LangChain documents.
-            **options: Options of `IngestOptions`.
+            options: Keywords of `IngestOptions`.
 
         Returns:
             A summary of the ingestion.
@@ -266,11 +267,12 @@ class RagCache:
         """
         return self._ingest(collection, sources, options, sync=False)
 
+    @TakesOptions(IngestOptions)
     def sync(
         self,
         collection: str,
         sources: Iterable[DocumentSource] | DocumentSource,
-        **options: Unpack[IngestOptions],
+        options: IngestOptions,
     ) -> Ingestion:
         """Store documents as `ingest` does, and remove documents that no longer exist.
 
@@ -281,7 +283,7 @@ class RagCache:
         Args:
             collection: The collection, which is created if there is none.
             sources: Files, folders, `SourceDocument`s or LangChain documents.
-            **options: Options of `IngestOptions`.
+            options: Keywords of `IngestOptions`.
 
         Returns:
             A summary, with the `removed` and the `renamed` documents.
@@ -305,19 +307,15 @@ class RagCache:
         *,
         sync: bool,
     ) -> Ingestion:
-        check_options(options, IngestOptions, "sync" if sync else "ingest")
         check_collection(collection)
-        include, exclude = options.get("include", ()), options.get("exclude", ())
-        check_texts("include", include)
-        check_texts("exclude", exclude)
-        preparing = options.get("preparing")
-        files = FileFilter(include, exclude, options.get("strict", False))
+        files = FileFilter(options.include, options.exclude, options.strict)
+        preparing = options.preparing
         reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
         limits = ReadLimits.of(self._shared.config)
         loaded = load_sources(sources, files, reading, limits)
         self._shared.deferred.release()
         return self.internals.ingestor.ingest(
-            collection, loaded, options.get("progress"), sync=sync, preparing=preparing
+            collection, loaded, options.progress, sync=sync, preparing=preparing
         )
 
     @property
@@ -347,12 +345,13 @@ class RagCache:
             self.internals.catalog, self._shared.store, collection, document_ids
         )
 
-    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+    @TakesOptions(AskOptions)
+    def ask(self, question: str, options: AskOptions) -> Answer:
         """Answer a question from the best modules of a collection.
 
         Args:
             question: The question.
-            **options: `collection`, which is required, and other options of `AskOptions`.
+            options: Keywords of `AskOptions`; `collection` is required.
 
         Returns:
             The answer, with its sources.
@@ -368,9 +367,10 @@ class RagCache:
             >>> answer.sources[0].document
             'leave.md'
         """
-        return self.stream(question, **options).result()
+        return AnswerStream(*self._start_questions([question], options)).result()
 
-    def ask_batch(self, questions: Sequence[str], **options: Unpack[AskOptions]) -> list[Answer]:
+    @TakesOptions(AskOptions)
+    def ask_batch(self, questions: Sequence[str], options: AskOptions) -> list[Answer]:
         """Answer questions as one batch, with the options and errors of `ask`.
 
         A module that several questions share is read once per step of the engine. If one question
@@ -378,7 +378,7 @@ class RagCache:
 
         Args:
             questions: The questions.
-            **options: `collection`, which is required, and other options of `AskOptions`.
+            options: Keywords of `AskOptions`; `collection` is required.
 
         Returns:
             The answers, in the order of the questions.
@@ -388,14 +388,16 @@ class RagCache:
             >>> len(rag.ask_batch(questions, collection="handbook"))
             2
         """
+        check_texts("questions", questions)
         return results(self._start_questions(questions, options))
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+    @TakesOptions(AskOptions)
+    def stream(self, question: str, options: AskOptions) -> AnswerStream:
         """Queue a question, and return a stream of pieces of its answer.
 
         Args:
             question: The question.
-            **options: `collection`, which is required, and other options of `AskOptions`.
+            options: Keywords of `AskOptions`; `collection` is required.
 
         Returns:
             A stream. Its `answer` is the whole answer.
@@ -414,23 +416,15 @@ class RagCache:
     def _start_questions(
         self, questions: Sequence[str], options: AskOptions
     ) -> list[PendingAnswer]:
-        check_options(options, AskOptions, "ask")
-        check_texts("questions", questions)
-        params = _search_params(options)
-        mode = ReuseMode.parse(options.get("mode", ROOTED))
-        ask = self.internals.ask
-        selection = _single_selection(options, len(questions))
-        build = lambda mode: ask.prepare_prompts(  # noqa: E731
-            questions,
-            options["collection"],
-            params,
-            mode,
-            options.get("chat_template_kwargs"),
-            selection,
+        mode = ReuseMode.parse(options.mode)
+        selection = _single_selection(options.selection, len(questions))
+        build = lambda mode: self.internals.ask.prepare_prompts(  # noqa: E731
+            questions, options.collection, options, mode, options.chat_template_kwargs, selection
         )
-        return self.internals.submitter.build_and_run(build, mode, options.get("generation"))
+        return self.internals.submitter.build_and_run(build, mode, options.generation)
 
-    def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+    @TakesOptions(ChatOptions)
+    def chat(self, messages: Conversation, options: ChatOptions) -> Answer:
         """Answer a conversation, formatted with the model's chat template.
 
         Texts of ingested modules in the conversation are read from their stored states.
@@ -443,7 +437,7 @@ class RagCache:
         Args:
             messages: Messages `{"role": "system|user|assistant|tool", "content": text}`, or a plain
                 text or token ids to continue.
-            **options: Options of `ChatOptions`.
+            options: Keywords of `ChatOptions`.
 
         Returns:
             The answer.
@@ -458,10 +452,11 @@ class RagCache:
             >>> rag.chat([{"role": "user", "content": text}]).mode
             'recognized:rooted'
         """
-        return self.stream_chat(messages, **options).result()
+        return AnswerStream(*self._start_chats([messages], options)).result()
 
+    @TakesOptions(ChatOptions)
     def chat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+        self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[Answer]:
         """Answer conversations as one batch, with the options and errors of `chat`.
 
@@ -470,22 +465,24 @@ class RagCache:
 
         Args:
             conversations: The conversations.
-            **options: Options of `ChatOptions`.
+            options: Keywords of `ChatOptions`.
 
         Returns:
             The answers, in the order of the conversations.
         """
         return results(self._start_chats(conversations, options))
 
-    def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
+    @TakesOptions(ChatOptions)
+    def stream_chat(self, messages: Conversation, options: ChatOptions) -> AnswerStream:
         """Queue a conversation, and return a stream of pieces of its answer.
 
         Takes the arguments of `chat` and raises its errors.
         """
         return AnswerStream(*self._start_chats([messages], options))
 
+    @TakesOptions(ChatOptions)
     def stream_chat_batch(
-        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+        self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[AnswerStream]:
         """Queue conversations as one batch, and return a stream for each, in order.
 
@@ -496,41 +493,44 @@ class RagCache:
     def _start_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
-        check_options(options, ChatOptions, "chat")
-        mode = ReuseMode.parse(options.get("mode", ROOTED))
-        generation = options.get("generation") or GenerationParams()
-        if generation.extractive and options.get("tools"):
+        mode, generation, tools = ReuseMode.parse(options.mode), options.generation, options.tools
+        if generation.extractive and tools:
             raise InvalidRequest(
                 "an extractive answer is a quotation and calls no tools; leave out either"
             )
-        if generation.min_confidence and options.get("tools"):
+        if generation.min_confidence and tools:
             raise InvalidRequest(
                 "a call of a tool is no answer whose confidence is known; leave out either "
                 "min_confidence or tools"
             )
-        if options.get("tools") and generation.confidence is None:
+        if tools and generation.confidence is None:
             generation = generation.replace(confidence=False)  # a call is not to be refused
+        search = None
+        if options.collection is not None:
+            selection = _single_selection(options.selection, len(conversations))
+            search = DocumentSearch(options.collection, options, selection)
         call = ChatCall(
             mode,
-            options.get("recognize", True),
-            options.get("recognize_recurring", True),
-            options.get("tools"),
-            options.get("chat_template_kwargs"),
-            _document_search(options, len(conversations)),
+            options.recognize,
+            options.recognize_recurring,
+            tools,
+            options.chat_template_kwargs,
+            search,
         )
         build = lambda mode: self.internals.chat.prepare_prompts(  # noqa: E731
             conversations, replace(call, mode=mode)
         )
         return self.internals.submitter.build_and_run(build, mode, generation)
 
-    def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
+    @TakesOptions(PromptOptions)
+    def prompt(self, text: str, options: PromptOptions) -> Answer:
         """Answer a PML prompt (Prompt Cache §3.4).
 
         The states of imported modules are read. Arguments and new text are computed.
 
         Args:
             text: The prompt.
-            **options: Options of `PromptOptions`.
+            options: Keywords of `PromptOptions`.
 
         Returns:
             The answer.
@@ -547,9 +547,10 @@ class RagCache:
             >>> rag.prompt('<prompt schema="trip"><sea/>When is it in?</prompt>').mode
             'isolated'
         """
-        return self.stream_prompt(text, **options).result()
+        return AnswerStream(*self._start_prompts([text], options)).result()
 
-    def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AnswerStream:
+    @TakesOptions(PromptOptions)
+    def stream_prompt(self, text: str, options: PromptOptions) -> AnswerStream:
         """Queue a PML prompt, and return a stream of pieces of its answer.
 
         Takes the arguments of `prompt` and raises its errors.
@@ -557,20 +558,19 @@ class RagCache:
         return AnswerStream(*self._start_prompts([text], options))
 
     def _start_prompts(self, texts: Sequence[str], options: PromptOptions) -> list[PendingAnswer]:
-        check_options(options, PromptOptions, "prompt")
-        mode = ReuseMode.parse(options.get("mode", ISOLATED))
-        source = options.get("source", "<string>")
         build = lambda mode: [  # noqa: E731
-            self.internals.pml.build(text, mode, source) for text in texts
+            self.internals.pml.build(text, mode, options.source) for text in texts
         ]
-        return self.internals.submitter.build_and_run(build, mode, options.get("generation"))
+        mode = ReuseMode.parse(options.mode)
+        return self.internals.submitter.build_and_run(build, mode, options.generation)
 
-    def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
+    @TakesOptions(SearchOptions)
+    def retrieve(self, query: str, options: SearchOptions) -> Selection:
         """Find the best modules for a query, without running the model.
 
         Args:
             query: The query.
-            **options: `collection`, which is required, and other options of `SearchOptions`.
+            options: Keywords of `SearchOptions`; `collection` is required.
 
         Returns:
             The modules with their scores, the best one first. `ask` takes it as `selection`.
@@ -585,7 +585,7 @@ class RagCache:
             >>> found.hits[0].module.document
             'leave.md'
         """
-        return self.retriever().retrieve(query, *search_arguments(options))
+        return self.retriever().retrieve(query, options.collection, options)
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """Return the retriever of this folder, or a retriever with another embedder.
@@ -653,34 +653,10 @@ class RagCache:
         return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
-def _single_selection(options: AskOptions | ChatOptions, requests: int) -> Selection | None:
-    selection = options.get("selection")
+def _single_selection(selection: Selection | None, requests: int) -> Selection | None:
     if selection is not None and requests != 1:
         raise InvalidRequest(f"a selection is for one question, not for {requests}; ask one by one")
     return selection
-
-
-def _document_search(options: ChatOptions, conversations: int) -> DocumentSearch | None:
-    collection = options.get("collection")
-    if collection is not None:
-        selection = _single_selection(options, conversations)
-        return DocumentSearch(collection, _search_params(options), selection)
-    if given := sorted(options.keys() & {"selection", *SearchParams.model_fields}):
-        raise InvalidRequest(f"{', '.join(given)} search documents; give `collection`, too")
-    return None
-
-
-def _search_params(options: AskOptions | ChatOptions | SearchOptions) -> SearchParams:
-    given: Mapping[str, Any] = options
-    return SearchParams(
-        **{name: given[name] for name in SearchParams.model_fields if name in given}
-    )
-
-
-def search_arguments(options: SearchOptions) -> tuple[str, SearchParams]:
-    """Return the collection and the parameters of a search from options of `retrieve`."""
-    check_options(options, SearchOptions, "retrieve")
-    return options["collection"], _search_params(options)
 
 
 def _state_folder(folder: Path) -> Path:

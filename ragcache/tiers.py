@@ -14,13 +14,23 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from ragcache.config import Size
+from ragcache.config import parse_bytes
 
 KVDType = Literal["model", "int8"]
+
+
+def _checked_size(size: int | str) -> int | str:
+    if parse_bytes(size) < 1:
+        raise ValueError(f"{size!r} is no size; it must be at least 1 byte")
+    return size
+
+
+Size = Annotated[int | str, AfterValidator(_checked_size)]
+"""A number of bytes, or a text such as `8GiB`. It is kept as given; `parse_bytes` converts it."""
 
 
 class TierOptions(BaseModel):

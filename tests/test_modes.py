@@ -115,6 +115,7 @@ def test_names_of_modes_are_spelled_in_one_file() -> None:
     assert spelling == {"ragcache/modes.py"}
 
 
+@pytest.mark.slow
 def test_a_sixth_mode_takes_one_row(
     reader: LoadedModel, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

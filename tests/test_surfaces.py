@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from ragcache import RagCache
+from ragcache import AsyncRagCache, RagCache
 from ragcache.engine import SamplingParams
-from ragcache.errors import ConfigurationError, InvalidRequest
-from ragcache.options import AskOptions, ChatOptions, SearchOptions
+from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache.options import AskOptions
 from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, Surface
 from ragcache.pipeline.submit import sampling_params
 from ragcache_api.cli.measure import PLANNING
 from ragcache_api.cli.options import ASKING, ENCODING, INGESTING, ONE_ANSWER
 from ragcache_api.http.bodies import AnswerRequest, ChatRequest, CompletionRequest, PromptRequest
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.service_options import ServiceOptions
+from ragcache_api.settings import ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, RagCacheRetriever
 
 SETS: tuple[type[Params], ...] = (GenerationParams, SearchParams, OpenConfig)
@@ -57,10 +59,19 @@ def test_an_option_has_a_default_and_a_text(options: type[Params]) -> None:
         assert not field.is_required()
 
 
-def test_keywords_of_questions_and_searches_are_the_options() -> None:
-    assert SearchOptions.__annotations__.keys() == {"collection", *SearchParams.model_fields}
-    for options in (AskOptions, ChatOptions):
-        assert SearchOptions.__annotations__.keys() <= options.__annotations__.keys()
+@pytest.mark.parametrize("face", [RagCache, AsyncRagCache])
+def test_signatures_show_the_options_as_keywords(face: type) -> None:
+    shown = inspect.signature(face.ask).parameters
+    assert list(shown)[:2] == ["self", "question"]
+    assert shown.keys() - {"self", "question"} == AskOptions.model_fields.keys()
+    assert (shown["k"].default, shown["k"].kind) == (4, inspect.Parameter.KEYWORD_ONLY)
+    assert shown["collection"].default is inspect.Parameter.empty
+    assert "sources" in inspect.signature(face.ingest).parameters
+
+
+def test_parameters_before_the_options_may_be_keywords(tmp_path: Path) -> None:
+    with RagCache.open(tmp_path, embedding="none") as rag, pytest.raises(UnknownCollection):
+        rag.ask(question="?", collection="none", k=1)  # type: ignore[call-arg]
 
 
 def test_commands_offer_options_that_exist() -> None:
@@ -151,8 +162,10 @@ from typer.testing import CliRunner
 from ragcache import RagCache, SourceDocument
 from ragcache_api.cli.main import app
 from ragcache_api.http import create_app
-from ragcache_api.settings import ServiceOptions, ServiceSettings
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.service_options import ServiceOptions
+from ragcache_api.settings import ServiceSettings
+from ragcache_api.service_options import ServiceOptions
+from ragcache_api.settings import ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, close_shared
 from ragcache.engine import LLMEngine
 

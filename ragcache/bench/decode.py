@@ -34,7 +34,6 @@ from ragcache.engine.runner import RaggedModelRunner
 from ragcache.machine import describe_machine
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from ragcache.states.quantization import restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def bench_decode(setting: DecodeSetting, progress: Progress = lambda _: None) ->
     ours = _decode(causal, requests)
     progress("copies")
     prompts = [
-        [in_dtype(restored(segment.states), causal.dtype) for segment in context.segments]
+        [in_dtype(segment.states.restore(), causal.dtype) for segment in context.segments]
         for context in contexts
     ]
     questions = [context.token_ids for context in contexts]

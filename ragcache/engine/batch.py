@@ -35,7 +35,6 @@ from ragcache.attention import (
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, ForwardBatch
-from ragcache.states.quantization import restored
 
 Ints = NDArray[np.int64]
 Rows = tuple[int, int]
@@ -166,7 +165,7 @@ def _segment_groups(
             memory = (segment.states.keys.data_ptr(), segment.states.length)
             group = groups.get(memory)
             if group is None:
-                states = restored(segment.states)
+                states = segment.states.restore()
                 group = groups[memory] = SharedPrefixGroup(states.keys, states.values)
             first = begin + bisect_left(chunk.position_ids, segment.start)
             group.add_reader(first, end, segment.delta, segment.start)

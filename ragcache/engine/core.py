@@ -26,7 +26,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ragcache.engine.checks import RequestChecker
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
 from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
@@ -75,7 +74,6 @@ class EngineCore:
             RadixCache(pool.block_size, int(config.retained * pool.num_blocks)),
             ahead=ANSWER_AHEAD if runner.asynchronous else 0,
         )
-        self.checker = RequestChecker(runner, self.kv_manager)
         self.stats = EngineStats()
         self._scheduler_config = SchedulerConfig(
             pool.block_size, config.step_tokens, config.prefill_tokens, config.running

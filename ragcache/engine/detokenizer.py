@@ -17,11 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from ragcache.engine.request import check_stop_strings
 from ragcache.engine.sampler import SampledToken
-from ragcache.errors import InvalidRequest
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1000
 REPLACEMENT = "\ufffd"
 _LEAST = -9999.0  # OpenAI's value for a log-probability of minus infinity, which JSON has not
 Decode = Callable[[list[int]], str]
@@ -124,20 +122,6 @@ class StopChecker:
         piece, self._window = self._window[:end], self._window[end:]
         self._begins = [begin - end for begin in self._begins]
         return piece
-
-
-def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    """Raise `InvalidRequest` unless `stop` is at most 16 strings of 1 to 1,000 characters."""
-    if isinstance(stop, str) or not all(isinstance(each, str) for each in stop):
-        raise InvalidRequest(f"stop is {stop!r:.80}; it must be a list of strings")
-    if len(stop) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOPS} are allowed")
-    for each in stop:
-        if not 1 <= len(each) <= MAX_STOP_LENGTH:
-            raise InvalidRequest(
-                f"stop holds a string of {len(each)} characters; 1 to {MAX_STOP_LENGTH} are allowed"
-            )
-    return tuple(dict.fromkeys(stop))
 
 
 def create_detokenizer(

@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from ragcache.engine.constraint import MakeConstraint
-from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
@@ -18,6 +17,8 @@ from ragcache.models import CausalLM
 from ragcache.states.quantization import StoredStates, model_dtype
 
 MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 
 
 class AnswerText(Protocol):
@@ -180,6 +181,20 @@ def _check_known_tokens(context: Context) -> None:
                 f"{number} of {segment.states.length} tokens has {found} in `token_ids`; give "
                 "the tokens that it was encoded from"
             )
+
+
+def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    """Raise `InvalidRequest` unless `stop` is at most 16 strings of 1 to 1,000 characters."""
+    if isinstance(stop, str) or not all(isinstance(each, str) for each in stop):
+        raise InvalidRequest(f"stop is {stop!r:.80}; it must be a list of strings")
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOPS} are allowed")
+    for each in stop:
+        if not 1 <= len(each) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                f"stop holds a string of {len(each)} characters; 1 to {MAX_STOP_LENGTH} are allowed"
+            )
+    return tuple(dict.fromkeys(stop))
 
 
 def check_options(

@@ -84,6 +84,8 @@ class CausalLM:
     PML. A request's own tokens, and an encoding in progress, may have gaps anywhere.
 
     Attributes:
+        by_position: Whether attention needs the positions of keys beside their rotation: ALiBi,
+            windows.
         states_dtype: Dtype of kept states: the dtype of the computation, unless that is wider
             than the checkpoint's. Set before anything is encoded.
         value_dim: Width of kept values: `head_dim`, or 0 if the keys serve as values.
@@ -108,18 +110,15 @@ class CausalLM:
     ) -> None:
         self.model, self.scheme, self.backend = model, scheme, backend
         self.windows, self.softcap, self.kernels = windows, softcap, kernels
+        self.by_position = scheme.slopes is not None or bool(windows)
         self.states_dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
         self.num_layers = dimensions.num_layers
         self.num_heads = dimensions.num_heads
         self.num_kv_heads = dimensions.num_kv_heads
         self.head_dim = dimensions.head_dim
         self.value_dim = 0 if dimensions.latent else dimensions.head_dim
         self.window = dimensions.window
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -188,11 +187,6 @@ class CausalLM:
                 head_dim=self.head_dim,
             )
         )
-
-    @property
-    def by_position(self) -> bool:
-        """Whether attention needs the positions of keys beside their rotation: ALiBi, windows."""
-        return self.scheme.slopes is not None or bool(self.windows)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -1,6 +1,6 @@
 """Options, each declared once. REST, command line, LangChain and settings inherit them."""
 
-from ragcache.params.base import Params, Surface, explain
+from ragcache.params.base import Params, Surface, TakesOptions, explain
 from ragcache.params.generation import REFUSAL, GenerationParams
 from ragcache.params.open import OpenConfig
 from ragcache.params.search import SearchKind, SearchParams
@@ -13,5 +13,6 @@ __all__ = [
     "SearchKind",
     "SearchParams",
     "Surface",
+    "TakesOptions",
     "explain",
 ]

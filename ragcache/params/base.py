@@ -7,8 +7,20 @@ bases are `Surface` and the option sets that it offers. This module depends on p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    overload,
+)
 
 from pydantic import (
     BaseModel,
@@ -22,6 +34,13 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from ragcache.errors import InvalidRequest, RagCacheError
+
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+Owner = TypeVar("Owner")
+First = TypeVar("First")
+Second = TypeVar("Second")
+Result = TypeVar("Result")
 
 
 class Params(BaseModel):
@@ -91,6 +110,54 @@ class Params(BaseModel):
         return self.given().items()
 
 
+class TakesOptions(Generic[P, OptionsT]):
+    """Decorator of a method whose last parameter, `options`, is an option set.
+
+    Callers give the options as keywords, which type checkers read from the constructor of the set,
+    and `help` and editors from the signature. Type checkers take the parameters before `options`
+    by position only.
+
+    Example:
+        >>> from ragcache.params import SearchParams
+        >>> class Library:
+        ...     @TakesOptions(SearchParams)
+        ...     def find(self, query: str, options: SearchParams) -> str:
+        ...         return f"{options.k} about {query}"
+        >>> Library().find("kilns", k=2)
+        '2 about kilns'
+    """
+
+    def __init__(self, options: Callable[P, OptionsT]) -> None:
+        self._options: Callable[..., OptionsT] = options
+
+    @overload
+    def __call__(
+        self, method: Callable[[Owner, First, OptionsT], Result]
+    ) -> Callable[Concatenate[Owner, First, P], Result]: ...
+
+    @overload
+    def __call__(
+        self, method: Callable[[Owner, First, Second, OptionsT], Result]
+    ) -> Callable[Concatenate[Owner, First, Second, P], Result]: ...
+
+    def __call__(self, method: Callable[..., Result]) -> Callable[..., Result]:
+        signature = inspect.signature(method)
+        *before, _ = signature.parameters.values()
+        names = [each.name for each in before]
+
+        @wraps(method)
+        def called(*given: Any, **options: Any) -> Result:
+            named = {name: options.pop(name) for name in names if name in options}
+            return method(*given, **named, options=self._options(**options))
+
+        keywords = inspect.signature(self._options).parameters.values()
+        # `help` reads the signature; mypy knows no `__signature__` of functions.
+        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*before, *keywords]
+        )
+        return called
+
+
 class Surface(BaseModel):
     """First base of a class that offers options, such as a request body.
 
@@ -151,7 +218,9 @@ class Surface(BaseModel):
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Describe the first error in one sentence: the option, its value, and its allowed values."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    misspelled = (each for each in errors if each["type"] == "extra_forbidden")
+    first = next(misspelled, errors[0])  # it also explains why another option is missing
     name, kind, message = ".".join(map(str, first["loc"])), first["type"], first["msg"]
     known = ", ".join(model.model_fields)
     if kind == "extra_forbidden":

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragcache.config import Size, check_instruction
+from ragcache.config import check_instruction
 from ragcache.errors import ConfigurationError
 from ragcache.params.base import Params
-from ragcache.tiers import TierOptions
+from ragcache.tiers import Size, TierOptions
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 

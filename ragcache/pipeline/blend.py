@@ -26,7 +26,7 @@ from ragcache.engine import EncodeJob, Segment
 from ragcache.models import CausalLM
 from ragcache.pipeline.prompt import CachedSpan, TokenPrompt
 from ragcache.states import KVStates
-from ragcache.states.quantization import StoredStates, layer_of, restored, wait_for_arrival
+from ragcache.states.quantization import StoredStates, layer_of, wait_for_arrival
 
 RUN = 8
 """Tokens that are chosen together."""
@@ -40,9 +40,9 @@ class Encoder(Protocol):
 
 
 def most_blended(prompt: TokenPrompt, percent: int) -> int:
-    """Return the most tokens that `blend_prompt` computes again, 0 for 0 percent."""
+    """Return the most tokens that `blend_prompt` computes again."""
     tokens = sum(span.length for span in _module_spans(prompt))
-    return min(tokens, _wanted(tokens, percent) + RUN - 1) if percent else 0
+    return min(tokens, _wanted(tokens, percent) + RUN - 1)
 
 
 def blend_prompt(
@@ -162,7 +162,7 @@ def _deviations(
     """
     wait_for_arrival(kept)
     part = kept.part(span.begin, span.end, kept.start + span.offset)
-    own = restored(layer_of(part, layer))
+    own = layer_of(part, layer).restore()
     at = span.start - computed.start
     here = slice(at, at + span.length)
     if model.value_dim:

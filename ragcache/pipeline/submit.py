@@ -22,9 +22,8 @@ from ragcache.engine import (
     TextStream,
     TokenDelta,
 )
-from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.request import RepetitionRule, check_options
+from ragcache.engine.request import RepetitionRule, check_options, check_stop_strings
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.modes import EXACT, ReuseMode
@@ -211,7 +210,7 @@ class Submitter:
             documents: Number of tokens of the modules.
         """
         most = self.config.max_tokens
-        checker, end = self.engine.core.checker, own + documents
+        checker, end = self.engine.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_tokens=most)
 
     def _check_modes(self, prompts: Sequence[TokenPrompt]) -> None:
@@ -235,8 +234,9 @@ class Submitter:
                 "prompt_logprobs needs every token computed, and this prompt reads states; ask in "
                 "mode exact"
             )
-        checker = self.engine.core.checker
-        blended = most_blended(prompt, prompt.question.mode.blend_percent)
+        checker = self.engine.checker
+        percent = prompt.question.mode.blend_percent
+        blended = most_blended(prompt, percent) if percent else 0
         computed, recomputed = len(prompt.computed_tokens) + blended, prompt.recomputed + blended
         room = checker.max_answer_tokens(computed, prompt.end)
         most = generation.token_limit(self.config.max_tokens)

@@ -2,6 +2,7 @@
 
 from ragcache.retrieval.bm25 import BM25Index
 from ragcache.retrieval.filters import Filters, compile_filters
+from ragcache.retrieval.indexes import VectorIndex
 from ragcache.retrieval.resolve import CrossEncoderReranker, Reranker
 from ragcache.retrieval.retriever import (
     HeldOutSearch,
@@ -10,8 +11,8 @@ from ragcache.retrieval.retriever import (
     Retrievers,
     Selection,
     embedder_name,
+    fuse,
 )
-from ragcache.retrieval.search import VectorIndex, fuse
 
 __all__ = [
     "BM25Index",

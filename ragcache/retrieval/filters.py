@@ -33,8 +33,8 @@ _OPERATORS = ("$eq", "$ne", "$in", "$nin", *_ORDERS, "$exists", "$not")
 _JUNCTIONS = ("$and", "$or", "$not")
 
 
-def compile_filters(filters: Filters | None) -> Test | None:
-    """Compile filters to a test of attributes. Without a condition there is no test.
+def compile_filters(filters: Filters) -> Test:
+    """Compile filters to a test of attributes. Filters without a condition accept all.
 
     A list in the attributes equals each value that it contains. A missing key equals nothing, so
     `$ne` and `$nin` accept it. Values of different kinds (text, number, boolean) are neither equal
@@ -48,8 +48,6 @@ def compile_filters(filters: Filters | None) -> Test | None:
         >>> recent({"year": 2024}), recent({})
         (True, False)
     """
-    if filters is None or (isinstance(filters, Mapping) and not filters):
-        return None
     return _all_of(filters, _DEPTH)
 
 

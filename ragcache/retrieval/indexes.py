@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,7 @@ from ragcache.errors import (
     LedgerUnavailable,
     UnknownCollection,
 )
-from ragcache.retrieval.bm25 import BM25Index
-from ragcache.retrieval.search import VectorIndex
+from ragcache.retrieval.bm25 import BM25Index, Ranking
 
 if TYPE_CHECKING:  # slow to import, and sparse search does without
     from langchain_core.embeddings import Embeddings
@@ -41,6 +40,82 @@ _EMBED_BATCH = 64
 _EMBEDDED_IN_TURN = 32  # texts of a collection, before other collections have their turn
 _EXIT_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure, doubled each time
+
+
+class VectorIndex:
+    """FAISS index for cosine similarity of modules. Immutable and thread-safe.
+
+    Args:
+        ids: Ids of the modules, [N] int64.
+        vectors: Their vectors, [N, D] float32, which need not be unit vectors.
+    """
+
+    def __init__(self, ids: np.ndarray, vectors: np.ndarray) -> None:
+        import faiss  # slow to import, and sparse search does without
+
+        self.ids = frozenset(ids.tolist())
+        self.dimension = int(vectors.shape[1])
+        self._index = faiss.IndexIDMap2(faiss.IndexFlatIP(self.dimension))
+        self._index.add_with_ids(_unit(vectors), ids)
+
+    @classmethod
+    def of(cls, vectors: Mapping[int, np.ndarray], dimension: int) -> VectorIndex:
+        """Index vectors [dimension] by the ids of their modules."""
+        return cls(*_matrix(vectors, dimension))
+
+    def update(self, modules: Collection[int], came: Mapping[int, np.ndarray]) -> VectorIndex:
+        """Return an index without vectors of deleted modules, and with vectors that came."""
+        there = self.ids & set(modules)
+        if not came and len(there) == len(self.ids):
+            return self
+        kept = np.array(sorted(there), dtype=np.int64)
+        ids, vectors = _matrix(came, self.dimension)
+        return VectorIndex(
+            np.concatenate([kept, ids]), np.concatenate([self.vectors(kept), vectors])
+        )
+
+    def search(
+        self, vector: np.ndarray, limit: int, allowed: Collection[int] | None = None
+    ) -> Ranking:
+        """Find modules by the cosine similarity to a query, best first.
+
+        Args:
+            vector: The query [D], which need not be a unit vector.
+            limit: The most modules to return.
+            allowed: Ids of the modules that may be found. Defaults to all.
+        """
+        import faiss
+
+        if not self.ids:
+            return []
+        parameters = None
+        if allowed is not None:
+            selector = faiss.IDSelectorBatch(np.array(list(allowed), dtype=np.int64))
+            parameters = faiss.SearchParameters()
+            parameters.sel = selector  # holds no reference: the local name keeps it alive
+        limit = min(limit, len(self.ids))
+        scores, found = self._index.search(_unit(vector[None]), limit, params=parameters)
+        cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may exceed the range
+        pairs = zip(found[0].tolist(), cosines.tolist(), strict=True)
+        return [(number, score) for number, score in pairs if number >= 0]
+
+    def vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the unit vectors [N, D] of modules that have one."""
+        rows: np.ndarray = self._index.reconstruct_batch(np.asarray(ids, dtype=np.int64))
+        return rows
+
+
+def _matrix(vectors: Mapping[int, np.ndarray], dimension: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids [N] and vectors [N, D] as arrays."""
+    ids = np.fromiter(vectors, dtype=np.int64, count=len(vectors))
+    rows = np.array(list(vectors.values()), dtype=np.float32)
+    return ids, rows.reshape(len(vectors), dimension)
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: np.ndarray = (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+    return unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -24,7 +24,6 @@ from ragcache.retrieval.bm25 import Ranking, terms
 from ragcache.retrieval.filters import Test, compile_filters
 from ragcache.retrieval.indexes import CollectionIndex, CollectionIndexes
 from ragcache.retrieval.resolve import Reranker
-from ragcache.retrieval.search import fuse, overlaps, select_by_mmr
 
 if TYPE_CHECKING:  # slow to import, and sparse search does without
     from langchain_core.embeddings import Embeddings
@@ -105,7 +104,7 @@ class Retriever:
             InvalidRequest: A dense search has no embedder, or a filter is invalid.
             ConfigurationError: The vectors of query and modules differ in length.
         """
-        wanted = compile_filters(params.filters)
+        wanted = _compiled(params)
         version = self.indexes.observe(collection)  # before an embedding is paid for
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
@@ -113,7 +112,7 @@ class Retriever:
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Search a collection as `retrieve`, awaiting the embedder and a thread for the search."""
-        wanted = compile_filters(params.filters)
+        wanted = _compiled(params)
         version = await asyncio.to_thread(self.indexes.observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
@@ -130,7 +129,7 @@ class Retriever:
         """
         self._check_embedder()
         version = self.indexes.observe(collection)
-        wanted = compile_filters(params.filters)
+        wanted = _compiled(params)
         return self._select("", _vector(vector), collection, params, wanted, version)
 
     def _embedder_for(self, params: SearchParams) -> Embeddings | None:
@@ -193,6 +192,10 @@ class Retriever:
         numbers = [number for number, _ in ranking[: max(params.rerank, params.k)]]
         scores = self.reranker.score_texts(query, [index.modules[n].text for n in numbers])
         return dict(zip(numbers, map(float, scores), strict=True))
+
+
+def _compiled(params: SearchParams) -> Test | None:
+    return compile_filters(params.filters) if params.filters else None
 
 
 def _vector(numbers: Sequence[float]) -> np.ndarray:
@@ -269,6 +272,56 @@ def _diverse(ranking: Ranking, index: CollectionIndex, params: SearchParams) -> 
     else:
         similarity = overlaps([terms(index.modules[number].text) for number in numbers])
     return select_by_mmr(relevance, similarity, params.k, params.mmr)
+
+
+RANK_CONSTANT = 60
+"""Constant k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
+
+
+def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """Fuse rankings of ids by the sum of `1 / (RANK_CONSTANT + rank)`, best first; ties by id."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, start=1):
+            scores[number] = scores.get(number, 0.0) + 1.0 / (RANK_CONSTANT + rank)
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def select_by_mmr(relevance: np.ndarray, similarity: np.ndarray, k: int, mmr: float) -> list[int]:
+    """Select `k` of N candidates by maximal marginal relevance.
+
+    The first is the most relevant one. Each next one has the largest
+
+        (1 - mmr) * relevance - mmr * (largest similarity to a selected one)
+
+    (Carbonell and Goldstein, SIGIR 1998). Ties go to the first.
+
+    Args:
+        relevance: Relevance of each candidate [N], on the scale of a cosine.
+        similarity: Similarity of each pair of candidates [N, N], on the same scale.
+        k: Number of candidates to select.
+        mmr: Weight of diversity, 0 to 1.
+
+    Returns:
+        Places of the selected candidates, in order of selection.
+    """
+    if not len(relevance) or k < 1:
+        return []
+    picked = [int(np.argmax(relevance))]
+    closest = similarity[picked[0]]
+    while len(picked) < min(k, len(relevance)):
+        marginal = (1 - mmr) * relevance - mmr * closest
+        marginal[picked] = -np.inf
+        picked.append(int(np.argmax(marginal)))
+        closest = np.maximum(closest, similarity[picked[-1]])
+    return picked
+
+
+def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:
+    """Return the similarity [N, N] of texts: the Jaccard index of their sets of words."""
+    words = [set(text) for text in texts]
+    rows = [[len(a & b) / max(1, len(a | b)) for b in words] for a in words]
+    return np.array(rows).reshape(len(words), len(words))
 
 
 class Retrievers:

@@ -126,6 +126,14 @@ class KVStates:
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         return KVStates(keys, values, start, arrival=self.arrival)
 
+    def restore(self) -> KVStates:
+        """Return the states without quantization: this object. See `QuantizedStates.restore`."""
+        return self
+
+    def readable(self) -> KVStates:
+        """Return the states as attention reads them: this object."""
+        return self
+
 
 FORMAT_VERSION = 3
 """Version of the encoding and of the blob format. A new version makes older states unreachable."""

@@ -76,6 +76,10 @@ class QuantizedStates:
         values = self.values.float().mul_(self.value_scales).to(dtype)
         return KVStates(keys, values, self.start)
 
+    def readable(self) -> StoredStates:
+        """Return the states as attention on their device reads them: restored, except on a GPU."""
+        return self if self.keys.is_cuda else self.restore()
+
 
 StoredStates = KVStates | QuantizedStates
 """States as a tier stores them: in the model's dtype or quantized."""
@@ -93,7 +97,7 @@ def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     if kv_dtype_of(states) == kv_dtype:
         return states
     wait_for_arrival(states)
-    plain = restored(states)
+    plain = states.restore()
     if kv_dtype == "model":
         return plain
     keys, key_scales = _scaled(plain.keys, 2)
@@ -113,16 +117,6 @@ def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
         return elements * model_dtype(states).itemsize
     scales = layers * heads * (tokens + size)
     return elements + scales * torch.float32.itemsize
-
-
-def restored(states: StoredStates) -> KVStates:
-    """Return states without quantization: the same object, or a restored copy."""
-    return states.restore() if isinstance(states, QuantizedStates) else states
-
-
-def readable(states: StoredStates) -> StoredStates:
-    """Return states as attention on their device reads them: restored, except on a GPU."""
-    return states if states.keys.is_cuda else restored(states)
 
 
 def wait_for_arrival(states: StoredStates) -> None:

@@ -27,7 +27,7 @@ from typing import Literal
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import StoredStates, readable, wait_for_arrival
+from ragcache.states.quantization import StoredStates, wait_for_arrival
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, Room, SingleFlight
 
@@ -324,7 +324,7 @@ class LeaseManager:
         states = self._memory.find(key, lease.tick if tier is None else None)
         if states is None:
             return False
-        lease.found[key], lease.source[key] = readable(states), tier or self._memory.top.name
+        lease.found[key], lease.source[key] = states.readable(), tier or self._memory.top.name
         if tier is not None:
             lease.moved[tier] += lease.found[key].nbytes
         return True
@@ -445,7 +445,7 @@ class LeaseManager:
         entries = [(key, states) for key, _, states in reads]
         placed = memory.place_together(entries, lease.tick, reused=reused)
         for (key, index, read), here in zip(reads, placed, strict=True):
-            states = here or readable(read)
+            states = here or read.readable()
             if here is None:
                 mapped = index.tier.traits.mapped and index.tier.kv_dtype == "model"
                 memory.keep_unbudgeted(key, states, extra=not mapped)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
-from ragcache.states.quantization import StoredStates, quantize, readable
+from ragcache.states.quantization import StoredStates, quantize
 from ragcache.states.serialization import Allocate
 from ragcache.store.eviction import EvictionIndex
 from ragcache.store.tiers import Tier
@@ -292,7 +292,7 @@ class MemoryTiers:
             if index.entries.add(key, nbytes, tick, reused=reused) and index is self.top:
                 self.reused.add(key)
             self._usage.add_entry(self.row(index, key, nbytes, tick))
-        return readable(index.tier.get(key))
+        return index.tier.get(key).readable()
 
     def _fit(self, index: TierIndex, nbytes: int, *, evict: bool = True) -> bool:
         """Make room for `nbytes` within the budget. Returns whether there is room."""

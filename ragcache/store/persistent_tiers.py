@@ -23,7 +23,7 @@ from ragcache.errors import (
     StoreUnreadable,
 )
 from ragcache.states import KVKey
-from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.quantization import StoredStates
 from ragcache.states.serialization import Allocate
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.tiers import TIERS
@@ -349,7 +349,7 @@ class PersistentTiers:
             found = self.read(key, lambda _: None)  # no memory: map the blob
             if found is None or not self._ledger.locks.acquire([key]):
                 continue
-            states, tick = restored(found[1]), self._ledger.advance_clock()
+            states, tick = found[1].restore(), self._ledger.advance_clock()
             try:
                 self._write(after[0], {key: states}, tick, {key})
             except StoreError as error:

@@ -204,6 +204,7 @@ def test_the_costs_of_quotations_are_measured(tiny_reader: LoadedModel) -> None:
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_the_costs_of_grammars_are_measured(tiny_reader: LoadedModel) -> None:
     setting = GrammarsSetting(1_000, masks=4, answers=1, answer_tokens=4, strings=20)
     result = bench_grammars(setting, model=tiny_reader)

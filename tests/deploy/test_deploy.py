@@ -211,6 +211,7 @@ def test_kubernetes_resources_are_listed_and_name_what_there_is() -> None:
     assert endpoint["port"] in {port["name"] for port in head["ports"]}
 
 
+@pytest.mark.slow
 def test_the_compose_file_keeps_to_its_specification() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     done = subprocess.run([*command, REPOSITORY / "compose.yaml"], capture_output=True, text=True)

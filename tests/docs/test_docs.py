@@ -373,7 +373,7 @@ def test_the_limits_of_the_service_have_the_values_of_the_code() -> None:
     from ragcache_api.http.admission import LOOKAHEAD
     from ragcache_api.http.connection import HEADER_BYTES
     from ragcache_api.http.envelope import DRAIN_BYTES, DRAIN_PAUSE_SECONDS, DRAIN_SECONDS
-    from ragcache_api.settings import ServiceOptions
+    from ragcache_api.service_options import ServiceOptions
 
     text = " ".join((GUIDES / "operate.md").read_text(encoding="utf-8").split())
     seconds = ServiceOptions.model_fields["queue_seconds"].default

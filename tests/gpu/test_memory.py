@@ -10,7 +10,7 @@ import torch
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.machine import device_memory
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import StoredStates, kv_dtype_of, restored
+from ragcache.states.quantization import StoredStates, kv_dtype_of
 from ragcache.store.tiers import DeviceTier, HostTier
 from tests.ragcache.conftest import make_key, make_states, same
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def on_cpu(states: StoredStates) -> KVStates:
-    plain = restored(states)
+    plain = states.restore()
     if plain.arrival is not None:
         plain.arrival.synchronize()
     return KVStates(plain.keys.cpu(), plain.values.cpu(), plain.start)
@@ -148,7 +148,7 @@ def test_blocks_of_the_host_tier_are_pinned() -> None:
     states = host.get(make_key(1))
     assert states.keys.is_pinned()
     assert states.values.is_pinned()
-    assert same(restored(states), make_states(1, 3000))
+    assert same(states.restore(), make_states(1, 3000))
     del states
     for number in range(200):
         host.put(make_key(number % 3), make_states(number % 3, 1000 + number))
@@ -165,9 +165,9 @@ def test_computed_states_come_to_pinned_memory_as_they_are() -> None:
     assert copy.arrival is not None
     assert not copy.arrival.ready()
     copy.arrival.synchronize()
-    assert same(restored(copy), states)
+    assert same(copy.restore(), states)
     host.put(make_key(3), KVStates(keys, -keys, 3))
-    assert same(restored(host.get(make_key(3))), states)
+    assert same(host.get(make_key(3)).restore(), states)
 
 
 def test_int8_states_stay_int8_or_are_restored_on_the_way() -> None:
@@ -180,7 +180,7 @@ def test_int8_states_stay_int8_or_are_restored_on_the_way() -> None:
         kept = tier.get(make_key(1))
         assert kv_dtype_of(kept) == kind
         assert kept.keys.is_cuda
-        assert same(on_cpu(kept), restored(below))
+        assert same(on_cpu(kept), below.restore())
 
 
 def test_a_budget_beyond_the_device_is_refused_with_advice() -> None:
@@ -211,7 +211,7 @@ def test_a_tier_on_the_second_gpu_leaves_the_first_alone() -> None:
     computed = make_states(5, 300).keys.to("cuda:1")
     tier.put(make_key(9), KVStates(computed, -computed, 5))
     host.put(make_key(9), tier.get(make_key(9)))
-    assert same(restored(host.get(make_key(9))), make_states(5, 300))
+    assert same(host.get(make_key(9)).restore(), make_states(5, 300))
     assert torch.cuda.memory_allocated(0) == before
     assert torch.cuda.current_device() == 0
 

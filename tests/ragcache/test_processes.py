@@ -64,7 +64,7 @@ def test_a_call_ends_at_its_limit(
 
 def test_a_worker_that_took_much_memory_ends(call: Calls) -> None:
     before = call(PID)
-    call(b"b'x' * (2**29) and b''")
+    call(b"b'x' * (2**28 + 2**20) and b''")
     assert call(PID) != before
 
 

@@ -317,7 +317,7 @@ class TestBadInput:
 
 
 class TestOptions:
-    """Options are keywords of `TypedDict`s; a wrong name is an error that lists the right ones."""
+    """Options are fields of option sets; a wrong name is an error that lists the right ones."""
 
     @pytest.fixture
     def rag(self, library: RagCache) -> RagCache:
@@ -325,27 +325,27 @@ class TestOptions:
 
     @pytest.mark.parametrize(("methods", "given", "message"), [
         ("ask ask_batch stream", {"colection": "notes"},
-         "'colection'; options of ask: k, search, filters, threshold, relative_threshold, rerank, "
+         "'colection'; options: k, search, filters, threshold, relative_threshold, rerank, "
          "mmr, candidates, collection, mode, generation, selection, "
          "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
-         "'temperature'; options of chat: k, search, filters, threshold, relative_threshold, "
+         "'temperature'; options: k, search, filters, threshold, relative_threshold, "
          "rerank, mmr, candidates, collection, selection, mode, recognize, tools, generation, "
          "chat_template_kwargs$"),
         ("prompt stream_prompt", {"k": 2},
-         "'k'; options of prompt: mode, source, gener"),
+         "'k'; options: mode, source, gener"),
         ("retrieve", {"collection": "notes", "mode": "exact"},
-         "'mode'; options of retrieve: k, search, filters, threshold, rel"),
+         "'mode'; options: k, search, filters, threshold, rel"),
         ("ask stream retrieve", {"k": 2},
-         "'collection' is missing; options of"),
+         "'collection' is missing; options: k"),
     ])  # fmt: skip
     def test_options_that_are_unknown_or_missing(
         self, rag: RagCache, methods: str, given: dict[str, Any], message: str
     ) -> None:
         for method in methods.split():
-            with pytest.raises(ConfigurationError, match=message):
+            with pytest.raises(InvalidRequest, match=message):
                 getattr(rag, method)(QUESTION, **given)
-            with pytest.raises(ConfigurationError, match=message):
+            with pytest.raises(InvalidRequest, match=message):
                 asyncio.run(twin(AsyncRagCache(rag), method, given))
 
     def test_an_unknown_option_of_open(self, tmp_path: Path, quick_reader: LoadedModel) -> None:

@@ -18,12 +18,13 @@ from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import LEDGER, STORE, Offer, expand_options
 from ragcache_api.cli.progress import progress_bar
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys
     from ragcache.models import LoadedModel
     from ragcache.store.verify import VerifyReport
+    from ragcache_api.settings import ServiceSettings
 
 
 keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
@@ -39,7 +40,7 @@ def create_key(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
-    settings = options.settings()
+    settings = ui.read_settings(options)
     if settings.ledger is None:  # keys may be created before the first document
         settings.state.mkdir(0o700, parents=True, exist_ok=True)
         settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
@@ -60,7 +61,7 @@ def list_keys(
     as_json: ui.JsonOption = False,
 ) -> None:
     """List keys, with the first characters of each secret."""
-    with _keys(options.settings()) as keys:
+    with _keys(ui.read_settings(options)) as keys:
         rows = keys.list()
     if as_json:
         ui.print_json(rows)
@@ -90,7 +91,7 @@ def revoke_key(
     options: Annotated[ServiceOptions, LEDGER],
 ) -> None:
     """Refuse a key from now on; a running service follows within ten seconds."""
-    with _keys(options.settings()) as keys:
+    with _keys(ui.read_settings(options)) as keys:
         keys.revoke(key)
     ui.console.print(f"key {key} is revoked")
 
@@ -119,7 +120,7 @@ def list_all_modules(
     as_json: ui.JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
-    with ui.open_ledger(options.settings()) as database:
+    with ui.open_ledger(ui.read_settings(options)) as database:
         from ragcache.db import list_modules
 
         rows = list_modules(database, collection)
@@ -163,7 +164,7 @@ def expire_modules(
     """Limit how long the states of modules are kept; the documents stay."""
     if never == (after is not None):
         raise typer.BadParameter("give either --after SECONDS or --never")
-    settings = options.settings()
+    settings = ui.read_settings(options)
     ui.check_state(settings)
     from ragcache.db import held_keys
     from ragcache.db.tables import DEFAULT_NAMESPACE
@@ -192,7 +193,7 @@ def ledger_status(
     """Show the revision of the ledger and who has it open; nothing is changed."""
     from ragcache.db import ledger_status
 
-    settings = options.settings()
+    settings = ui.read_settings(options)
     ui.check_state(settings)
     found = ledger_status(settings.ledger or settings.state / "ledger.sqlite")
     if as_json:
@@ -219,7 +220,7 @@ def stats(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
-    settings = options.settings()
+    settings = ui.read_settings(options)
     with ui.open_ledger(settings) as database:
         from ragcache.db import Catalog, Ledger
 
@@ -256,7 +257,7 @@ def verify(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
-    settings = options.settings()
+    settings = ui.read_settings(options)
     ui.check_state(settings)
     from ragcache.store.verify import verify as verify_store
 
@@ -301,7 +302,7 @@ def doctor(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check the installation, the model with its dtypes, and the state folder."""
-    settings = options.settings()
+    settings = ui.read_settings(options)
 
     @cache
     def loaded() -> LoadedModel:
@@ -450,7 +451,7 @@ def serve(
     """
     from ragcache_api.http.server import serve as serve_app
 
-    settings = ServiceSettings.read(**options.given(), **_parse_settings(setting or []))
+    settings = ui.read_settings(options, **_parse_settings(setting or []))
     if settings.replicas is not None or settings.autoscale is not None:
         _serve_cluster(settings)
         return

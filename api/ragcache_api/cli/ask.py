@@ -18,7 +18,7 @@ from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ASKING, ONE_ANSWER, WITHOUT_DOCUMENTS, Offer, expand_options
 from ragcache_api.cli.progress import progress_bar
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
@@ -140,7 +140,7 @@ def demo(
     handbook = example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
         raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
-    dtype = options.settings().dtype
+    dtype = ui.read_settings(options).dtype
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
     with (

@@ -13,7 +13,7 @@ from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ASKING, ONE_ANSWER, expand_options
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Answer, AnswerStream, RagCache

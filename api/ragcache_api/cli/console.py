@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ragcache.db import Database
     from ragcache.store import KVStore
     from ragcache_api.cli.served import ServedAnswer
-    from ragcache_api.settings import ServiceOptions, ServiceSettings
+    from ragcache_api.service_options import ServiceOptions
+    from ragcache_api.settings import ServiceSettings
 
 UNWRAPPED_WIDTH = 10_000  # characters: logs and pipes keep paths on one line
 
@@ -76,7 +77,7 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
         options: Options of the command.
         **changes: Settings that the command decides itself.
     """
-    settings = options.replace(**changes).settings()
+    settings = read_settings(options.replace(**changes))
     check_model(settings.model)
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
@@ -104,6 +105,13 @@ def _shown_logs(name: str, show: Callable[[str], None]) -> Iterator[None]:
         logger.setLevel(level)
 
 
+def read_settings(options: ServiceOptions, **more: Any) -> ServiceSettings:
+    """Return all settings, read with the options of a command; see `ServiceSettings.read`."""
+    from ragcache_api.settings import ServiceSettings  # slow to import, and no help needs it
+
+    return ServiceSettings.read(**options.given(), **more)
+
+
 def open_existing_rag(
     options: ServiceOptions, collection: str | None = None, **changes: Any
 ) -> RagCache:
@@ -113,7 +121,7 @@ def open_existing_rag(
         NoState: The folder does not exist. Raised before torch is imported.
         UnknownCollection: The folder lacks the collection.
     """
-    settings = options.settings()
+    settings = read_settings(options)
     check_model(settings.model)
     with open_ledger(settings) as database:
         if collection is not None:

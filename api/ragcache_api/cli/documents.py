@@ -20,7 +20,7 @@ from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, LEDGER, STORE, Offer, expand_options
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.db import DocumentRow
@@ -40,7 +40,7 @@ def collections(
 ) -> None:
     """List collections, with their documents and modules."""
     check_namespace(namespace)
-    with ui.open_ledger(options.settings()) as database:
+    with ui.open_ledger(ui.read_settings(options)) as database:
         from ragcache.db import collection_page
 
         rows = _all_rows(lambda cursor: collection_page(database, namespace, cursor, _PAGE))
@@ -63,15 +63,15 @@ def documents(
 ) -> None:
     """List the documents of a collection, with their modules and metadata."""
     check_namespace(namespace)
-    with ui.open_ledger(options.settings()) as database:
+    with ui.open_ledger(ui.read_settings(options)) as database:
         from ragcache.db import document_page
         from ragcache.retrieval.filters import compile_filters
 
-        passes = compile_filters(search.filters)
+        passes = compile_filters(search.filters or {})
         rows = _all_rows(
             lambda cursor: document_page(database, namespace, collection, cursor, _PAGE)
         )
-    rows = [row for row in rows if passes is None or passes(row.attributes)]
+    rows = [row for row in rows if passes(row.attributes)]
     if as_json:
         ui.print_json([_document_values(row) for row in rows])
     elif not rows:
@@ -118,7 +118,7 @@ def remove(
         raise ConfigurationError(
             "give ids of documents, or --all to remove the collection with all of them"
         )
-    with ui.inspect_store(options.settings()) as (database, store):
+    with ui.inspect_store(ui.read_settings(options)) as (database, store):
         from ragcache.db import Catalog
         from ragcache.store.admin import delete_documents
 
@@ -181,7 +181,7 @@ def instruction(
     check_instruction(text)
     if default and text is not None:
         raise ConfigurationError("give an instruction or --default, not both")
-    with ui.open_ledger(options.settings()) as database:
+    with ui.open_ledger(ui.read_settings(options)) as database:
         from ragcache.db import Catalog
 
         catalog = Catalog(database, "", None, namespace)
@@ -202,7 +202,7 @@ def retrieve(
 ) -> None:
     """Find the best modules for a query, with their scores; no model is loaded."""
     check_namespace(namespace)
-    settings = options.settings()
+    settings = ui.read_settings(options)
     check_embedding(settings.embedding)
     check_reranker(settings.reranker)
     with ui.open_ledger(settings) as database:

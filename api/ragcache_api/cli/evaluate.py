@@ -18,7 +18,7 @@ from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, Offer, expand_options
 from ragcache_api.cli.progress import progress_bar
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -224,7 +224,7 @@ def _check_own(options: ServiceOptions, collection: str, dataset: Dataset) -> No
     from ragcache.db import Catalog
 
     own, held = {each.id for each in dataset.documents}, set[str]()
-    settings = options.settings()
+    settings = ui.read_settings(options)
     with suppress(NoState), ui.open_ledger(settings) as database:
         catalog = Catalog(database, "", None, NAMESPACE)
         if collection in catalog.versions():

@@ -17,12 +17,13 @@ from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import INGESTING, LEDGER, expand_options
 from ragcache_api.cli.progress import stages
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Ingestion
     from ragcache.db import Jobs
     from ragcache.documents import SkippedFile
+    from ragcache_api.settings import ServiceSettings
 
 INCOMPLETE = 3  # exit status if some files could not be read
 _SHOWN = 20  # names printed for one reason
@@ -201,7 +202,7 @@ def list_jobs(
     as_json: ui.JsonOption = False,
 ) -> None:
     """List ingestions, the newest first, with their progress."""
-    with _jobs(options.settings(), namespace) as jobs:
+    with _jobs(ui.read_settings(options), namespace) as jobs:
         rows = jobs.page(limit=limit).items
     if as_json:
         ui.print_json(rows)
@@ -221,7 +222,7 @@ def cancel_job(
     namespace: NamespaceOption = NAMESPACE,
 ) -> None:
     """End a job that waits or runs, in whichever process; it then changes nothing more."""
-    with _jobs(options.settings(), namespace) as jobs:
+    with _jobs(ui.read_settings(options), namespace) as jobs:
         row = jobs.cancel(job)
     ui.console.print(f"job {job} is {row.status}")
 

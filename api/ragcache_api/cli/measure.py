@@ -16,11 +16,12 @@ from ragcache_api.cli import console as ui
 from ragcache_api.cli.ingest import print_unread
 from ragcache_api.cli.options import Offer, expand_options
 from ragcache_api.cli.progress import progress_bar
-from ragcache_api.settings import ServiceOptions, ServiceSettings
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.models import LoadedModel
     from ragcache.planning import CachePlan, Corpus
+    from ragcache_api.settings import ServiceSettings
 
 bench_app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
@@ -202,7 +203,7 @@ def plan(
     """
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")
-    settings = options.settings()
+    settings = ui.read_settings(options)
     ui.check_model(settings.model)
     for path in paths or []:
         if not path.exists():

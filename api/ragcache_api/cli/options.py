@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from ragcache.errors import ConfigurationError
 from ragcache.params import GenerationParams, Params, SearchParams
 from ragcache.params.base import bounds
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 
 @dataclass(frozen=True)

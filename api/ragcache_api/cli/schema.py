@@ -16,7 +16,7 @@ from ragcache.config import check_placement
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, Offer, expand_options
-from ragcache_api.settings import ServiceOptions
+from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache.pipeline import ChatTemplate
@@ -74,7 +74,7 @@ def lint(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Find errors, doubtful passages and waste in files. Exit status 1 if there are any."""
-    model = options.settings().model
+    model = ui.read_settings(options).model
     ui.check_model(model)
     findings, notes = _lint_files(files, load_template(model))
     found = [(file, finding) for file, each in findings.items() for finding in each]

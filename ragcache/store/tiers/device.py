@@ -23,7 +23,6 @@ from ragcache.states.quantization import (
     model_dtype,
     quantize,
     rebuild,
-    restored,
     tensors_of,
 )
 from ragcache.store.tiers.base import MemoryTier, check_budget
@@ -91,7 +90,7 @@ class _Copy:
         if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
             device = self.target["keys"].device
             there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
-            parts = tensors_of(restored(rebuild(there, source.start, source.dtype)))
+            parts = tensors_of(rebuild(there, source.start, source.dtype).restore())
         for name, part in parts.items():
             self.target[name][layers].copy_(part, non_blocking=True)
 

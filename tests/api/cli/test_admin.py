@@ -162,6 +162,7 @@ def test_a_setting_with_an_option_of_its_own_is_refused(run: Run, name: str) -> 
     assert f"write --{name} x" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.enable_socket
 def test_stats_of_a_shared_ledger_count_the_folders_disk(run: Run, tmp_path: Path) -> None:
     with postgres_schema() as url, closing(Database.open(url)) as database:

@@ -82,7 +82,7 @@ def test_connections_over_the_limit_get_the_usual_shape(rag: RagCache) -> None:
     assert refused.json()["error"]["code"] == "too_many_connections"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_413_of_a_large_body_reaches_its_client(served: str, chunked: bool) -> None:
     body = b" " * 30_000_000
 

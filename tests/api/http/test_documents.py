@@ -235,6 +235,7 @@ def test_files_that_cannot_be_read_are_refused_with_reasons(
     assert status == 400 or len(files) > 1 or told.keys() == files.keys()
 
 
+@pytest.mark.slow
 def test_a_file_over_a_limit_is_reported_in_its_job(
     client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,7 +207,7 @@ def check_all(client: TestClient, examples: int, every: int = 1) -> None:
 
 
 def test_every_answer_is_documented(client: TestClient) -> None:
-    check_all(client, 1, every=4)
+    check_all(client, 1, every=8)
 
 
 @pytest.mark.slow

@@ -38,7 +38,13 @@ def epub(chapter: bytes) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(WRITERS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.endswith("x") else name  # Office's
+        for name in sorted(WRITERS)
+    ],
+)
 def test_a_worker_reads_what_this_process_reads(name: str) -> None:
     raw = WRITERS[name]()
     expected = sanitize_document(read_document(name, raw, "file:///a"))
@@ -46,7 +52,11 @@ def test_a_worker_reads_what_this_process_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "raw"), [("a.html", NESTED), ("a.epub", epub(NESTED))], ids=["html", "epub"]
+    ("name", "raw"),
+    [
+        pytest.param("a.html", NESTED, id="html"),
+        pytest.param("a.epub", epub(NESTED), id="epub", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tree_that_takes_too_much_memory_is_refused(name: str, raw: bytes) -> None:
     limits = ReadLimits(seconds=60, memory=MEMORY, max_bytes=2**28)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
 from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.engine import RequestChecker
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.runner import ModelRunner, RaggedModelRunner
 from ragcache.engine.sampler import SampledToken, Sampler, SamplerState
@@ -57,6 +58,7 @@ class SteppedCore(EngineCore):
         clock: ManualClock | None = None,
     ) -> None:
         super().__init__(runner, settings or config_of(runner.model), clock or ManualClock())
+        self.checker = RequestChecker(runner, self.kv_manager)
 
     def submit(self, request: Request) -> Answer:
         self.checker.check_request(request)

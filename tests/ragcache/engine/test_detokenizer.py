@@ -18,9 +18,9 @@ from ragcache.engine.detokenizer import (
     StopChecker,
     TextStream,
     WindowDetokenizer,
-    check_stop_strings,
     create_detokenizer,
 )
+from ragcache.engine.request import check_stop_strings
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 

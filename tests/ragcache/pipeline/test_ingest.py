@@ -437,8 +437,9 @@ def test_a_failed_job_has_a_reason_and_runs_again_under_its_id(
 
 
 def test_jobs_go_on_when_the_folder_is_opened_again(
-    tmp_path: Path, model: LoadedModel, gate: Gate
+    tmp_path: Path, model: LoadedModel, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ragcache.store.store.HEARTBEAT_SECONDS", 0.05)
     rag = RagCache.open(tmp_path / "state", model)
     jobs = [rag.jobs.submit("notes", DOCUMENTS[:n]).id for n in (2, 1)]
     assert gate.reached.wait(20)
@@ -464,10 +465,11 @@ def test_a_direct_call_waits_for_jobs_that_another_process_left(
     tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = SourceDocument("kiln", "Version 1."), SourceDocument("kiln", "Version 2.")
-    monkeypatch.setattr(IngestionWorkers, "wake", lambda *_: None)
-    with RagCache.open(tmp_path / "state", model) as rag:
-        job = rag.jobs.submit("notes", [older, DOCUMENTS[1]]).id
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(IngestionWorkers, "wake", lambda *_: None)
+        with RagCache.open(tmp_path / "state", model) as rag:
+            job = rag.jobs.submit("notes", [older, DOCUMENTS[1]]).id
+    monkeypatch.setattr("ragcache.store.store.HEARTBEAT_SECONDS", 0.05)
     with RagCache.open(tmp_path / "state", model) as again:
         assert again.ingest("notes", newer).updated == 1
         assert again.jobs.get(job).status == "done"

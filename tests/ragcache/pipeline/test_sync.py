@@ -219,6 +219,7 @@ def test_another_process_goes_on_with_a_sync(
     job = rag.jobs.submit("c", loaded, sync=True).id
     rag.close()
     monkeypatch.undo()
+    monkeypatch.setattr("ragcache.store.store.HEARTBEAT_SECONDS", 0.05)
     with RagCache.open(tmp_path / "state", model, max_tokens=4, module_tokens=64) as other:
         ended = other.jobs.wait(job, 20)
         assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])

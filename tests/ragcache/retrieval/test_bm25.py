@@ -6,11 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.retrieval import BM25Index, bm25
 from ragcache.retrieval.bm25 import LONGEST_WORD, MOST_WORDS, STOP_WORDS, characters, terms
+from tests.conftest import scaled
 
 TEXTS = {
     40: "The survey boat is moored at the north quay.",
@@ -123,6 +124,7 @@ def test_an_update_leaves_earlier_snapshots_as_they_are() -> None:
     assert after.update({**{n: TEXTS[n] for n in (40, 3)}, 8: "A sloop. 猫"}) is after
 
 
+@settings(max_examples=scaled(100, quick=0.1))
 @given(st.lists(st.sets(st.integers(0, 40), max_size=25), min_size=1, max_size=6))
 @pytest.mark.usefixtures("never_anew")
 def test_an_updated_index_finds_what_a_new_one_finds(steps: list[set[int]]) -> None:

@@ -83,6 +83,7 @@ def test_an_answer_has_the_scores_and_the_time_of_the_reranker(rag: RagCache) ->
     assert (plain.sources[0].rerank, plain.timings.rerank) == (None, 0.0)
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_scores_from_0_to_1(tmp_path: Path, tiny_reader: LoadedModel) -> None:
     folder = str(write_cross_encoder(tmp_path / "cross"))
     reranker = CrossEncoderReranker(folder)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.retrieval import VectorIndex, fuse
-from ragcache.retrieval.search import overlaps, select_by_mmr
+from ragcache.retrieval.retriever import overlaps, select_by_mmr
 
 IDS = np.array([40, 7, 19, 3], dtype=np.int64)
 VECTORS = np.array([[3, 0, 0], [0, 5, 0], [0, 0, 0.1], [1, 1, 0]], dtype=np.float32)

@@ -18,7 +18,6 @@ from ragcache.states.quantization import (
     kv_dtype_of,
     quantize,
     quantized_nbytes,
-    restored,
     tensors_of,
 )
 
@@ -132,7 +131,7 @@ def test_scales_stand_for_channels_of_keys_and_tokens_of_values() -> None:
 def test_model_is_the_same_object_and_so_exact_to_the_bit() -> None:
     states = draw(torch.bfloat16)
     assert quantize(states, "model") is states
-    assert restored(states) is states
+    assert states.restore() is states
 
 
 def test_quantized_states_are_not_quantized_again() -> None:
@@ -140,7 +139,7 @@ def test_quantized_states_are_not_quantized_again() -> None:
     assert quantize(kept, "int8") is kept
     assert kv_dtype_of(kept) == "int8"
     plain = quantize(kept, "model")
-    assert torch.equal(plain.keys, restored(kept).keys)
+    assert torch.equal(plain.keys, kept.restore().keys)
     assert plain.keys.dtype == plain.values.dtype == torch.bfloat16
     assert kept.restore(torch.float32).keys.dtype == torch.float32
 
@@ -154,9 +153,9 @@ def test_bytes_are_those_of_all_tensors_and_about_half() -> None:
 
 def test_zeros_and_runs_without_tokens_survive() -> None:
     zeros = KVStates(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
-    assert not restored(quantize(zeros, "int8")).keys.any()
+    assert not quantize(zeros, "int8").restore().keys.any()
     empty = KVStates(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), 0)
-    assert restored(quantize(empty, "int8")).length == 0
+    assert quantize(empty, "int8").restore().length == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,7 +11,6 @@ import pytest
 
 from ragcache.db import Database
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.states.quantization import restored
 from ragcache.store import DeviceTier, KVStore, Lease, memory_tiers
 from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.conftest import keys
@@ -43,7 +42,7 @@ def store(tmp_path: Path, streams: Streams) -> Iterator[KVStore]:
 
 def check(lease: Lease, *numbers: int) -> None:
     for states, number in zip(lease.states, numbers, strict=True):
-        assert same(restored(states), make_states(number, TOKENS))
+        assert same(states.restore(), make_states(number, TOKENS))
 
 
 def test_the_keys_of_a_lease_are_copied_side_by_side(store: KVStore, streams: Streams) -> None:
@@ -81,7 +80,7 @@ def test_states_of_several_sizes_find_room_in_one_piece(store: KVStore) -> None:
     large = make_key(20)
     store.put_states(large, make_states(20, 2 * TOKENS))
     with store.lease([large]) as lease:
-        assert same(restored(lease.states[0]), make_states(20, 2 * TOKENS))
+        assert same(lease.states[0].restore(), make_states(20, 2 * TOKENS))
         assert lease.source[large] == "device"
 
 
@@ -117,7 +116,7 @@ def test_what_a_step_still_reads_is_not_written_after_its_lease(
     with pytest.raises(StoreBudgetExceeded):
         store.lease(keys(3))
     for states, number in zip(held, (0, 1, 2), strict=True):
-        assert same(restored(states), make_states(number, TOKENS))
+        assert same(states.restore(), make_states(number, TOKENS))
     del held, states
     with store.lease(keys(3)) as other:
         check(other, 3)

@@ -164,6 +164,7 @@ def connector(url: Any) -> Callable[[], socket.socket]:
     return connect
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("socket_enabled")
 def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
     with postgres_schema() as text:

@@ -13,7 +13,7 @@ import pytest
 from ragcache.db import Database
 from ragcache.errors import StoreFull
 from ragcache.states import KVKey
-from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.quantization import StoredStates
 from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore
 from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.conftest import INGEST, keys
@@ -85,7 +85,7 @@ def test_states_are_used_while_their_blobs_are_written(store: KVStore, disk: Gat
     assert all(name.startswith("ragcache-writer") for name in disk.threads)
     for number in range(3):
         found = store.disk.get(make_key(number))
-        assert same(restored(found), make_states(number, TOKENS))
+        assert same(found.restore(), make_states(number, TOKENS))
 
 
 def test_the_copy_stays_in_the_host_tier_until_room_is_needed(
@@ -97,7 +97,7 @@ def test_the_copy_stays_in_the_host_tier_until_room_is_needed(
     store.evict([make_key(0)], "device")
     with store.lease([make_key(0)]) as lease:
         assert lease.source == {make_key(0): "host"}
-        assert same(restored(lease.states[0]), make_states(0, TOKENS))
+        assert same(lease.states[0].restore(), make_states(0, TOKENS))
 
 
 def test_a_lease_ends_with_the_failure_of_a_write(store: KVStore, disk: GatedDisk) -> None:
@@ -153,7 +153,7 @@ def test_the_same_thread_may_need_states_that_are_being_written(
     lease.found.clear()
     threading.Timer(0.1, disk.gate.set).start()
     with store.fetch([make_key(0)]) as other:
-        assert same(restored(other.states[0]), make_states(0, TOKENS))
+        assert same(other.states[0].restore(), make_states(0, TOKENS))
     lease.release()
 
 
@@ -174,6 +174,6 @@ def test_quantized_copies_become_the_blob(tmp_path: Path, disk: GatedDisk) -> No
     store = open_store(tmp_path, kv_dtype="int8")
     put_all(store, range(1)).release()
     on_disk, on_host = store.disk.get(make_key(0)), store.host.get(make_key(0))
-    assert same(restored(on_disk), restored(on_host))
+    assert same(on_disk.restore(), on_host.restore())
     assert isinstance(store.host, HostTier)
     store.close()

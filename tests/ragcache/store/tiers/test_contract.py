@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded
 from ragcache.states import KVStates
-from ragcache.states.quantization import KVDtype, QuantizedStates, kv_dtype_of, quantize, restored
+from ragcache.states.quantization import KVDtype, QuantizedStates, kv_dtype_of, quantize
 from ragcache.store.tiers import DeviceTier, HostTier
 from tests.conftest import scaled
 from tests.ragcache.conftest import make_key, make_states, same
@@ -20,7 +20,7 @@ from tests.ragcache.store.tiers.conftest import Make
 
 
 def found(tier: object, number: int) -> KVStates:
-    return restored(tier.get(make_key(number)))  # type: ignore[attr-defined]
+    return tier.get(make_key(number)).restore()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -79,7 +79,7 @@ def test_stored_states_change_with_nothing_else(make: Make) -> None:
     tier.put(make_key(1), make_states(1, 100))
     tier.delete(make_key(1))
     tier.put(make_key(2), make_states(2, 100))
-    assert same(restored(held), make_states(1, 100))
+    assert same(held.restore(), make_states(1, 100))
 
 
 def test_quantized_states_are_kept_as_they_are(make: Make) -> None:
@@ -94,7 +94,7 @@ def test_quantized_states_are_kept_as_they_are(make: Make) -> None:
     assert isinstance(kept, QuantizedStates)
     expected = quantize(states, "int8")
     assert torch.equal(kept.keys.view(torch.uint8), expected.keys.view(torch.uint8))
-    assert same(kept.restore(), restored(expected))
+    assert same(kept.restore(), expected.restore())
     tier.put(make_key(2), kept)
     assert same(found(tier, 2), kept.restore())
 
@@ -104,7 +104,7 @@ def test_quantized_states_from_below_are_restored_for_the_tier(make: Make) -> No
     below = quantize(make_states(1, 40), "int8")
     assert tier.put(make_key(1), below) <= tier.size_of(below)
     assert kv_dtype_of(tier.get(make_key(1))) == "model"
-    assert same(found(tier, 1), restored(below))
+    assert same(found(tier, 1), below.restore())
 
 
 def test_threads_that_put_and_delete_lose_no_byte(make: Make) -> None:
@@ -191,7 +191,7 @@ def test_states_from_the_host_are_restored_on_the_device(device: str, kv_dtype: 
     host, tier = HostTier(10**6, kv_dtype=kv_dtype), DeviceTier(10**6, device)
     host.put(make_key(1), make_states(1, 30))
     tier.put(make_key(1), host.get(make_key(1)))
-    states = restored(tier.get(make_key(1)))
+    states = tier.get(make_key(1)).restore()
     assert states.keys.device.type == device
     there = KVStates(states.keys.cpu(), states.values.cpu(), states.start)
-    assert same(there, restored(quantize(make_states(1, 30), kv_dtype)))
+    assert same(there, quantize(make_states(1, 30), kv_dtype).restore())

@@ -10,7 +10,7 @@ import torch
 
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVStates
-from ragcache.states.quantization import QuantizedStates, quantize, restored
+from ragcache.states.quantization import QuantizedStates, quantize
 from ragcache.store.tiers import DeviceTier, HostTier
 from ragcache.store.tiers import device as device_module
 from tests.ragcache.conftest import make_key, make_states, same
@@ -55,8 +55,8 @@ def test_layer_by_layer_of_all_keys_with_an_event_after_each(
     assert not one.arrival.ready()
     streams.end_all()
     assert one.arrival.ready()
-    assert same(restored(one), layered(1, 3))
-    assert same(restored(two), layered(2, 3))
+    assert same(one.restore(), layered(1, 3))
+    assert same(two.restore(), layered(2, 3))
 
 
 def test_small_layers_share_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_freed_memory_is_written_behind_what_still_reads_it() -> None:
     tier.put(make_key(2), trap)
     with pytest.raises(StoreBudgetExceeded):
         tier.put(make_key(3), trap)
-    assert same(restored(held), states), "a step that is queued still reads these"
+    assert same(held.restore(), states), "a step that is queued still reads these"
     del held
     begin = len(streams.log)
     tier.put(make_key(3), trap)
@@ -165,7 +165,7 @@ def test_a_put_of_several_that_do_not_fit_changes_nothing() -> None:
         tier.put_all([(make_key(n), make_states(n, 40)) for n in (2, 3, 4)])
     assert (tier.used_bytes, [*tier.keys()]) == (used, [make_key(1)])
     tier.put_all([(make_key(n), make_states(n, 40)) for n in (2, 3)])
-    assert all(same(restored(tier.get(make_key(n))), make_states(n, 40)) for n in (1, 2, 3))
+    assert all(same(tier.get(make_key(n)).restore(), make_states(n, 40)) for n in (1, 2, 3))
 
 
 def test_int8_states_are_kept_as_they_came() -> None:
@@ -189,7 +189,7 @@ def test_an_int8_tier_quantizes_encoded_states_if_possible() -> None:
     tier = DeviceTier(10**6, "cpu", kv_dtype="int8")
     states = KVStates(*torch.randn(2, 3, 2, 30, 8), 5)
     tier.put(make_key(1), states)
-    assert same(restored(tier.get(make_key(1))), restored(quantize(states, "int8")))
+    assert same(tier.get(make_key(1)).restore(), quantize(states, "int8").restore())
     states.keys[0, 0, 0, 0] = torch.inf
     tier.put(make_key(2), states)
     assert same(tier.get(make_key(2)), states)  # type: ignore[arg-type]
