@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from ragcache.documents.formats.base import Content, Format, RawFile, import_library
+from ragcache.documents.pdf_page import PageLine, read_page
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import UnreadableDocument
 
@@ -19,7 +18,6 @@ _LARGER = 1.15  # ratio to the usual line height from which a line may be a head
 _TITLE_CHARACTERS = 200
 _TITLE_LINES = 3
 _LEVELS = 4
-_HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of a line
 
 
 def read_pdf(file: RawFile) -> Content:
@@ -36,7 +34,7 @@ def read_pdf(file: RawFile) -> Content:
             reason = "it needs a password" if locked else "it is damaged, or no PDF"
             raise UnreadableDocument(reason) from error
         try:
-            pages = [_page_lines(page, pdfium.raw) for page in document]
+            pages = [read_page(page, pdfium.raw) for page in document]
             outline = _outline(document)
             attached = _attachments(document)
         finally:
@@ -64,55 +62,6 @@ def _attachments(document: Any) -> list[tuple[str, bytes]]:
     return [(each.get_name() or "without a name", bytes(each.get_data())) for each in files]
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of a page."""
-
-    text: str
-    height: float
-    """Median height of its characters, in points."""
-
-
-def _page_lines(page: Any, raw: Any) -> list[_Line]:
-    """Return the lines of a page that are not blank. `raw` is pdfium's module of C functions."""
-    text_page = page.get_textpage()
-    lines: list[_Line] = []
-    units = bytearray()  # UTF-16
-    heights: list[float] = []
-    box = raw.FS_RECTF()
-
-    def end() -> None:
-        text = units.decode("utf-16-le", "replace")
-        if text.strip():
-            height = statistics.median(heights) if heights else 0.0
-            lines.append(_Line(" ".join(text.split(" ")).strip(), round(2 * height) / 2))
-        units.clear()
-        heights.clear()
-
-    for index in range(text_page.count_chars()):
-        code = raw.FPDFText_GetUnicode(text_page.raw, index)
-        if code in (10, 13):
-            end()
-            continue
-        units.extend(chr(code).encode("utf-16-le", "surrogatepass"))
-        if code > 32 and raw.FPDFText_GetLooseCharBox(text_page.raw, index, box):
-            heights.append(abs(box.top - box.bottom))
-    end()
-    return _joined(lines)
-
-
-def _joined(lines: Sequence[_Line]) -> list[_Line]:
-    """Join words that a hyphen breaks at the end of a line."""
-    found: list[_Line] = []
-    for line in lines:
-        if found and found[-1].text.endswith(tuple(_HYPHENS)):
-            before = found.pop()
-            found.append(_Line(before.text[:-1] + line.text, before.height))
-        else:
-            found.append(line)
-    return [_Line(each.text.rstrip(_HYPHENS), each.height) for each in found]
-
-
 def _outline(document: Any) -> list[tuple[int, str, int]]:
     """Return the outline of a PDF: page index, title and level."""
     found = []
@@ -128,7 +77,9 @@ Levels = dict[tuple[int, int], int]
 """Level of each line that is a heading, by page and number of the line."""
 
 
-def _outlined(pages: Sequence[Sequence[_Line]], outline: Iterable[tuple[int, str, int]]) -> Levels:
+def _outlined(
+    pages: Sequence[Sequence[PageLine]], outline: Iterable[tuple[int, str, int]]
+) -> Levels:
     """Return the levels of the lines that are titles of the outline."""
     levels: Levels = {}
     for page, title, level in outline:
@@ -144,13 +95,14 @@ def _bare(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
+def _larger(pages: Sequence[Sequence[PageLine]]) -> Levels:
     """Return the levels of lines that are larger than most text, the largest heights first."""
     sizes: Counter[float] = Counter()
     for lines in pages:
         for line in lines:
-            sizes[line.height] += len(line.text)
-    usual = sizes.most_common(1)[0][0]
+            if not line.is_table:
+                sizes[line.height] += len(line.text)
+    usual = max(sizes, key=lambda height: sizes[height], default=0.0)
     heights = sorted((h for h in sizes if usual and h >= usual * _LARGER), reverse=True)
     level = {height: min(n + 1, _LEVELS) for n, height in enumerate(heights)}
     levels: Levels = {}
@@ -162,7 +114,7 @@ def _larger(pages: Sequence[Sequence[_Line]]) -> Levels:
     return levels
 
 
-def _is_title(lines: Sequence[_Line]) -> bool:
+def _is_title(lines: Sequence[PageLine]) -> bool:
     """Whether lines of one height can be a heading, and not a table or a paragraph."""
     text = " ".join(line.text for line in lines)
     return (
@@ -172,20 +124,20 @@ def _is_title(lines: Sequence[_Line]) -> bool:
     )
 
 
-def _page_text(lines: Sequence[_Line], levels: Levels, page: int) -> str:
+def _page_text(lines: Sequence[PageLine], levels: Levels, page: int) -> str:
     blocks: list[str] = []
-    before = 0  # level of the line above
+    before, after_table = 0, False  # level of the line above
     for number, line in enumerate(lines):
         level = levels.get((page, number), 0)
         if level and level == before and line.height == lines[number - 1].height:
             blocks[-1] += f" {line.text}"  # a title of several lines
         elif level:
             blocks.append(f"{'#' * level} {line.text}")
-        elif blocks and not before:
+        elif blocks and not before and not line.is_table and not after_table:
             blocks[-1] += f"\n{line.text}"
         else:
             blocks.append(line.text)
-        before = level
+        before, after_table = level, line.is_table
     return "\n\n".join(blocks)
 
 
