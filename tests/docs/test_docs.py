@@ -309,16 +309,19 @@ def test_operating_settings_file_is_valid() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    from fastapi.routing import APIRoute
+    from fastapi import FastAPI
 
     from ragcache_api.http.app import ROUTERS
 
     text = "".join((GUIDES / page).read_text(encoding="utf-8") for page in SERVICE_PAGES)
+    app = FastAPI()
     for router in ROUTERS:
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            stem = re.sub(r"/\{.*", "", route.path)
-            assert stem in text, route.path
+        app.include_router(router)
+    paths = app.openapi()["paths"]
+    assert len(paths) > 40
+    for path in paths:
+        stem = re.sub(r"/\{.*", "", path)
+        assert stem in text, path
 
 
 MAIN = {"open", "ingest", "ask", "stream", "chat", "prompt", "retrieve", "within"}
