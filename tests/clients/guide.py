@@ -41,6 +41,8 @@ def sections() -> Iterator[str]:
 def section(client: Client) -> Iterator[str]:
     """Lines of a client: its installation, and its files as blocks to copy."""
     yield f"\n### {client.title}\n\n"
+    if client.fails:
+        yield f"The client does not work: {client.fails}.\n\n"
     if client.note:
         yield f"{client.note}\n\n"
     install = "npm install" if client.node else "pip install"

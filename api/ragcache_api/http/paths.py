@@ -82,9 +82,8 @@ def is_openai(path: str) -> bool:
         [True, True, False]
     """
     versions, parts = _split(path)
-    if parts[:1] == ["collections"] and parts[2:3]:  # a collection can be a client's base URL
-        parts = parts[2:]
-        return parts[0] in _RESOURCES
+    if based := _below_collection(parts):
+        return based[0] in _RESOURCES
     name = parts[0] if parts else ""
     return name not in _OWN if versions else name in _RESOURCES or name in _TOKENS
 
@@ -110,8 +109,8 @@ def explain_unserved(method: str, path: str, methods_of: Callable[[str], Sequenc
             f"{call}; {_listed([f'{each} {meant:.200}' for each in methods])} is. "
             f"The client's base URL {wrong}"
         )
-    hint = _RESOURCES.get(parts[0] if parts else "", "GET /openapi.json lists all routes")
-    return f"{call}; {hint}"
+    name, *_ = _below_collection(parts) or parts or [""]
+    return f"{call}; {_RESOURCES.get(name, 'GET /openapi.json lists all routes')}"
 
 
 def _split(path: str) -> tuple[int, list[str]]:
@@ -119,6 +118,11 @@ def _split(path: str) -> tuple[int, list[str]]:
     parts = [part for part in path.split("/") if part]
     versions = next((at for at, part in enumerate(parts) if part != _VERSION), len(parts))
     return versions, parts[versions:]
+
+
+def _below_collection(parts: list[str]) -> list[str]:
+    """Return the segments below a collection, which can be the base URL of OpenAI's clients."""
+    return parts[2:] if parts[:1] == ["collections"] else []
 
 
 def _listed(names: Iterable[str]) -> str:

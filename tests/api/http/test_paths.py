@@ -60,6 +60,7 @@ def test_every_path_of_openais_client_has_its_shape() -> None:
     ("call", "sentence"),
     [
         ("POST /v1/responses", f"is not served; answer with {CHAT}"),
+        ("POST /v1/collections/notes/responses", f"is not served; answer with {CHAT}"),
         ("POST /v1/embeddings", f"is not served; the service embeds .*{CHAT}"),
         ("GET /v1/anything", "is not served; GET /openapi.json lists all routes"),
         ("PUT /v1/chat/completions", "is not served: this path takes POST"),
