@@ -19,7 +19,7 @@ from hashlib import sha256
 from ragcache.db import ModuleRow
 from ragcache.errors import EngineClosed, RagCacheError
 from ragcache.models import LoadedModel
-from ragcache.modes import AFTER_PREAMBLE, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.recognition import (
@@ -53,8 +53,8 @@ class ObservedModule:
     row: ModuleRow
     """The text as a module without a document."""
     token_ids: tuple[int, ...]
-    key: KVKey
-    """Key of the states."""
+    keys: tuple[KVKey, ...]
+    """Keys of its states, one for each encoding of the mode that it was first read in."""
     nbytes: int
     """Bytes of the states in the model's format."""
     hits: int = 0
@@ -152,12 +152,12 @@ class ObservedModules:
         """
         with self._lock:
             chosen = [each for each in ids or self._modules if each in self._modules]
-            keys = [self._modules.pop(each).key for each in chosen]
+            keys = [key for each in chosen for key in self._modules.pop(each).keys]
             if ids is None:
                 self._recurrences = RecurrenceTable()
             self._rebuild()
         self._encoder.store.evict(keys)
-        return len(keys)
+        return len(chosen)
 
     def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
         """Return the observed modules between two ingested ones, and count their uses."""
@@ -205,7 +205,7 @@ class ObservedModules:
                 return
             count = lambda part: len(self._tokens(part))  # noqa: E731
             for piece in pieces(text, self._module_tokens, count):
-                self._add(piece.strip())
+                self._add(piece.strip(), mode)
         except EngineClosed:
             pass
         except RagCacheError as error:
@@ -214,21 +214,21 @@ class ObservedModules:
             with self._lock:
                 self._waiting.discard(text)
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, mode: ReuseMode) -> None:
         """Encode a text, and recognize it from now on."""
         ids, name = self._tokens(text), sha256(text.encode()).hexdigest()[:16]
         if len(ids) < MIN_TOKENS or name in self._modules:
             return
-        nbytes = len(ids) * self._model.causal.bytes_per_token
+        nbytes = len(ids) * self._model.causal.bytes_per_token * len(mode.encodings)
         if nbytes > self._budget_bytes:
             return
-        key = self._encoder.key(ids, AFTER_PREAMBLE)
         self._wait_until_idle()
-        with self._encoder.lease([ids], AFTER_PREAMBLE):
-            pass
+        encodings = mode.encodings
+        with self._encoder.lease([ids] * len(encodings), encodings) as lease:
+            keys = lease.keys[1:]  # behind the preamble's
         with self._lock:
             row = ModuleRow(NO_DOCUMENT, name, "", "", text)
-            self._modules[name] = ObservedModule(row, ids, key, nbytes)
+            self._modules[name] = ObservedModule(row, ids, keys, nbytes)
             ended = self._make_room()
             self._rebuild()
         self._encoder.store.evict(ended)
@@ -238,13 +238,14 @@ class ObservedModules:
 
         The newest module stays.
         """
-        ended, now = [], time.time()
+        ended: list[KVKey] = []
+        now = time.time()
         used = sum(each.nbytes for each in self._modules.values())
         for each in list(self._modules.values())[:-1]:
             if used <= self._budget_bytes and now - each.used_at < SECONDS_TO_LIVE:
                 break
             used -= each.nbytes
-            ended.append(self._modules.pop(each.id).key)
+            ended += self._modules.pop(each.id).keys
         return ended
 
     def _rebuild(self) -> None:
