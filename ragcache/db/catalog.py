@@ -119,6 +119,11 @@ class Catalog:
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # they never change
 
+    @property
+    def ledger_is_away(self) -> bool:
+        """Whether the ledger did not answer a question for a version in the last second."""
+        return self._version.has_failed or self._versions.has_failed
+
     def collections(self) -> dict[str, int]:
         """Return the number of documents by collection."""
         statement = (

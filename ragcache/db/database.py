@@ -216,6 +216,11 @@ class StaleCache(Generic[T]):
         self._values: dict[str, tuple[float, T]] = {}
         self._failed = -math.inf
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ledger did not answer in the last second."""
+        return self._now() - self._failed < _REST_SECONDS
+
     def read(self, name: str, query: Callable[[], T]) -> T:
         """Run the query. If the ledger does not answer, return the last result of this name.
 
@@ -223,7 +228,7 @@ class StaleCache(Generic[T]):
         """
         known, now = self._values.get(name), self._now()
         fresh = known is not None and now - known[0] <= self._seconds
-        if known is not None and fresh and now - self._failed < _REST_SECONDS:
+        if known is not None and fresh and self.has_failed:
             return known[1]
         try:
             value = query()

@@ -44,6 +44,8 @@ class LocatedStates:
     holds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Tier of the states, `device` or `host`, by key and session. `device` if a session has
     both."""
+    away: bool = False
+    """Whether the ledger does not answer, so that a session cannot fetch what it does not hold."""
 
 
 @dataclass(slots=True)

@@ -108,6 +108,12 @@ def replicas(client: httpx.Client) -> dict[str, str]:
     return {each["name"]: each["session"] for each in listed if each["session"] != each["name"]}
 
 
+def routed(client: httpx.Client) -> dict[str, int]:
+    """The number of requests that each replica got, by session."""
+    listed = client.get("/admin/replicas").json()["items"]
+    return {each["session"]: each["routed"] for each in listed}
+
+
 def ask(client: httpx.Client, number: int) -> httpx.Response:
     question = QUESTIONS[number % len(QUESTIONS)]
     body = {"question": question, "collection": "notes", "k": 1, "max_tokens": 4}
@@ -163,10 +169,8 @@ def test_no_question_waits_as_long_as_a_replica_is_halted(
     """Questions go to the replica that has the states, and this one is halted."""
     client = service.client
     ingest(client)
-    routed = {
-        each["session"]: each["routed"] for each in client.get("/admin/replicas").json()["items"]
-    }
-    halted = kept(service.ledger)[1][max(routed, key=routed.__getitem__)]
+    sent = routed(client)
+    halted = kept(service.ledger)[1][max(sent, key=sent.__getitem__)]
     os.kill(halted, signal.SIGSTOP)
     try:
         waited = []
@@ -191,11 +195,13 @@ def test_replicas_answer_without_postgresql(service: Cluster, measured: Measured
     ask_all(client)
     service.switch.off()
     away = time.monotonic()
-    answered = 0
+    answered, before = 0, routed(client)
     while time.monotonic() - away < STALE_SECONDS - 8:
-        ask_all(client, at_once=3)
+        ask_all(client, at_once=6)
         answered += 6
+    after = routed(client)
     measured("questions were answered without PostgreSQL", answered)
+    measured("requests to each replica before and after", (before, after))
     wait_until(2 * STALE_SECONDS, lambda: ask(client, 0).status_code == 503, 0.5)
     assert ask(client, 0).headers["retry-after"].isdigit()
     service.switch.on()

@@ -73,6 +73,7 @@ class RequestInspector:
     """Finds the states that a request of one namespace reads."""
 
     namespace: str
+    catalog: Catalog
     retriever: Retriever
     recognizer: Recognizer
     residency: Residency
@@ -82,6 +83,10 @@ class RequestInspector:
 
         Reads the ledger, and raises its errors and the errors of an invalid request.
         """
+        reads = self._find(body)
+        return replace(reads, located=replace(reads.located, away=self.catalog.ledger_is_away))
+
+    def _find(self, body: AnsweredRequest) -> RequestReads:
         if isinstance(body, PromptRequest):
             schema = parse_prompt(body.prompt, source="prompt").schema
             return RequestReads(self.residency.locate_schema(schema, self.namespace))
@@ -230,7 +235,7 @@ class Gateway:
             catalog = Catalog(self.database, "", vectors, namespace, self.stale_seconds)
             retrievers = Retrievers(catalog, self.database, self.embedder, self.reranker)
             self._inspectors[namespace] = RequestInspector(
-                namespace, retrievers.retriever_for(), Recognizer(catalog), self.residency
+                namespace, catalog, retrievers.retriever_for(), Recognizer(catalog), self.residency
             )
         return self._inspectors[namespace]
 

@@ -154,6 +154,9 @@ class RoutingTable:
     def choose(self, located: LocatedStates, replicas: Sequence[ReplicaStatus]) -> str:
         """Return the name of the best replica for a request, among the available ones.
 
+        While the ledger does not answer, only replicas that hold all of the states are asked, if
+        there are any: others could not fetch the states.
+
         Raises:
             HTTPProblem: (503) There is no replica.
         """
@@ -162,8 +165,10 @@ class RoutingTable:
             text = "no replica of the service takes requests now; try again"
             raise HTTPProblem(503, "no-replica", text, {"Retry-After": "2"})
         by_session = {each.session: each for each in open_ones}
+        if located.away and (holders := _holders(located) & by_session.keys()):
+            by_session = {session: by_session[session] for session in holders}
         loads = {session: each.requests for session, each in by_session.items()}
-        costs = self._measured_costs(open_ones)
+        costs = self._measured_costs(list(by_session.values()))
         session = choose_replica(located.modules, loads, located.holds, costs, self.rng)
         held, moved = held_bytes(located.modules, located.holds, session)
         self.routed_bytes["held"] += held
@@ -180,6 +185,12 @@ class RoutingTable:
                 measured.setdefault(name, []).append(value)
         medians: dict[str, Any] = {name: median(each) for name, each in measured.items()}
         return RoutingCosts(**medians)
+
+
+def _holders(located: LocatedStates) -> set[str]:
+    """Return the sessions that hold all states of a request in memory."""
+    held = [set(located.holds.get(module.key, {})) for module in located.modules]
+    return set.intersection(*held) if held else set()
 
 
 PROCESS_TABLE = RoutingTable()

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import update
 from starlette.testclient import TestClient
 
+from ragcache import SourceDocument
 from ragcache.db import Catalog, Database
 from ragcache.db.sessions import DEAD_SECONDS, Sessions
 from ragcache.db.tables import SessionTable
@@ -259,21 +260,41 @@ def test_a_replica_answers_from_a_selection_without_the_ledger(
     assert [each["document"] for each in answered.json()["sources"]] == ["leave.md"]
 
 
+def away(*_: object, **__: object) -> None:
+    raise LedgerUnavailable("the ledger is away")
+
+
 def test_an_outage_of_the_ledger_interrupts_no_replica(
     client: TestClient, replicas: LocalReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a single service does, replicas answer for `stale_seconds` from what is in memory."""
     question = {**LEAVE, "max_tokens": 1}
     client.post("/v1/answers", json=question)
-
-    def away(*_: object, **__: object) -> None:
-        raise LedgerUnavailable("the ledger is away")
-
     for name in ("reading", "transaction", "fetch"):
         monkeypatch.setattr(Database, name, away)
     answers = [client.post("/v1/answers", json=question) for _ in range(8)]
     assert [each.status_code for each in answers] == [200] * 8, answers[0].text
     assert sum(len(each.seen) for each in replicas.replicas) == 9
+
+
+def test_without_the_ledger_requests_go_where_all_states_are(
+    cluster: LocalCluster,
+    client: TestClient,
+    replicas: LocalReplicas,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other replica could not fetch them, however idle it is."""
+    cluster.rags[0].ingest("boats", [SourceDocument("pipit.md", "The Pipit is at the north quay.")])
+    flush(cluster)
+    question = {"question": "Where is the Pipit?", "collection": "boats", "k": 1, "max_tokens": 1}
+    assert client.post("/v1/answers", json=question).status_code == 200
+    assert replicas.table.routed == {"a": 1}
+    replicas.replicas[0].running = 100
+    for name in ("reading", "transaction", "fetch"):
+        monkeypatch.setattr(Database, name, away)
+    answers = [client.post("/v1/answers", json=question) for _ in range(4)]
+    assert [each.status_code for each in answers] == [200] * 4, answers[0].text
+    assert replicas.table.routed == {"a": 5}
 
 
 def test_the_gateway_leaves_the_confidence_of_answers_as_it_is(
