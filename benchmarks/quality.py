@@ -22,7 +22,7 @@ from ragcache.config import DEFAULT_RELATIVE_THRESHOLD
 from ragcache.documents import load_sources
 from ragcache.evaluation import Dataset, Evaluation, evaluate_modes, load_dataset
 from ragcache.evaluation.datasets import DatasetBuilder, Over, answers_of, read_rows
-from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import example_handbook
 from ragcache_api.cli.evaluate import format_mean
 
 MODES = ("exact", "rooted", "linked:16", "isolated")

@@ -36,7 +36,7 @@ from ragcache.answers.quotation_index import (
 from ragcache.documents import load_sources
 from ragcache.models import LoadedModel, load_model
 from ragcache.structured import Grammar, compile_constraint
-from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import example_handbook
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.model import plain_tensors
 from ragcache.models.reader import READER
-from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import example_handbook
 
 KINDS = (None, *QUANTIZATIONS)
 

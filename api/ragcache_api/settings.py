@@ -28,10 +28,17 @@ FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
 
 class ServiceSettings(BaseSettings, Surface, ServiceOptions):
-    """All settings: options, then variables `RAGCACHE_NAME`, then `ragcache.toml`."""
+    """All settings: options, then variables `RAGCACHE_NAME`, then `ragcache.toml`.
+
+    An empty variable counts as not set.
+    """
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, toml_file=FILE, extra="forbid", enable_decoding=False
+        env_prefix=PREFIX,
+        env_ignore_empty=True,
+        toml_file=FILE,
+        extra="forbid",
+        enable_decoding=False,
     )
     withheld: ClassVar[Mapping[str, str]] = {
         "warm_up": "a service does so at its start",

@@ -33,6 +33,8 @@ DEPLOY = REPOSITORY / "deploy"
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE_TEXT = (REPOSITORY / "compose.yaml").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+SINGLE_TEXT = (DEPLOY / "single" / "compose.yaml").read_text(encoding="utf-8")
+SINGLE: dict[str, Any] = yaml.safe_load(SINGLE_TEXT)
 MADE_BY_THE_OPERATOR = {"./deploy/metrics.key"}
 
 
@@ -59,8 +61,27 @@ def test_versions_of_the_image_are_the_tested_ones() -> None:
 
 
 def test_variables_are_settings() -> None:
-    variables = re.findall(r"RAGCACHE_([A-Z_]+)[=:]", DOCKERFILE + COMPOSE_TEXT)
+    variables = re.findall(r"RAGCACHE_([A-Z_]+)[=:]", DOCKERFILE + COMPOSE_TEXT + SINGLE_TEXT)
     assert {name.lower() for name in variables} <= set(ServiceSettings.model_fields)
+
+
+def test_the_images_read_documents_and_keep_models() -> None:
+    default = re.search(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert default
+    cluster = COMPOSE["services"]["ragcache"]
+    for extras in (default[1], cluster["build"]["args"]["EXTRAS"]):
+        assert {"documents", "gguf", "minilm"} <= set(extras.split(","))
+    home = re.search(r"HF_HOME=(\S+)", DOCKERFILE)
+    assert home
+    for compose in (COMPOSE, SINGLE):
+        service = compose["services"]["ragcache"]
+        assert f"models:{home[1]}" in service["volumes"]
+        assert service["environment"]["RAGCACHE_MODEL"] == "${RAGCACHE_MODEL:-}"
+
+
+def test_an_empty_variable_of_the_model_means_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_MODEL", "")
+    assert ServiceSettings().model is None
 
 
 class Health(BaseHTTPRequestHandler):
@@ -99,8 +120,8 @@ def test_keys_are_made_as_the_compose_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAGCACHE_STATE", str(tmp_path / "state"))
-    commands = re.findall(r"run --rm ragcache (keys create [^>\n]+)", COMPOSE_TEXT)
-    assert len(commands) == 2
+    commands = re.findall(r"--rm ragcache (keys create [^>\n]+)", COMPOSE_TEXT + SINGLE_TEXT)
+    assert len(commands) == 3
     for command in commands:
         made = CliRunner().invoke(app, shlex.split(command))
         assert made.exit_code == 0
@@ -108,15 +129,16 @@ def test_keys_are_made_as_the_compose_file_says(
 
 
 def test_services_mount_repository_files_and_named_volumes() -> None:
-    for service in COMPOSE["services"].values():
+    every = [(each, made) for made in (COMPOSE, SINGLE) for each in made["services"].values()]
+    for service, compose in every:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             if source.startswith("./"):
                 assert source in MADE_BY_THE_OPERATOR or (REPOSITORY / source).exists()
             else:
-                assert source in COMPOSE["volumes"]
+                assert source in compose["volumes"]
         for other in service.get("depends_on", []):
-            assert other in COMPOSE["services"]
+            assert other in compose["services"]
         assert re.search(r":[\w.-]*\d", service["image"]), "a version is named"
 
 
@@ -212,9 +234,10 @@ def test_kubernetes_resources_are_listed_and_name_what_there_is() -> None:
 
 
 @pytest.mark.slow
-def test_the_compose_file_keeps_to_its_specification() -> None:
+@pytest.mark.parametrize("file", ["compose.yaml", "deploy/single/compose.yaml"])
+def test_the_compose_file_keeps_to_its_specification(file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, REPOSITORY / "compose.yaml"], capture_output=True, text=True)
+    done = subprocess.run([*command, REPOSITORY / file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -242,6 +265,29 @@ def test_kubernetes_resources_keep_to_its_schemas() -> None:
             kubernetes_validate.validate(pod | {"spec": {"container": []}}, version, strict=True)
     served = ServeDeploySchema.model_validate(yaml.safe_load(ray["serveConfigV2"]))
     assert [each.name for each in served.applications] == ["ragcache"]
+
+
+def test_one_pod_runs_without_operators() -> None:
+    folder = DEPLOY / "kubernetes-single"
+    made = yaml.safe_load((folder / "kustomization.yaml").read_text("utf-8"))
+    version = kubernetes_validate.latest_version()
+    resources = {}
+    for name in made["resources"]:
+        resource = yaml.safe_load((folder / name).read_text("utf-8"))
+        kubernetes_validate.validate(resource, version, strict=True)
+        resources[resource["kind"]] = resource
+    assert set(resources) == {"Namespace", "Deployment", "Service", "PersistentVolumeClaim"}
+    pod = resources["Deployment"]["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    given = {name.removeprefix("RAGCACHE_").lower(): each for name, each in variables.items()}
+    assert ServiceSettings(**given).model == given["model"]
+    assert f"USER {pod['spec']['securityContext']['runAsUser']}:" in DOCKERFILE
+    [mount], [volume] = container["volumeMounts"], pod["spec"]["volumes"]
+    assert f"VOLUME {mount['mountPath']}" in DOCKERFILE
+    claim = volume["persistentVolumeClaim"]["claimName"]
+    assert claim == resources["PersistentVolumeClaim"]["metadata"]["name"]
+    assert resources["Service"]["spec"]["selector"] == pod["metadata"]["labels"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="Kustomize is a part of kubectl")

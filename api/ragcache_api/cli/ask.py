@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-import ragcache_api
 from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache.modes import EXACT, ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
@@ -71,6 +70,7 @@ def ask(
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
+            ui.print_reader_note(rag, collection, answer.answer)
             command = ui.warm_command(collection, mode, options)
             ui.print_unkept(rag, f"{command} keeps those of its documents")
 
@@ -137,7 +137,7 @@ def demo(
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side, and
     refuse one that it does not answer."""
-    handbook = example_handbook() if handbook is None else handbook
+    handbook = ui.example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
         raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
     dtype = ui.read_settings(options).dtype
@@ -173,13 +173,6 @@ def demo(
         f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
         f"last answer; one after another: {ui.format_milliseconds(single_seconds)}"
     )
-
-
-def example_handbook() -> Path:
-    """Return the folder of the handbook: in the package, or in `examples/` of a clone."""
-    package = Path(ragcache_api.__file__).parent
-    installed = package / "handbook"
-    return installed if installed.is_dir() else package.parent.parent / "examples" / "handbook"
 
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:

@@ -62,6 +62,7 @@ class Talk:
         self._rag, self._collection = rag, collection
         self._search = {} if collection is None else search.given()
         self._mode, self._generation = mode, generation
+        self._noted = False  # whether the advice on a model has been printed
 
     def say(self, text: str) -> None:
         """Answer a message. Prints the answer as it arrives, then its sources."""
@@ -88,6 +89,10 @@ class Talk:
                 )
                 if not self.said or self._leaves_room(stream):
                     ui.print_answer(stream, pieces=True)
+                    if self._collection is not None and not self._noted:
+                        self._noted = ui.print_reader_note(
+                            self._rag, self._collection, stream.answer
+                        )
                     return stream.answer
                 stream.close()
             except PromptTooLong:

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.models import OptionInfo
 
+import ragcache_api
 from ragcache.config import NAMESPACE, check_embedding, check_reranker
 from ragcache.errors import ModelNotFound, NoState, UnreadableDocument
 from ragcache.modes import ROOTED, ReuseMode, describe_kinds
@@ -302,6 +303,36 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
     if count := rag.internals.shared.store.count_unkept():
         what = "1 state was" if count == 1 else f"{count} states were"
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
+
+
+def print_reader_note(rag: RagCache, collection: str, answer: Answer) -> bool:
+    """Advise on standard error to take a model, if the embedded reader refused.
+
+    Over the example handbook, for which the reader was trained, it gives no advice.
+
+    Returns:
+        Whether the advice was printed.
+    """
+    refused = answer.finish_reason in ("no_answer", "no_documents")
+    if not (refused and rag.internals.shared.model.extractive):
+        return False
+    stored = rag.documents.page(collection, limit=1).items
+    if stored and stored[0].uri.startswith(example_handbook().resolve().as_uri()):
+        return False
+    errors.print(
+        "The embedded reader is a demonstration, and refuses most questions about other texts than "
+        "the example handbook. Give a model: --model Qwen/Qwen2.5-1.5B-Instruct (3.1 GB, once), a "
+        "folder, or a GGUF file",
+        markup=False,
+    )
+    return True
+
+
+def example_handbook() -> Path:
+    """Return the folder of the handbook: in the package, or in `examples/` of a clone."""
+    package = Path(ragcache_api.__file__).parent
+    installed = package / "handbook"
+    return installed if installed.is_dir() else package.parent.parent / "examples" / "handbook"
 
 
 def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> str:

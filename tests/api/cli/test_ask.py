@@ -116,7 +116,8 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
 
 @pytest.mark.slow
 def test_what_is_encoded_for_one_answer_is_not_kept_and_said(run: Run, ingested: Path) -> None:
-    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-tokens", 1)
+    shown = ("--max-tokens", 1, "--min-confidence", 0)
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, *shown)
     assert run(*asked)[2] == ""
     kind = ("--instruction", "Reply in one word.")
     for _ in range(2):  # each process encodes them anew
@@ -154,6 +155,17 @@ def test_ask_reports_that_nothing_was_found(run: Run, ingested: Path) -> None:
     assert out.splitlines() == [REFUSAL, "no text in this collection fits the question"]
     answer = json_of(run("ask", "xylophone", "-c", "notes", "--json"))
     assert (answer["finish_reason"], answer["text"]) == ("no_documents", REFUSAL)
+
+
+def test_the_reader_advises_a_model_where_it_refuses(
+    run: Run, ingested: Path, tmp_path: Path
+) -> None:
+    advice = "Give a model: --model"
+    assert advice in run("ask", "xylophone", "-c", "notes")[2]
+    assert advice not in run("ask", "xylophone", "-c", "notes", "--json")[2]
+    example = REPOSITORY / "examples" / "handbook" / "backups.md"
+    run("ingest", "example", example)
+    assert advice not in run("ask", "xylophone", "-c", "example")[2]
 
 
 def test_request_errors_are_named(run: Run, ingested: Path) -> None:

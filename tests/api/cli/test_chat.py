@@ -9,6 +9,7 @@ import pytest
 
 from ragcache import GenerationParams, RagCache
 from ragcache.models import LoadedModel
+from ragcache.params import REFUSAL
 from ragcache_api.cli.chat import Talk
 from tests.api.cli.conftest import QUESTION, Run
 
@@ -21,7 +22,8 @@ def test_messages_are_answered_from_what_they_retrieve(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_lines(monkeypatch, QUESTION, "How many days of leave are there?", "", "never read")
-    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-tokens", 4)
+    shown = ("--max-tokens", 4, "--min-confidence", 0)
+    status, out, err = run("chat", "-c", "notes", "-k", 1, *shown)
     assert (status, err) == (0, "")
     assert [name in out for name in ("keys.md#1", "leave.md#1", "boats.md#1")] == [
         True,
@@ -31,12 +33,22 @@ def test_messages_are_answered_from_what_they_retrieve(
     assert out.count("mode recognized:rooted · prompt") == 2
 
 
+def test_a_chat_advises_a_model_once(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "Hello!", "xylophone?")
+    _, out, err = run("chat", "-c", "notes")
+    assert out.count(REFUSAL) == 2
+    assert err.count("Give a model: --model") == 1
+
+
 @pytest.mark.slow
 def test_states_that_are_used_twice_are_kept_and_others_said(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = ("--instruction", "Reply in one word.")
-    short = ("chat", "-c", "notes", "-k", 1, "--max-tokens", 2, *kind)
+    shown = ("--max-tokens", 2, "--min-confidence", 0)
+    short = ("chat", "-c", "notes", "-k", 1, *shown, *kind)
     type_lines(monkeypatch, QUESTION)
     notice = run(*short)[2]
     assert notice.startswith("2 states were encoded for this and not kept; ")
