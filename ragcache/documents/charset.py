@@ -3,8 +3,10 @@
 charset-normalizer reads French in Latin-1 as Baltic, and Polish in ISO-8859-2 or Russian in KOI8-R
 as one of their neighbors. Bytes are therefore decoded in every encoding of one byte a character
 that is in use, and each text is scored by the frequencies of letters in the languages of the
-encoding. The best score wins if its language explains the characters beyond ASCII. Other texts,
-such as Chinese or Japanese, are left to charset-normalizer.
+encoding. The best score wins if its language explains the characters beyond ASCII.
+
+Chinese, Japanese and Korean are told by their most frequent characters, since charset-normalizer
+reads Shift-JIS as Korean. Other texts are left to charset-normalizer.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log
@@ -87,6 +90,24 @@ _ODD = re.compile(
 )
 """Odd places of a shape (`_shape`): capitals and marks inside of words, letters of two scripts."""
 _ODD_PENALTY = 4.0
+_EAST_ASIAN = {
+    "ja": ("cp932", "euc_jp", "euc_jis_2004"),
+    "zh": ("gb18030", "big5", "big5hkscs"),
+    "ko": ("cp949",),
+}
+"""Encodings of two bytes a character, by language."""
+_KANA = "".join(map(chr, range(0x3041, 0x30FF)))
+_FREQUENT = {
+    "ja": frozenset(_KANA + "、。「」日本人年大一中"),
+    "zh": frozenset(
+        "的一是不了在人有我他中上大和地到以要就出可也你能而子那得下自之年作，。、：；"
+        "这个们来为国说时会对生于着过发后里這個們來為國說時會對於著過發後裡"
+    ),
+    "ko": frozenset(
+        "이다는을의에가하고지은로를한서도기사어니리나그대라자인시해정아수일보여부장상전제"
+    ),
+}
+"""Frequent characters of each language."""
 _SAMPLE = 65_536
 """Bytes that are scored, of lines that are not ASCII."""
 _EXPLAINED = 0.85
@@ -165,6 +186,8 @@ def detect_encoding(raw: bytes) -> str:
     Raises:
         UnreadableDocument: No encoding of text explains the bytes.
     """
+    if encoding := _east_asian_guess(raw, 0.35):
+        return encoding
     sample = _sample(raw)
     guesses = [guess for encoding in ENCODINGS if (guess := _guess(sample, encoding)) is not None]
     for guess in sorted(guesses, key=lambda each: -each.score):
@@ -172,7 +195,26 @@ def detect_encoding(raw: bytes) -> str:
             break
         if _decodes(raw, guess.encoding):
             return guess.encoding
-    return _library_guess(raw)
+    return _east_asian_guess(raw, 0.15) or _library_guess(raw)
+
+
+def _east_asian_guess(raw: bytes, least: float) -> str:
+    """Return the encoding of two bytes a character whose text has most frequent characters.
+
+    Their share of the characters beyond ASCII must be more than `least`.
+    """
+    best, encoding = least, ""
+    for name, frequent in _FREQUENT.items():
+        for each in _EAST_ASIAN[name]:
+            try:
+                text = raw.decode(each)
+            except UnicodeDecodeError:
+                continue
+            beyond = [char for char in text if char > "\x7f"]
+            share = sum(char in frequent for char in beyond) / max(1, len(beyond))
+            if share > best:
+                best, encoding = share, each
+    return encoding
 
 
 def _library_guess(raw: bytes) -> str:
@@ -250,6 +292,19 @@ def _score(counts: Counter[str], language: str) -> tuple[float, int]:
         total += count * weight
         explained += 0 if char.isascii() else count
     return total, explained
+
+
+def letter_likelihood(letters: Sequence[str]) -> float:
+    """Return the mean logarithm of the likelihood of letters in the language that fits best.
+
+    Args:
+        letters: Letters in lower case, at least one.
+    """
+    counts = Counter(letters)
+    return max(
+        sum(count * _weights(language).get(letter, _FOREIGN) for letter, count in counts.items())
+        for language in LANGUAGES
+    ) / len(letters)
 
 
 @cache

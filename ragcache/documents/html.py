@@ -31,6 +31,8 @@ class HtmlText:
     """Title of the page. Empty without one."""
     text: str
     """Markdown."""
+    formulas: int = 0
+    """Number of formulas that were left out."""
 
 
 def read_html(markup: str) -> HtmlText:
@@ -49,7 +51,8 @@ def read_html(markup: str) -> HtmlText:
     except etree.ParserError:  # an empty document
         return HtmlText("", "")
     title = " ".join((root.findtext(".//title") or "").split())
-    return HtmlText(title, _Writer().write(root))
+    formulas = sum(1 for _ in root.iter("math"))
+    return HtmlText(title, _Writer().write(root), formulas)
 
 
 @dataclass(slots=True)

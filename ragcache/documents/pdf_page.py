@@ -5,6 +5,7 @@ pdfium keeps global state: callers hold a lock.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from ragcache.documents.pdf_tables import PageTable, Rule, Word, find_tables
 
 _HYPHENS = "\x02\ufffe"  # pdfium's marks of a word that is broken at the end of a line
 _BROKEN = 0.35  # of the height of letters: a gap that divides words
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_PATHS = 4_000  # objects of a page that are looked at for rules
 _MAX_POINTS = 20_000
 _THIN = 3.0  # points: a filled area that is thinner is a rule
@@ -99,8 +101,10 @@ def _is_right_to_left(characters: Sequence[_Character]) -> bool:
 
 
 def _decode(characters: Sequence[_Character]) -> str:
-    units = (chr(each.code).encode("utf-16-le", "surrogatepass") for each in characters)
-    return b"".join(units).decode("utf-16-le", "replace")
+    text = "".join([chr(each.code) for each in characters])
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _words(characters: Sequence[_Character]) -> Iterator[Word]:
@@ -234,12 +238,20 @@ def _lines(
 
 
 def _joined(lines: Sequence[PageLine]) -> list[PageLine]:
-    """Join words that a hyphen breaks at the end of a line."""
+    """Join words that a hyphen breaks at the end of a line, and large initials with their words."""
     found: list[PageLine] = []
     for line in lines:
         if found and found[-1].text.endswith(tuple(_HYPHENS)) and not line.is_table:
             before = found.pop()
             found.append(PageLine(before.text[:-1] + line.text, before.height))
+        elif found and _is_initial(found[-1], line):
+            found[-1] = PageLine(found[-1].text + line.text, line.height)
         else:
             found.append(line)
     return [PageLine(each.text.rstrip(_HYPHENS), each.height, each.is_table) for each in found]
+
+
+def _is_initial(before: PageLine, line: PageLine) -> bool:
+    """Whether a line is a large first letter of the next one."""
+    is_letter = len(before.text) == 1 and before.text.isupper()
+    return is_letter and before.height > 1.3 * line.height > 0 and line.text[:1].islower()

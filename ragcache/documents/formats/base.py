@@ -155,6 +155,11 @@ def parse_xml(raw: bytes) -> Any:
     return etree.fromstring(raw, etree.XMLParser(resolve_entities=False, no_network=True))
 
 
+def omitted_formulas(count: int) -> tuple[str, ...]:
+    """Return the description of formulas that a reader left out, if there are any."""
+    return (f"{count} formula{'s' if count > 1 else ''}",) if count else ()
+
+
 def flat(text: str) -> str:
     """Return a text in one line."""
     return " ".join(text.split())

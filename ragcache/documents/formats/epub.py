@@ -5,7 +5,14 @@ from __future__ import annotations
 import posixpath
 from urllib.parse import unquote
 
-from ragcache.documents.formats.base import Content, Format, RawFile, open_archive, parse_xml
+from ragcache.documents.formats.base import (
+    Content,
+    Format,
+    RawFile,
+    omitted_formulas,
+    open_archive,
+    parse_xml,
+)
 from ragcache.documents.html import read_html
 from ragcache.documents.source import DocumentPart
 
@@ -22,7 +29,7 @@ def read_epub(file: RawFile) -> Content:
         [path, *_] = container.xpath("//c:rootfile/@full-path", namespaces=_PACKAGE)
         package = parse_xml(book.read(path))
         items = {each.get("id"): each for each in package.xpath("//p:item", namespaces=_PACKAGE)}
-        parts = []
+        parts, formulas = [], 0
         for reference in dict.fromkeys(package.xpath("//p:itemref/@idref", namespaces=_PACKAGE)):
             item = items.get(reference)
             if item is None or "html" not in (item.get("media-type") or ""):
@@ -31,11 +38,12 @@ def read_epub(file: RawFile) -> Content:
                 continue  # the table of contents
             name = posixpath.normpath(posixpath.join(posixpath.dirname(path), item.get("href")))
             page = read_html(book.read(unquote(name)).decode("utf-8", "replace"))
+            formulas += page.formulas
             if page.text:
                 bare = page.title and not page.text.startswith("#")
                 text = f"# {page.title}\n\n{page.text}" if bare else page.text
                 parts.append(DocumentPart(text))
-    return Content(parts)
+    return Content(parts, omitted=omitted_formulas(formulas))
 
 
 FORMATS = (Format.of(".epub", read_epub),)

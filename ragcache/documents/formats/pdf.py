@@ -10,14 +10,18 @@ from typing import Any
 
 from ragcache.documents.formats.base import Content, Format, RawFile, import_library
 from ragcache.documents.pdf_page import PageLine, read_page
+from ragcache.documents.plausibility import find_garbage
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import UnreadableDocument
 
 _PDFIUM = threading.Lock()  # pdfium keeps global state
 _LARGER = 1.15  # ratio to the usual line height from which a line may be a heading
+_NO_TEXT = "no text; scanned pages need OCR"
+_NO_MAP = "; the font does not say which characters its letters are, so that it needs OCR"
 _TITLE_CHARACTERS = 200
 _TITLE_LINES = 3
 _LEVELS = 4
+_RUNNING = 0.4  # share of the pages on which a line stands that is no heading
 
 
 def read_pdf(file: RawFile) -> Content:
@@ -39,8 +43,7 @@ def read_pdf(file: RawFile) -> Content:
             attached = _attachments(document)
         finally:
             document.close()
-    if not any(pages):
-        raise UnreadableDocument("it holds no text; pages that were scanned need OCR first")
+    pages, omitted = _without_garbage(pages)
     levels = _outlined(pages, outline) or _larger(pages)
     empty = [number for number, lines in enumerate(pages, start=1) if not lines]
     missing = {"pages_without_text": empty} if empty else {}
@@ -49,12 +52,37 @@ def read_pdf(file: RawFile) -> Content:
         for number, lines in enumerate(pages)
         if lines
     ]
-    omitted: tuple[str, ...] = ()
     for name, payload in attached:
         found, lacks = file.read_inner(name, payload)
         parts += found
         omitted += lacks
-    return Content(parts, omitted=omitted)
+    return Content(parts, omitted=tuple(omitted))
+
+
+def _without_garbage(
+    pages: Sequence[list[PageLine]],
+) -> tuple[list[list[PageLine]], list[str]]:
+    """Empty the pages whose text is no language, and describe all pages without text."""
+    kept: list[list[PageLine]] = []
+    reasons: dict[str, list[int]] = {}
+    for number, lines in enumerate(pages, start=1):
+        reason = find_garbage("\n".join(line.text for line in lines)) if lines else _NO_TEXT
+        if reason:
+            reasons.setdefault(reason, []).append(number)
+        kept.append([] if reason else lines)
+    described = [
+        f"{_numbered(numbers)}: {reason}" + ("" if reason == _NO_TEXT else _NO_MAP)
+        for reason, numbers in reasons.items()
+    ]
+    return kept, described
+
+
+def _numbered(pages: Sequence[int]) -> str:
+    """Return page numbers as text, with consecutive ones as ranges."""
+    groups = groupby(enumerate(pages), key=lambda each: each[1] - each[0])
+    runs = [[page for _, page in group] for _, group in groups]
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"page{'s' if len(pages) > 1 else ''} {listed}"
 
 
 def _attachments(document: Any) -> list[tuple[str, bytes]]:
@@ -105,13 +133,21 @@ def _larger(pages: Sequence[Sequence[PageLine]]) -> Levels:
     usual = max(sizes, key=lambda height: sizes[height], default=0.0)
     heights = sorted((h for h in sizes if usual and h >= usual * _LARGER), reverse=True)
     level = {height: min(n + 1, _LEVELS) for n, height in enumerate(heights)}
+    repeated = _repeated(pages)
     levels: Levels = {}
     for page, lines in enumerate(pages):
-        for height, group in groupby(enumerate(lines), key=lambda each: each[1].height):
+        own = ((n, line) for n, line in enumerate(lines) if _bare(line.text) not in repeated)
+        for height, group in groupby(own, key=lambda each: each[1].height):
             run = list(group)
             if height in level and _is_title([line for _, line in run]):
                 levels |= {(page, number): level[height] for number, _ in run}
     return levels
+
+
+def _repeated(pages: Sequence[Sequence[PageLine]]) -> set[str]:
+    """Return the lines that stand on many pages, such as headers of pages, without numbers."""
+    counts = Counter(text for lines in pages for text in {_bare(line.text) for line in lines})
+    return {text for text, count in counts.items() if count >= max(3, _RUNNING * len(pages))}
 
 
 def _is_title(lines: Sequence[PageLine]) -> bool:
@@ -120,7 +156,9 @@ def _is_title(lines: Sequence[PageLine]) -> bool:
     return (
         len(lines) <= _TITLE_LINES
         and len(text) <= _TITLE_CHARACTERS
-        and any(character.isalpha() for character in text)
+        and sum(character.isalpha() for character in text) > 1
+        and not text[:1].islower()
+        and not text.endswith((",", ";"))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ragcache.documents.charset import decode_text
-from ragcache.documents.formats.base import Content, Format, RawFile
+from ragcache.documents.formats.base import Content, Format, RawFile, omitted_formulas
 from ragcache.documents.html import read_html
 from ragcache.documents.source import DocumentPart
 
@@ -20,7 +20,7 @@ def read_page(file: RawFile) -> Content:
     metadata = {"title": page.title} if page.title else {}
     bare = page.title and not re.search(r"^# ", page.text, re.MULTILINE)
     text = f"# {page.title}\n\n{page.text}" if bare and page.text else page.text
-    return Content([DocumentPart(text)], metadata)
+    return Content([DocumentPart(text)], metadata, omitted_formulas(page.formulas))
 
 
 FORMATS = (Format.of(".html .htm .xhtml", read_page),)

@@ -5,22 +5,32 @@ from __future__ import annotations
 import io
 import re
 
-from ragcache.documents.formats.base import Content, Format, RawFile, import_library, open_archive
+from ragcache.documents.formats.base import (
+    Content,
+    Format,
+    RawFile,
+    import_library,
+    omitted_formulas,
+    open_archive,
+)
 from ragcache.documents.html import read_html
 from ragcache.documents.source import DocumentPart
 
+_FORMULA = re.compile(rb"<m:oMath[\s>]")
 _WORD_STYLES = "p[style-name='Title'] => p.title:fresh\np[style-name='Subtitle'] => p:fresh"
 
 
 def read_docx(file: RawFile) -> Content:
     """Read a Word document with headings, lists, tables and notes."""
     mammoth = import_library("mammoth")
-    open_archive(file)
+    with open_archive(file) as archive:
+        formulas = len(_FORMULA.findall(archive.read("word/document.xml")))
     ignore_pictures = mammoth.images.img_element(lambda _: {})
     converted = mammoth.convert_to_html(
         io.BytesIO(file.raw), style_map=_WORD_STYLES, convert_image=ignore_pictures
     )
-    return Content([DocumentPart(read_html(_below_title(converted.value)).text)])
+    parts = [DocumentPart(read_html(_below_title(converted.value)).text)]
+    return Content(parts, omitted=omitted_formulas(formulas))
 
 
 def _below_title(markup: str) -> str:

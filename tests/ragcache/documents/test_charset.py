@@ -142,11 +142,16 @@ def test_typographic_marks_are_no_letters() -> None:
     ("encoding", "text"),
     [
         ("shift_jis", "ボート小屋の鍵は赤い戸棚に掛かっています。借りる前に聞いてください。"),
+        ("shift_jis", "会議録 第3回 東京湾岸整備計画について(抄)"),
+        ("euc_jp", "灯台の鍵は赤い戸棚にあります。"),
+        ("gb18030", "灯塔的钥匙在红色的柜子里。请先问一下。"),
+        ("big5", "燈塔的鑰匙在紅色的櫃子裡。請先問一下。"),
+        ("cp949", "등대의 열쇠는 빨간 찬장에 있습니다. 먼저 물어보세요."),
         ("gb18030", "船屋的钥匙挂在红色的柜子里。借用之前请先问管理员。会议在星期四开始。"),
         ("euc_kr", "보트 창고의 열쇠는 빨간 찬장에 걸려 있습니다. 빌리기 전에 물어보세요."),
     ],
 )
-def test_texts_of_east_asia_are_left_to_the_library(encoding: str, text: str) -> None:
+def test_texts_of_east_asia_are_told_by_frequent_characters(encoding: str, text: str) -> None:
     raw = (text * 5).encode(encoding)
     assert raw.decode(detect_encoding(raw)) == text * 5
 

@@ -50,7 +50,9 @@ def test_a_pdf_without_text_says_so() -> None:
 
     made = FPDF()
     made.add_page()
-    with pytest.raises(UnreadableDocument, match="holds no text; pages that were scanned need OCR"):
+    with pytest.raises(
+        UnreadableDocument, match="holds no text: page 1: no text; scanned pages need OCR"
+    ):
         read_document("scan.pdf", bytes(made.output()))
     locked = FPDF()
     locked.set_encryption("owner", "user")
