@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ PML = Path(__file__).resolve().parents[2] / "examples/pml"
 PROMPTS = sorted(PML.glob("*/prompt-*.xml"))
 
 
+@cache
+def indexed(file: Path) -> tuple[pml.Schema, pml.SchemaIndex, Any]:
+    template = load_template(None)
+    schema = pml.parse_schema(file.read_bytes())
+    turns = pml.render_schema_turns(schema, template.render)
+    return schema, pml.SchemaIndex.build(turns, template.count), template
+
+
 def resolved(file: Path) -> pml.Plan:
     """The plan of a prompt file against the schema beside it."""
-    template = load_template(None)
-    schema = pml.parse_schema((file.parent / "schema.xml").read_bytes())
-    index = pml.SchemaIndex.build(pml.render_schema_turns(schema, template.render), template.count)
+    schema, index, template = indexed(file.parent / "schema.xml")
     prompt = pml.parse_prompt(file.read_bytes(), source=str(file))
     return pml.resolve_prompt(index, pml.render_prompt_turns(prompt, schema, template.render))
 

@@ -70,7 +70,13 @@ class Panic(BaseException):
     """An error like the panics of Rust's extensions, which are no `Exception`."""
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+QUICK = ("ask", "stream", "ingest", "async ask")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENTRIES],
+)
 def test_an_ended_engine_fails_every_call(
     rag: RagCache, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,9 @@ def test_an_error_leaves_the_conversation(
     assert "keys.md#1" in out
 
 
-@pytest.mark.parametrize("words", [9000, 4030])  # beyond the window, and too near to its end
+@pytest.mark.parametrize(  # beyond the window, and too near to its end
+    "words", [pytest.param(9000, marks=pytest.mark.slow), 4030]
+)
 def test_the_oldest_question_leaves_a_full_window(
     ingested: Path, quick_reader: LoadedModel, capsys: pytest.CaptureFixture[str], words: int
 ) -> None:

@@ -84,7 +84,7 @@ def test_connections_over_the_limit_get_the_usual_shape(rag: RagCache) -> None:
 
 @pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_413_of_a_large_body_reaches_its_client(served: str, chunked: bool) -> None:
-    body = b" " * 30_000_000
+    body = b" " * 10_000_000
 
     async def parts() -> Iterator[bytes]:  # type: ignore[misc]
         for start in range(0, len(body), 100_000):

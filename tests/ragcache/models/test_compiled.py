@@ -78,12 +78,10 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
     return causal.model(torch.tensor([tokens])).logits[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        family if family == "llama" else pytest.param(family, marks=pytest.mark.slow)
-        for family in (*FAMILIES, *GEMMAS)
-    ],
+    [*FAMILIES, *GEMMAS],
 )
 def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     """Steps through the operator are as before, and as ordinary calls, which are as before too."""
