@@ -16,12 +16,12 @@ from ragcache.answers.confidence import (
     UNCALIBRATED,
     Calibration,
     ConfidenceFeatures,
+    LexicalSupport,
     find_calibration,
     lift_of,
 )
 from ragcache.answers.quotation_index import Quotation, QuotationText
 from ragcache.answers.quotations import AnswerSpan, Quotations, QuotationSources
-from ragcache.answers.support import LexicalSupport
 from ragcache.db import ModuleRow
 from ragcache.engine import (
     Choice,

@@ -108,7 +108,7 @@ class Envelope:
 
         try:
             await self._app(scope, receive, send_on)
-        except Exception as error:
+        except Exception as error:  # any error of the application becomes a 500 in the usual shape
             if started:  # the server closes the connection, and logs the error
                 raise
             info = logged_error(error, _call(scope["method"], scope["path"]))

@@ -12,9 +12,13 @@ import torch
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
-from ragcache.answers.confidence import Calibration, ConfidenceFeatures, reader_calibration
+from ragcache.answers.confidence import (
+    Calibration,
+    ConfidenceFeatures,
+    LexicalSupport,
+    reader_calibration,
+)
 from ragcache.answers.policy import AnswerOutput, ConfidencePolicy
-from ragcache.answers.support import LexicalSupport
 from ragcache.engine import Choice, Context, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection

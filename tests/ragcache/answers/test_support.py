@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.answers.support import LexicalSupport, passages_with
+from ragcache.answers.confidence import LexicalSupport, passages_with
 from ragcache.db import ModuleRow
 from ragcache.retrieval.bm25 import terms
 
