@@ -3,7 +3,8 @@
     python tools/entered.py
 
 The question has neither quotations nor a confidence, and the states of its documents are in memory.
-A file counts once a function of it is called, in the caller's thread or the engine's.
+A file counts once a function of it is called, in the caller's thread or the engine's. Threads that
+work in the background, such as the store's sweep, do not count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+THREADS = ("MainThread", "ragcache-engine")
 TEXTS = {"leave.md": "There are 28 days of leave.", "keys.md": "The key hangs in the boathouse."}
 
 
@@ -29,7 +31,7 @@ class Trace:
         threading.setprofile(self._record)  # for the engine's thread, which starts later
 
     def _record(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.on or event != "call":
+        if not self.on or event != "call" or threading.current_thread().name not in THREADS:
             return
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(ROOT):
