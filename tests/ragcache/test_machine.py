@@ -41,6 +41,37 @@ returned, kept = faults(), keep_freed_memory()
 faults()
 print(json.dumps([kept, returned, faults()]))
 """
+THREADS = """
+import json, threading, psutil
+from ragcache.machine import keep_freed_memory
+
+def resident():
+    return psutil.Process().memory_info().rss // 2**20
+
+def work():
+    blocks = [bytearray(b"x") * 2**20 for _ in range(24)]
+    del blocks
+    done.release()
+    ended.wait()
+
+kept = keep_freed_memory()
+done, ended, before = threading.Semaphore(0), threading.Event(), resident()
+for _ in range(16):
+    threading.Thread(target=work).start()
+    done.acquire()
+print(json.dumps([kept, resident() - before]))
+ended.set()
+"""
+LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+
+
+def measure(script: str, **variables: str) -> list[float]:
+    """What a script prints in a new process, whose malloc has no other limits."""
+    env = {name: value for name, value in os.environ.items() if name not in LIMITS} | variables
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    measured: list[float] = json.loads(run.stdout)
+    return measured
 
 
 def test_a_size_is_timed_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +116,21 @@ def test_products_avoid_a_slow_bfloat16_and_any_float16(
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's malloc's")
 @pytest.mark.slow
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
-    limits = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    env = {name: value for name, value in os.environ.items() if name not in limits}
-    run = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True
-    )
-    kept, returned_faults, kept_faults = json.loads(run.stdout)
+    kept, returned_faults, kept_faults = measure(FAULTS)
     assert kept
     assert 4 * kept_faults < returned_faults
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's malloc's")
+@pytest.mark.slow
+def test_memory_that_a_thread_frees_is_there_for_other_threads() -> None:
+    """16 threads use 24 MiB each, one after another, and stay."""
+    kept, grown = measure(THREADS)
+    assert kept
+    assert grown < 150
+    kept, grown = measure(THREADS, MALLOC_ARENA_MAX="64")
+    assert kept
+    assert grown > 300, "the number of the environment stands"
 
 
 @pytest.mark.parametrize(
