@@ -66,7 +66,7 @@ LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"
 
 
 def measure(script: str, **variables: str) -> list[float]:
-    """What a script prints in a new process, whose malloc has no other limits."""
+    """Return the figures that a script prints in a new process without limits of malloc."""
     env = {name: value for name, value in os.environ.items() if name not in LIMITS} | variables
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
