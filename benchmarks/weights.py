@@ -3,7 +3,7 @@
     python benchmarks/weights.py --json FILE
 
 Layers of the size of Qwen3-0.6B's with random weights are loaded as they are stored, in bfloat16,
-and quantized (extra `quantized`); the embedded reader answers questions of the handbook so.
+and quantized; the embedded reader answers questions of the handbook so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ragcache import RagCache
 from ragcache.evaluation import evaluate_modes, load_dataset
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
-from ragcache.models.model import plain_tensors
 from ragcache.models.reader import READER
 from ragcache_api.cli.console import example_handbook
 
@@ -84,12 +83,9 @@ def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str
         progress(f"loading weights in {kind or 'their own dtype'}")
         models[kind] = load_model(folder, dtype="bfloat16", quantization=kind).causal.model
     sizes = {
-        kind: sum(
-            part.nbytes for weight in model.model.layers.parameters()
-            for _, part in plain_tensors("", weight.detach())
-        )
+        kind: sum(each.nbytes for each in model.model.layers.state_dict().values())
         for kind, model in models.items()
-    }  # fmt: skip
+    }
     tokens = torch.randint(models[None].config.vocab_size, (1, max(setting.rows)))
     logits = {kind: model(tokens).logits[0, -1].float() for kind, model in models.items()}
     times: dict[tuple[str | None, int], list[float]] = defaultdict(list)

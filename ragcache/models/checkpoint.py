@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from ragcache.errors import ConfigurationError, UnsupportedModel
+from ragcache.errors import ConfigurationError
+from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.families import family_of
 from ragcache.models.positions import LONG_FACTORS, rotary_scaling
 from ragcache.models.reader import dequantize_rows
@@ -57,7 +58,6 @@ def load_checkpoint(
     *,
     long_context: bool = False,
     quantization: str | None = None,
-    device: torch.device | None = None,
 ) -> Any:
     """Load the Hugging Face language model of a folder or hub name.
 
@@ -67,8 +67,8 @@ def load_checkpoint(
         source: Folder or hub name.
         dtype: Dtype of the weights. Defaults to the file's.
         long_context: See `use_long_factors`.
-        quantization: Quantizes the weights as they are read (`ragcache.models.quantized`).
-        device: Device of quantized weights.
+        quantization: Quantization that the model will be given (`ragcache.models.quantized`). It
+            is checked before weights are read.
 
     Raises:
         UnsupportedModel: No family serves the text model.
@@ -78,58 +78,35 @@ def load_checkpoint(
     text = config.get_text_config(decoder=True)
     if long_context:
         use_long_factors(text)
+    if quantization in QUANTIZATIONS:
+        _check_quantization(config, text, str(quantization))
     own = dtype or "auto"
     if getattr(config, "int8_rows", False):
-        return _dequantized(source, config, own, quantization)
+        return _dequantized(source, config, own)
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        if quantization is None and not getattr(config, "quantization_config", None):
-            return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own)
-        return _quantized(source, config, dtype, quantization, device or torch.device("cpu"))
-    if quantization is not None:
-        raise UnsupportedModel(
-            f"the text model of a composite checkpoint ({config.model_type}) is served in its own "
-            "dtype; leave quantization out"
-        )
+        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own)
     family_of(text).check(text)  # before gigabytes are read
     whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=own)
     return text_model(whole)
 
 
-def _dequantized(
-    source: str, config: Any, dtype: torch.dtype | str, quantization: str | None
-) -> Any:
-    """A model whose file keeps matrices in int8, a scale for each row, as the reader's may."""
-    if quantization is not None:
+def _check_quantization(config: Any, text: Any, quantization: str) -> None:
+    """Raises `ConfigurationError` where weights were stored quantized, and `UnsupportedModel`."""
+    from ragcache.models.quantized import check_family
+
+    if getattr(config, "quantization_config", None):
         raise ConfigurationError(
-            f"{source!r} keeps its weights in int8 rows, which become numbers of its dtype; leave "
-            "quantization out"
+            f"the weights of this model were stored quantized; leave quantization={quantization!r} "
+            "out, or give the checkpoint that it was made from"
         )
+    check_family(text_class(text), text)
+
+
+def _dequantized(source: str, config: Any, dtype: torch.dtype | str) -> Any:
+    """A model whose file keeps matrices in int8, a scale for each row, as the reader's may."""
     del config.int8_rows  # of the file, not of the model
     weights = dequantize_rows(load_file(cached_file(source, "model.safetensors")), config.dtype)
     return text_class(config).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-
-
-def _quantized(
-    source: str,
-    config: Any,
-    dtype: torch.dtype | None,
-    quantization: str | None,
-    device: torch.device,
-) -> Any:
-    """A model whose weights are quantized, now or when they were stored."""
-    from ragcache.models import quantized
-
-    stored = quantized.is_stored_quantized(config, quantization)
-    options: dict[str, Any] = {"dtype": dtype or "auto"}
-    if quantization is not None:
-        options = quantized.quantizing_options(config, quantization, device, dtype)
-    elif stored:
-        quantized.check_stored(config, dtype)
-        options |= {} if device.type == "cpu" else {"device_map": {"": str(device)}}
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, **options)
-    if stored:
-        quantized.check_computes(model)
-    return model
 
 
 def text_model(whole: Any) -> Any:

@@ -253,7 +253,6 @@ def _plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
     """The owner's layers of these names, where all are plain, without hooks, and fit each other."""
     found = [getattr(owner, name, None) for name in names]
     parts = [p for p in found if type(p) is nn.Linear and not _is_hooked(p)]
-    parts = [p for p in parts if type(p.weight) is nn.Parameter]  # a quantized one is not joined
     kinds = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
     return parts if len(parts) == len(names) and len(kinds) == 1 else []
 

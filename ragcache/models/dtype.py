@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ragcache.errors import ConfigurationError, MissingExtra
+from ragcache.errors import ConfigurationError
 from ragcache.machine import ROWS, available_memory, linear_seconds
 
 AUTO = "auto"
@@ -25,8 +24,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-INT4 = "int4"
-QUANTIZATIONS = ("int8", INT4)
+INT8, INT4 = "int8", "int4"
+QUANTIZATIONS = (INT8, INT4)
 """Quantizations of the weights of a model."""
 MARGIN = 1.5
 """Factor by which float32 must be faster. A machine that is about as fast in both keeps the
@@ -61,18 +60,15 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
         ) from None
 
 
-def check_quantization(name: str | None) -> None:
-    """Raises `ConfigurationError` for an unknown quantization of weights, and `MissingExtra`
-    without the packages that make one. Nothing is imported."""
-    if name is None:
-        return
-    if name not in QUANTIZATIONS:
+def check_quantization(name: str | None, device: torch.device) -> None:
+    """Raises `ConfigurationError` for an unknown quantization of weights, and for any on a GPU."""
+    if name not in (None, AUTO, *QUANTIZATIONS):
         raise ConfigurationError(
-            f"unknown quantization {name!r}; quantizations: {', '.join(QUANTIZATIONS)}"
+            f"unknown quantization {name!r}; quantizations: {AUTO}, {', '.join(QUANTIZATIONS)}"
         )
-    if not all(map(find_spec, ("torchao", "accelerate"))):
-        raise MissingExtra(
-            "quantized weights need two more packages: pip install 'ragcache[quantized]'"
+    if name in QUANTIZATIONS and device.type != "cpu":
+        raise ConfigurationError(
+            f"weights in {name} are multiplied by a CPU alone; leave quantization out on {device}"
         )
 
 
@@ -87,12 +83,15 @@ def choose_dtypes(
     dtype: str | torch.dtype = AUTO,
     states_dtype: str | torch.dtype = AUTO,
     checkpoint: torch.dtype | None = None,
+    *,
+    quantized: bool = False,
 ) -> DTypeChoice:
     """Choose the dtypes of a loaded model on a device. `checkpoint` is the file's dtype, if the
-    model was loaded in another. Raises `ConfigurationError`."""
+    model was loaded in another; `quantized`: its linear layers will be. Raises
+    `ConfigurationError`."""
     wanted, kept = parse_dtype(dtype), parse_dtype(states_dtype)
     if wanted is None:
-        compute, reason = choose_compute(model, device)
+        compute, reason = choose_compute(model, device, quantized=quantized)
     else:
         compute, reason = wanted, f"{dtype_name(wanted)}, as set"
     states = choose_states(kept, checkpoint or model.dtype, compute, device)
@@ -107,7 +106,9 @@ def convert(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def choose_compute(model: Any, device: torch.device) -> tuple[torch.dtype, str]:
+def choose_compute(
+    model: Any, device: torch.device, *, quantized: bool = False
+) -> tuple[torch.dtype, str]:
     """The dtype in which a loaded model computes fastest on a device, and why."""
     own: torch.dtype = model.dtype
     name = dtype_name(own)
@@ -119,7 +120,9 @@ def choose_compute(model: Any, device: torch.device) -> tuple[torch.dtype, str]:
         return own, f"{name}: weights that are quantized stay as they are"
     shape = largest_linear(model)
     times = {each: linear_seconds(*shape, each) for each in (own, torch.float32)}
-    needed = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    vocabulary = vocabulary_weights(model)
+    stay = (each for each in model.parameters() if not quantized or id(each) in vocabulary)
+    needed = sum(weight.numel() for weight in stay) * torch.float32.itemsize
     return faster_dtype(own, shape, times, needed, available_memory())
 
 

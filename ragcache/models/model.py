@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,8 +234,8 @@ def _width(layer: nn.Module, experts: int | None) -> int:
     """experts: of a token, of which a weight [E, out, in] or [E, in, out] holds E."""
     width = 0
     for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            width += module.out_features
+        if hasattr(module, "out_features"):  # a linear layer, packed or not
+            width += int(module.out_features)  # type: ignore[arg-type]
         else:
             own = [each for each in module.parameters(recurse=False) if each.dim() > 1]
             width += sum(max(x.shape[-2:]) * (experts or x[..., 0, 0].numel()) for x in own)
@@ -255,7 +254,7 @@ def _positions(config: Any) -> int:
 
 def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
     """A SHA-256 of configuration, dtypes and weights: of every weight tensor the name, shape, dtype
-    and all bytes, hashed in threads. A quantized weight counts as the tensors that it consists of.
+    and all bytes, hashed in threads.
 
     Args:
         model: The Hugging Face model.
@@ -264,11 +263,7 @@ def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> st
     digest = hashlib.sha256(_config_text(model.config).encode())
     if states_dtype not in (None, model.dtype):
         digest.update(f"states|{states_dtype}|".encode())
-    parts = [
-        part
-        for name, weight in sorted(model.state_dict().items())
-        for part in plain_tensors(name, weight.detach())
-    ]
+    parts = [(name, weight.detach()) for name, weight in sorted(model.state_dict().items())]
     with ThreadPoolExecutor(min(_MOST_HASHERS, os.cpu_count() or 1)) as threads:
         for (name, tensor), content in zip(
             parts, threads.map(_content_digest, [tensor for _, tensor in parts]), strict=True
@@ -283,17 +278,6 @@ def _content_digest(weight: Tensor) -> bytes:
     for piece in torch.split(weight.contiguous().view(-1).view(torch.uint8), _PIECE_BYTES):
         digest.update(piece.cpu().numpy().data)
     return digest.digest()
-
-
-def plain_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a weight consists of, by name: itself or, of a quantized one, its numbers,
-    scales and zeros."""
-    if not hasattr(weight, "__tensor_flatten__"):
-        yield name, weight
-        return
-    parts, _ = weight.__tensor_flatten__()
-    for part in parts:
-        yield from plain_tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
 
 
 def _config_text(config: Any) -> str:

@@ -1,132 +1,249 @@
-"""Weights in 8 and 4 bits, by torchao (extra `quantized`).
+"""Weights in 8 and 4 bits on a CPU, by torch's own products of packed weights.
 
-The linear layers of the decoder are quantized one by one as their weights are read: `int8` with a
-scale per row, `int4` with a scale and a zero for 32 numbers of a row. Embeddings, head, norms,
-activations and states stay as they are. Kept states belong to the quantized model and are read as
-exactly as with any other model. Checkpoints that torchao has quantized load as they were stored.
+`quantize_model` replaces the linear layers of a model by `PackedLinear`. A step of few rows, as
+decoding takes, multiplies packed weights in bfloat16, which reads half to a quarter of the bytes. A
+step of many rows multiplies a piece of the weights out at a time, in the dtype of the computation.
+The number of rows from which the second is quicker is timed. `int8` has a scale per row; `int4` has
+a scale and a zero for 32 numbers of a row, and the head in 8 bits. Embeddings, norms, activations
+and states stay as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Self
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ragcache.errors import ConfigurationError, UnsupportedModel
-from ragcache.models.dtype import (
-    INT4,
-    QUANTIZATIONS,
-    check_quantization,
-    choose_compute,
-    dtype_name,
-    vocabulary_weights,
-)
+from ragcache.errors import UnsupportedModel
+from ragcache.machine import available_memory, quicker_rows
+from ragcache.models.dtype import AUTO, INT4, INT8, MEMORY_SHARE, vocabulary_weights
 from ragcache.models.families import family_of
 from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
 
 GROUP = 32  # numbers of a row that share a scale in 4 bits
-_ROWS = 16  # of a weight in 4 bits: the kernel of a CPU multiplies that many at once
+_BLOCK = 64  # rows of a weight that every kernel packs in whole blocks
+_WORD = 16  # numbers of a row that the kernel for 8 bits reads at once
+_PIECE = 2**22  # numbers of a weight that are multiplied out at once; they fit a cache
 _SHARE = 0.5  # of the layers' weights, which must become small, or else nothing is gained
+_SIDE = 2048  # size of the layer that is timed
+_LEAST = 1e-30  # scale of a row of zeros
+_ROWS = (4, 8, 16, 32, 64)
 
 
-def is_stored_quantized(config: Any, quantization: str | None = None) -> bool:
-    """Whether the weights of a checkpoint were quantized by torchao. Raises `MissingExtra` where
-    they were, but it is not installed, and `ConfigurationError` where they were quantized by
-    anything, and are to be again."""
-    stored = getattr(config, "quantization_config", None)
-    if stored and quantization is not None:
-        raise ConfigurationError(
-            f"the weights of this model were stored quantized; leave quantization={quantization!r} "
-            "out, or give the checkpoint that it was made from"
-        )
-    if not stored or _entry(stored, "quant_method") != "torchao":
-        return False
-    check_quantization(QUANTIZATIONS[0])
-    return True
+class PackedLinear(nn.Module):
+    """A linear layer over packed weights.
+
+    Attributes:
+        few_rows: The most rows that are multiplied by packed weights.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        few_rows: int,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = shape
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", bias)
+        self.few_rows = few_rows
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:  # noqa: ARG002
+        return self  # numbers and scales keep their dtypes
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [..., in]; returns [..., out] in its dtype."""
+        rows = hidden.reshape(-1, self.in_features).contiguous()
+        few = len(rows) <= self.few_rows
+        out = self.multiply(rows.bfloat16()).to(hidden.dtype) if few else self._by_pieces(rows)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*hidden.shape[:-1], self.out_features)
+
+    def _by_pieces(self, rows: Tensor) -> Tensor:
+        """The product of many rows, [R, out], through one buffer for pieces of the weight."""
+        size = max(1, _PIECE // self.in_features // _BLOCK) * _BLOCK
+        size = min(size, self.out_features)
+        out = rows.new_empty(len(rows), self.out_features)
+        buffer = rows.new_empty(size * self.in_features)
+        for begin in range(0, self.out_features, size):
+            end = min(begin + size, self.out_features)
+            piece = self.dequantize(begin, end, buffer[: (end - begin) * self.in_features])
+            out[:, begin:end] = F.linear(rows, piece)
+        return out
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The product by packed weights. rows: [R, in] bfloat16; returns [R, out] bfloat16."""
+        raise NotImplementedError
+
+    def dequantize(self, begin: int, end: int, buffer: Tensor) -> Tensor:
+        """Rows begin:end of the weight, [end - begin, in], over the memory of `buffer`."""
+        raise NotImplementedError
 
 
-def quantizing_options(
-    config: Any, quantization: str, device: torch.device, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """The options with which `from_pretrained` quantizes a model as it reads it.
+class Int8Linear(PackedLinear):
+    """weight: [out, in] int8; scales: [out] bfloat16."""
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None = None, few_rows: int = 0) -> Int8Linear:
+        """Quantize a weight [out, in], to the nearest number of each row's scale."""
+        rows, columns = weight.shape
+        scales = torch.empty(rows, dtype=torch.bfloat16)
+        numbers = torch.empty(rows, columns, dtype=torch.int8)
+        for begin in range(0, rows, size := max(1, _PIECE // columns)):
+            part = slice(begin, begin + size)
+            piece = weight[part].float()
+            scales[part] = (piece.abs().amax(1) / 127).clamp_(min=_LEAST)
+            numbers[part] = (piece / scales[part, None].float()).round_().clamp_(-127, 127)
+        return cls((rows, columns), numbers, scales, bias, few_rows)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)  # type: ignore[no-any-return]
+
+    def dequantize(self, begin: int, end: int, buffer: Tensor) -> Tensor:
+        out = buffer.view(end - begin, self.in_features)
+        scales = self.scales[begin:end, None].to(buffer.dtype)
+        return torch.mul(self.weight[begin:end], scales, out=out)
+
+
+class Int4Linear(PackedLinear):
+    """weight: [out / B, in, B / 2] uint8, as the kernel of this processor packs it: rows j and
+    j + B / 2 of a block of B in one byte; scales: [in / 32, out, 2] bfloat16, scales and zeros."""
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None = None, few_rows: int = 0) -> Int4Linear:
+        """Quantize a weight [out, in] between the least and the largest number of each group."""
+        groups = weight.float().view(len(weight), -1, GROUP)  # [out, in / 32, 32]
+        least, most = groups.aminmax(dim=2)
+        scale = ((most - least) / 15).clamp_(min=_LEAST).bfloat16()
+        zero = (least + 8 * scale.float()).bfloat16()
+        numbers = (groups - zero.float()[..., None]).div_(scale.float()[..., None])
+        numbers = numbers.add_(8).round_().clamp_(0, 15).to(torch.int32).flatten(1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+        half = packed_block() // 2
+        rows, columns = weight.shape
+        return cls((rows, columns), packed.view(-1, columns, half), scales, bias, few_rows)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        packed = self.weight.view(self.out_features, -1)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, GROUP, self.scales)  # type: ignore[no-any-return]
+
+    def dequantize(self, begin: int, end: int, buffer: Tensor) -> Tensor:
+        half = self.weight.shape[2]
+        packed = self.weight[begin // (2 * half) : end // (2 * half)].transpose(0, 1)
+        out = buffer.view(self.in_features, end - begin)
+        halves = out.view(self.in_features, -1, 2, half)
+        halves[:, :, 0] = packed & 15
+        halves[:, :, 1] = packed >> 4
+        scale, zero = self.scales[:, None, begin:end].to(buffer.dtype).unbind(-1)
+        groups = out.view(-1, GROUP, end - begin)
+        torch.addcmul(zero, groups.sub_(8), scale, out=groups)
+        return out.t()
+
+
+@cache
+def packed_block() -> int:
+    """Rows of a block of weights in 4 bits: 64 with AVX-512, 32 with AVX2, 0 for other kernels."""
+    rows = torch.arange(_BLOCK, dtype=torch.int32)[:, None].expand(_BLOCK, GROUP) // 4
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.contiguous(), 1)
+    return 8 * int(packed.flatten()[0] >> 4)
+
+
+_KINDS: dict[str, type[Int8Linear | Int4Linear]] = {INT8: Int8Linear, INT4: Int4Linear}
+
+
+@cache
+def few_rows(quantization: str, dtype: torch.dtype) -> int:
+    """The most rows for which packed weights are quicker than weights that are multiplied out, on
+    this machine; 0 where they never are."""
+    layer = _KINDS[quantization].pack(torch.ones(_SIDE, _SIDE))
+    return quicker_rows(
+        lambda rows: layer.multiply(rows.bfloat16()), layer._by_pieces, _SIDE, dtype, _ROWS
+    )
+
+
+def quantize_model(model: Any, quantization: str, dtype: torch.dtype) -> None:
+    """Replace the linear layers of a model by packed ones, in place, one after another.
 
     Args:
-        config: Configuration of a model in its own dtype.
+        model: A model of transformers on a CPU, whose family passed `check_family`.
         quantization: `int8` or `int4`.
-        device: Device of the weights.
-        dtype: Dtype of the computation. Defaults to the fastest.
-
-    Raises:
-        UnsupportedModel: Its weights are not in linear layers, or its family reads them otherwise.
-        ConfigurationError: A GPU computes with weights in 4 bits in bfloat16 only.
-        MissingExtra: torchao is not installed.
+        dtype: Dtype of the computation.
     """
-    from transformers import TorchAoConfig
-
-    check_quantization(quantization)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    kept = _unquantized(skeleton, quantization)
-    _check_gain(skeleton, kept, quantization)
-    try_quantized(type(skeleton), config, quantization)
-    scheme = torchao_scheme(quantization, device)
-    options: dict[str, Any] = {
-        "quantization_config": TorchAoConfig(scheme, modules_to_not_convert=kept),
-        "dtype": dtype or _fastest(skeleton, quantization, device),
-    }
-    if device.type != "cpu":
-        if quantization == INT4 and options["dtype"] != torch.bfloat16:
-            raise ConfigurationError(
-                f"a GPU computes with weights in 4 bits in bfloat16 alone, not in "
-                f"{dtype_name(options['dtype'])}; leave dtype at auto"
-            )
-        options["device_map"] = {"": str(device)}  # weights in 4 bits are packed where they stay
-    return options
+    _pack(model, quantization, {kind: few_rows(kind, dtype) for kind in _KINDS})
 
 
-def check_stored(config: Any, dtype: torch.dtype | None) -> None:
-    """Checks a checkpoint that torchao has quantized, before its weights are read. Raises
-    `ConfigurationError` for another dtype than theirs, or `UnsupportedModel`."""
-    if dtype not in (None, config.dtype):
-        raise ConfigurationError(
-            f"the weights of this model were quantized for {dtype_name(config.dtype)}; leave dtype "
-            "at auto"
-        )
-    try_quantized(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, QUANTIZATIONS[0])
+def _pack(model: Any, quantization: str, limits: dict[str, int]) -> None:
+    head = model.get_output_embeddings()
+    places = [
+        (owner, name)
+        for owner in model.modules()
+        for name, each in owner.named_children()
+        if _packs(each)
+    ]
+    for owner, name in places:
+        layer = getattr(owner, name)
+        kind = quantization if layer is not head and _divides(layer) else INT8
+        bias = None if layer.bias is None else layer.bias.detach()
+        packed = _KINDS[kind].pack(layer.weight.detach(), bias, limits[kind])
+        setattr(owner, name, packed)
 
 
-@torch.inference_mode()
-def check_computes(model: Any) -> None:
-    """Computes one token with stored weights. Raises `UnsupportedModel` where this machine has no
-    kernel for their format."""
+def _packs(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of a width that the kernels read: they read whole words,
+    beyond the end of others."""
+    return type(module) is nn.Linear and module.in_features % _WORD == 0
+
+
+def _divides(layer: nn.Linear) -> bool:
+    """Whether the kernel for 4 bits packs a layer in whole blocks."""
+    whole = layer.in_features % GROUP == 0 and layer.out_features % _BLOCK == 0
+    return whole and packed_block() > 0
+
+
+def choose_quantization(model: Any, quantization: str | None, dtype: torch.dtype) -> str | None:
+    """The quantization that `auto` stands for: 8 bits, 4 where 8 do not fit the memory, none where
+    packed weights are not quicker on this machine or the family is not served with them."""
+    if quantization != AUTO:
+        return quantization
+    if getattr(model, "is_quantized", False) or not few_rows(INT8, dtype):
+        return None
     try:
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception as error:  # kernels that are missing fail in more ways than have names
-        formats = sorted({type(w).__name__ for w in model.parameters()} - {"Parameter"})
-        raise UnsupportedModel(
-            f"the weights of this model are stored as {', '.join(formats)}, which "
-            f"{model.device.type} does not compute here ({type(error).__name__}: {error}). Give "
-            "the checkpoint that it was made from, with quantization='int8' or 'int4'"
-        ) from error
+        check_family(type(model), model.config)
+    except UnsupportedModel:
+        return None
+    size = sum(each.numel() for each in model.parameters())
+    return INT8 if size <= MEMORY_SHARE * available_memory() else INT4
 
 
-def try_quantized(kind: type[Any], config: Any, quantization: str) -> None:
-    """Tries a family with quantized weights on a tiny random model (`ragcache.models.trial`).
-    Raises `UnsupportedModel` where segments are not read as Hugging Face reads the whole text."""
-    from torchao.quantization import quantize_
+def check_family(kind: type[Any], config: Any) -> None:
+    """Check that a family can be served with packed weights, before weights are read.
 
+    Tries a tiny random model (`ragcache.models.trial`). Raises `UnsupportedModel` where most
+    weights are in no linear layer, or code reads weights past its layers.
+    """
     family = family_of(config)
     family.check(config)
+    with torch.device("meta"):
+        _check_gain(kind._from_config(config))
     differences = []
     try:
         for seed in SEEDS:
             tiny = tiny_model(kind, tiny_config(config, family), seed)
-            kept = _unquantized(tiny, quantization)
-            scheme = torchao_scheme(quantization, torch.device("cpu"))
-            quantize_(tiny, scheme, lambda each, name, kept=kept: _is_quantized(each, name, kept))
+            _pack(tiny, INT8, dict.fromkeys(_KINDS, 0))
             differences.append(trial_difference(tiny))
             if differences[-1] <= TOLERANCE:
                 return
@@ -141,54 +258,16 @@ def try_quantized(kind: type[Any], config: Any, quantization: str) -> None:
     )
 
 
-def torchao_scheme(quantization: str, device: torch.device) -> Any:
-    """torchao's configuration. Weights in 4 bits are packed for the kernel of their device."""
-    if quantization != INT4:
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return Int8WeightOnlyConfig(set_inductor_config=False)
-    if device.type == "cpu":
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-        return PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    return Int4WeightOnlyConfig(
-        group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-    )
-
-
-def _unquantized(model: Any, quantization: str) -> list[str]:
-    """Names of linear layers that stay as they are: the head, and layers whose size 4 bits do not
-    divide."""
-    head = model.get_output_embeddings()
-    return [
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Linear) and (each is head or not _divides(each, quantization))
-    ]
-
-
-def _divides(layer: nn.Linear, quantization: str) -> bool:
-    if quantization != INT4:
-        return True
-    return layer.in_features % GROUP == 0 and layer.out_features % _ROWS == 0
-
-
-def _is_quantized(layer: nn.Module, name: str, kept: list[str]) -> bool:
-    return isinstance(layer, nn.Linear) and name not in kept
-
-
-def _check_gain(model: Any, kept: list[str], quantization: str) -> None:
+def _check_gain(model: Any) -> None:
     """Raises `UnsupportedModel` where most weights of the layers would stay as they are, as fused
     experts and the convolutions of GPT-2 do."""
     vocabulary = vocabulary_weights(model)
     small, large = 0, 0
     others: set[str] = set()
-    for name, each in model.named_modules():
+    for each in model.modules():
         own = [w for w in each.parameters(recurse=False) if w.dim() > 1 and id(w) not in vocabulary]
         size = sum(weight.numel() for weight in own)
-        if _is_quantized(each, name, kept):
+        if _packs(each):
             small += size
         elif size:
             large += size
@@ -196,16 +275,6 @@ def _check_gain(model: Any, kept: list[str], quantization: str) -> None:
     if small < _SHARE * (small + large):
         raise UnsupportedModel(
             f"a {model.config.model_type} model keeps {large / (small + large):.0%} of its layers' "
-            f"weights in {', '.join(sorted(others))}, which torchao does not make {quantization}; "
-            "leave quantization out"
+            f"weights in {', '.join(sorted(others))}, which are not quantized; leave quantization "
+            "out"
         )
-
-
-def _fastest(skeleton: Any, quantization: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. The kernels for 4 bits are made for bfloat16."""
-    return torch.bfloat16 if quantization == INT4 else choose_compute(skeleton, device)[0]
-
-
-def _entry(config: Any, name: str) -> Any:
-    value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-    return getattr(value, "value", value)

@@ -80,8 +80,9 @@ class OpenConfig(TierOptions, Params):
     several machines share states."""
     states_dtype: DType = "auto"
     """Data type of kept states. `auto` takes the data type of the checkpoint."""
-    quantization: Literal["int8", "int4"] | None = None
-    """Quantize the weights to 8 or 4 bits (extra `quantized`). Off by default."""
+    quantization: Literal["auto", "int8", "int4"] | None = None
+    """Quantize the weights to 8 or 4 bits, for a CPU. `auto` does so where decoding gets quicker.
+    Off by default."""
     long_context: bool = False
     """Use the long-context factors of LongRoPE (Phi-3.5, Phi-4-mini) for every text. The window
     becomes the whole context. Off by default: the window ends at the model's original length."""

@@ -1,8 +1,9 @@
-"""Weights in 8 and 4 bits: made when a model is loaded, and stored by torchao."""
+"""Weights in 8 and 4 bits, packed for a CPU."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,28 @@ import torch
 from torch import Tensor
 
 from ragcache import RagCache
-from ragcache.errors import ConfigurationError, MissingExtra, UnsupportedModel
-from ragcache.models import LoadedModel, dtype, load_model
+from ragcache.errors import ConfigurationError, UnsupportedModel
+from ragcache.models import LoadedModel, load_model, quantized
 from ragcache.models.compiled import merge_projections
-from ragcache.models.model import plain_tensors
+from ragcache.models.dtype import check_quantization
+from ragcache.models.quantized import (
+    GROUP,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    check_family,
+    choose_quantization,
+    packed_block,
+    quantize_model,
+)
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
-from tests.tiny_models import random_tokens, tiny_config, tiny_model
+from tests.tiny_models import FAMILY_PARAMS, random_tokens, tiny_config, tiny_model
 
 QUANTIZATIONS = ("int8", "int4")
 FLOAT: Any = {"dtype": "float32", "states_dtype": "float32"}
 ERRORS = {"int8": 0.05, "int4": 0.5}  # of the spread of logits; weights are random
 SHARES = {"int8": 0.28, "int4": 0.20}  # of the bytes of float32, scales included
-
-needs_torchao = pytest.mark.skipif(
-    find_spec("torchao") is None, reason="the extra `quantized` is not installed"
-)
+ROUNDING = 2**-7  # of products in bfloat16, whose numbers have 8 bits
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +47,14 @@ def plain(folder: str) -> LoadedModel:
 
 
 @pytest.fixture(scope="module", params=QUANTIZATIONS)
-def quantized(request: pytest.FixtureRequest, folder: str) -> tuple[str, LoadedModel]:
+def packed(request: pytest.FixtureRequest, folder: str) -> tuple[str, LoadedModel]:
     return request.param, load_model(folder, **FLOAT, quantization=request.param)
 
 
 def saved(folder: Path, reader: LoadedModel, **changes: Any) -> str:
     """A tiny model in bfloat16 with the tokenizer of the reader."""
-    words = len(reader.tokenizer)
-    tiny_model("qwen3", torch.bfloat16, vocab_size=words, **changes).save_pretrained(folder)
+    changes = {"vocab_size": len(reader.tokenizer), "intermediate_size": 128, **changes}
+    tiny_model("qwen3", torch.bfloat16, **changes).save_pretrained(folder)
     reader.tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -58,45 +66,115 @@ def logits(loaded: LoadedModel) -> Tensor:
     return last
 
 
+def packed_layers(model: Any) -> list[PackedLinear]:
+    return [each for each in model.modules() if isinstance(each, PackedLinear)]
+
+
+def limit_rows(model: Any, rows: int) -> None:
+    """Let steps of at most some rows multiply packed weights."""
+    for each in packed_layers(model):
+        each.few_rows = rows
+
+
 def layer_bytes(loaded: LoadedModel) -> int:
-    return sum(
-        part.nbytes for each in loaded.causal.model.modules()
-        if type(each) is torch.nn.Linear and each is not loaded.causal.model.lm_head
-        for weight in each.parameters() for _, part in plain_tensors("", weight.detach())
-    )  # fmt: skip
+    return sum(each.nbytes for each in loaded.causal.model.model.layers.state_dict().values())
 
 
-@needs_torchao
-def test_quantized_weights_are_small_and_answer_alike(
-    quantized: tuple[str, LoadedModel], plain: LoadedModel
+@pytest.mark.parametrize("shape", [(64, 32), (192, 96), (128, 4096), (41, 48), (7, 112)])
+def test_packed_numbers_are_nearest_to_the_weight(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, loaded = quantized
+    """Both kinds of a step multiply the same numbers, at most half a scale from the weight."""
+    monkeypatch.setattr(quantized, "_PIECE", 2**12)  # several pieces
+    torch.manual_seed(1)
+    weight = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    weight[3] = 0
+    rows = torch.randn(5, shape[1]).bfloat16()
+    kinds = [Int8Linear] if shape[0] % 64 else [Int8Linear, Int4Linear]
+    for kind in kinds:
+        layer = kind.pack(weight)
+        numbers = layer.dequantize(0, shape[0], torch.empty(weight.numel()))
+        if kind is Int8Linear:
+            step = layer.scales.float()[:, None].expand(shape)
+            bound = 0.5 * step + 127 * 2**-8 * step
+        else:
+            step, zero = layer.scales.float().unbind(-1)  # [groups, out]
+            bound = (0.5 + 15 * 2**-8) * step + 2**-8 * zero.abs()
+            bound = bound.t().repeat_interleave(GROUP, 1)
+        assert bool(((numbers - weight).abs() <= bound * 1.01).all())
+        assert bool((numbers[3].abs() < 1e-20).all())
+        expected = rows.float() @ numbers.t()
+        scale = rows.float().abs() @ numbers.abs().t()
+        for few in (0, 5):
+            layer.few_rows = few
+            found = layer(rows.float()) if few == 0 else layer(rows).float()
+            assert bool(((found - expected).abs() <= ROUNDING * scale + 1e-20).all())
+        assert torch.allclose(layer._by_pieces(rows.float()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_stay_whose_width_the_kernels_do_not_read() -> None:
+    model = tiny_model("llama", hidden_size=40, num_attention_heads=2, num_key_value_heads=2)
+    quantize_model(model, "int8", torch.float32)
+    layer = model.model.layers[0]
+    assert type(layer.self_attn.q_proj) is torch.nn.Linear  # 40 numbers wide
+    assert type(layer.mlp.down_proj) is Int8Linear
+
+
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
+@torch.inference_mode()
+def test_every_family_answers_alike_or_is_refused(family: str) -> None:
+    model = tiny_model(family)
+    if family.startswith(("falcon", "gpt2")):
+        with pytest.raises(UnsupportedModel, match="leave quantization out"):
+            check_family(type(model), model.config)
+        return
+    check_family(type(model), model.config)
+    ids = torch.tensor([random_tokens(24)])
+    exact = model(ids, use_cache=False).logits
+    for quantization in QUANTIZATIONS:
+        small = tiny_model(family)
+        quantize_model(small, quantization, torch.float32)
+        assert packed_layers(small)
+        for rows in (0, 24):
+            limit_rows(small, rows)
+            error = (small(ids, use_cache=False).logits - exact).std() / exact.std()
+            assert 0 < float(error) < ERRORS[quantization]
+
+
+def test_quantized_weights_are_small_and_answer_alike(
+    packed: tuple[str, LoadedModel], plain: LoadedModel
+) -> None:
+    name, loaded = packed
     error = (logits(loaded) - logits(plain)).std() / logits(plain).std()
     assert 0 < float(error) < ERRORS[name]
     assert layer_bytes(loaded) < SHARES[name] * layer_bytes(plain)
+    assert loaded.dtypes is not None
+    assert loaded.dtypes.reason.endswith(f"; weights in {name}")
 
 
-@needs_torchao
 def test_segments_are_read_as_exactly_as_those_of_any_model(
-    quantized: tuple[str, LoadedModel],
+    packed: tuple[str, LoadedModel],
 ) -> None:
     """Moved modules give the logits of the quantized model where they stand."""
-    causal = quantized[1].causal
+    causal = packed[1].causal
+    limit_rows(causal.model, 0)  # products of both sides are then rounded alike
     pieces = [Module(random_tokens(24)), Module(random_tokens(31, seed=1)), random_tokens(9)]
     [cached] = last_logits(causal, [prompt(causal, pieces)])
     torch.testing.assert_close(cached, reference(causal.model, pieces), **CLOSE)
 
 
-@needs_torchao
 def test_keys_follow_from_quantized_weights(
-    quantized: tuple[str, LoadedModel], folder: str, plain: LoadedModel
+    packed: tuple[str, LoadedModel], folder: str, plain: LoadedModel
 ) -> None:
-    name, loaded = quantized
+    name, loaded = packed
+    other = load_model(folder, **FLOAT, quantization=QUANTIZATIONS[name == "int8"])
     again = load_model(folder, **FLOAT, quantization=name)
-    assert again.causal.fingerprint == loaded.causal.fingerprint != plain.causal.fingerprint
-    weight = again.causal.model.model.layers[1].mlp.up_proj.weight
-    for part in weight.tensor_data_names:  # numbers and scales
-        number = getattr(weight, part).view(-1)[:1]
+    assert again.causal.fingerprint == loaded.causal.fingerprint
+    models = (plain, other, loaded)
+    assert len({each.causal.fingerprint for each in models}) == len(models)
+    layer = again.causal.model.model.layers[1].mlp.up_proj
+    for part in (layer.weight, layer.scales):
+        number = part.view(-1)[:1]
         before = number.clone()
         number.add_(1)
         del again.causal.fingerprint
@@ -104,7 +182,6 @@ def test_keys_follow_from_quantized_weights(
         number.copy_(before)
 
 
-@needs_torchao
 def test_quantized_projections_stay_apart(folder: str) -> None:
     loaded = load_model(folder, **FLOAT, quantization="int8")
     before = logits(loaded)
@@ -112,56 +189,53 @@ def test_quantized_projections_stay_apart(folder: str) -> None:
     torch.testing.assert_close(logits(loaded), before)
 
 
-@needs_torchao
-def test_four_bits_compute_in_bfloat16_unless_it_is_said(folder: str) -> None:
-    causal = load_model(folder, quantization="int4").causal
-    assert causal.dtype == causal.states_dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-@needs_torchao
-def test_a_checkpoint_of_torchao_loads_as_it_was_stored(
-    folder: str, tmp_path: Path, reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "free", "expected"), [(0, 2**40, None), (4, 2**40, "int8"), (4, 1, "int4")]
+)
+def test_auto_takes_the_widest_weights_that_are_quick_and_fit(
+    rows: int, free: int, expected: str | None, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = load_model(folder, dtype="bfloat16", quantization="int8")
-    made.causal.model.save_pretrained(tmp_path)
-    reader.tokenizer.save_pretrained(tmp_path)
-    stored = load_model(tmp_path)
-    assert layer_bytes(stored) == layer_bytes(made)
-    torch.testing.assert_close(logits(stored), logits(made), rtol=0, atol=0)
-    assert load_model(tmp_path).causal.fingerprint == stored.causal.fingerprint
-    with pytest.raises(ConfigurationError, match=r"quantized for bfloat16; leave dtype at auto"):
-        load_model(tmp_path, dtype="float32")
-    with pytest.raises(ConfigurationError, match=r"stored quantized; leave quantization='int4'"):
-        load_model(tmp_path, quantization="int4")
-    monkeypatch.setattr(dtype, "find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[quantized\]'"):
-        load_model(tmp_path)
+    monkeypatch.setattr(quantized, "few_rows", lambda *_: rows)
+    monkeypatch.setattr(quantized, "available_memory", lambda: free)
+    loaded = load_model(folder, **FLOAT, quantization="auto")
+    kinds = {type(each) for each in packed_layers(loaded.causal.model)}
+    wanted = {None: set(), "int8": {Int8Linear}, "int4": {Int8Linear, Int4Linear}}
+    assert kinds == wanted[expected]
 
 
-@needs_torchao
-def test_a_stored_format_without_a_kernel_here_is_named() -> None:
-    from torchao.quantization import Int4Tensor
-
-    from ragcache.models.quantized import check_computes
-
-    model = tiny_model("llama", torch.bfloat16)
-    layer = model.model.layers[0].mlp.up_proj
-    rows, columns = layer.weight.shape
-    scales = torch.ones(columns // 32, rows, dtype=torch.bfloat16)
-    packed = torch.zeros(rows, columns // 2, dtype=torch.int8)
-    weight = Int4Tensor(packed, scales, scales, [1, 32], layer.weight.shape)
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(UnsupportedModel, match=r"stored as Int4Tensor, which cpu does not"):
-        check_computes(model)
+def test_auto_leaves_families_that_are_not_served_quantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized, "few_rows", lambda *_: 4)
+    assert choose_quantization(tiny_model("gpt2"), "auto", torch.float32) is None
+    assert load_model(quantization="auto").extractive  # the embedded reader as it is
 
 
-@needs_torchao
+def test_the_number_of_few_rows_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache import machine
+
+    def shortest(run: Callable[[], object]) -> float:
+        size = len(run.args[0])  # type: ignore[attr-defined]
+        return size if run.func == "packed" else 10.0  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(machine, "_shortest", shortest)
+    first: Any = "packed"
+    for size, expected in (((4, 8, 16), 8), ((16,), 0), ((4,), 4)):
+        partial = lambda function, rows: type("Run", (), {"func": function, "args": (rows,)})  # noqa: E731
+        monkeypatch.setattr(machine, "partial", partial)
+        assert machine.quicker_rows(first, print, 2, torch.float32, size) == expected
+
+
+def test_blocks_of_four_bits_are_known() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert packed_block() == {"AVX512": 64, "AVX2": 32}.get(capability, 0)
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("falcon-7b", "'falcon' are not served with quantized weights: their code reads weights"),
-        ("deepseek_v3", "'deepseek_v3' are not served with quantized weights"),
+        ("falcon-7b", "a falcon model keeps 100% of its layers' weights in FalconLinear"),
+        ("deepseek_v3", "'deepseek_v3' are not served with quantized weights: their code reads"),
         ("gpt2", "a gpt2 model keeps 100% of its layers' weights in Conv1D"),
         ("qwen3_moe", "a qwen3_moe model keeps .* in Qwen3MoeExperts"),
     ],
@@ -175,12 +249,22 @@ def test_families_without_quantization_are_refused_unread(
         load_model(tmp_path, quantization="int8")
 
 
-def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtype, "find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[quantized\]'"):
-        load_model(quantization="int8")
+def test_stored_quantized_weights_are_not_quantized_again(folder: str, tmp_path: Path) -> None:
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    for file in Path(folder).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=r"stored quantized; leave quantization='int4'"):
+        load_model(tmp_path, quantization="int4")
 
 
-def test_an_unknown_quantization_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"quantization is 'int2'.*'int8' or 'int4'"):
+def test_a_quantization_without_a_product_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"quantization is 'int2'.*'auto', 'int8' or 'int4'"
+    ):
         RagCache.open(tmp_path, quantization="int2")
+    with pytest.raises(ConfigurationError, match="unknown quantization 'int2'"):
+        load_model(quantization="int2")
+    with pytest.raises(ConfigurationError, match="by a CPU alone; leave quantization out on cuda"):
+        check_quantization("int8", torch.device("cuda"))

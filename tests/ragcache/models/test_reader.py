@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ragcache.attention import AttentionMetadata, CausalBlock, ContiguousWrite
-from ragcache.errors import ConfigurationError, UnsupportedModel
+from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Rotary, load_model, prompt_frame, wrap_causal
 from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.model import ForwardBatch
@@ -218,9 +218,14 @@ def test_scales_that_do_not_fit_are_refused_by_name(
         load_model(int8_reader)
 
 
-def test_int8_rows_are_not_quantized_again(int8_reader: Path) -> None:
-    with pytest.raises(ConfigurationError, match="leave quantization out"):
-        load_model(int8_reader, quantization="int8")
+def test_int8_rows_are_packed_as_they_are(int8_reader: Path) -> None:
+    plain = load_model(int8_reader, dtype="float32").causal.model
+    packed = load_model(int8_reader, dtype="float32", quantization="int8").causal.model
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        exact = plain(ids, use_cache=False).logits
+        error = (packed(ids, use_cache=False).logits - exact).std() / exact.std()
+    assert float(error) < 0.02
 
 
 @pytest.mark.slow
