@@ -17,7 +17,7 @@ from ragcache.db import (
     Page,
     eviction_page,
 )
-from ragcache.documents import FileFilter, ReadLimits, load_sources
+from ragcache.documents import FileFilter, ReadOptions, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
@@ -311,7 +311,7 @@ class RagCache:
         files = FileFilter(options.include, options.exclude, options.strict)
         preparing = options.preparing
         reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
-        limits = ReadLimits.of(self._shared.config)
+        limits = ReadOptions.of(self._shared.config)
         loaded = load_sources(sources, files, reading, limits)
         self._shared.deferred.release()
         return self.internals.ingestor.ingest(

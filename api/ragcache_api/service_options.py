@@ -40,6 +40,8 @@ class ServiceOptions(OpenConfig):
     """Retrieval by meaning: `auto`, `minilm`, `none`, or a folder or hub name."""
     reranker: str | None = None
     """A cross-encoder that orders the retrieved modules: a folder or hub name."""
+    ocr: Literal["tesseract"] | None = None
+    """Recognition of text on pages of PDFs that have none, by the program tesseract."""
     state: Path = Path("ragcache-state")
     """The state folder."""
     replicas: Positive | None = None

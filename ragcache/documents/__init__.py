@@ -1,7 +1,7 @@
 """Documents: reading files of all types, and splitting them into the texts of modules."""
 
 from ragcache.documents.loading import FileFilter, LoadedSources, SkippedFile, load_sources
-from ragcache.documents.reading import ReadLimits, read_file
+from ragcache.documents.reading import ReadOptions, read_file
 from ragcache.documents.source import DocumentPart, SourceDocument
 from ragcache.documents.split import SplitModule, split_document, split_text
 
@@ -9,7 +9,7 @@ __all__ = [
     "DocumentPart",
     "FileFilter",
     "LoadedSources",
-    "ReadLimits",
+    "ReadOptions",
     "SkippedFile",
     "SourceDocument",
     "SplitModule",

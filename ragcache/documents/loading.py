@@ -18,7 +18,7 @@ from pathspec import GitIgnoreSpec
 from ragcache.documents.formats import SUFFIXES, is_supported
 from ragcache.documents.formats.base import OMITTED
 from ragcache.documents.formats.unread import explain_suffix
-from ragcache.documents.reading import ReadLimits, read_file
+from ragcache.documents.reading import ReadOptions, read_file
 from ragcache.documents.source import (
     DocumentPart,
     DocumentSource,
@@ -104,7 +104,7 @@ def load_sources(
     sources: Iterable[DocumentSource] | DocumentSource,
     files: FileFilter | None = None,
     progress: ReadProgress = lambda *_: None,
-    limits: ReadLimits | None = None,
+    limits: ReadOptions | None = None,
 ) -> LoadedSources:
     """Read all sources.
 
@@ -125,7 +125,7 @@ def load_sources(
         DocumentError: Two documents have the same id, or an id or address is not UTF-8 text.
         UnstorableMetadata: JSON cannot hold the metadata of a document.
     """
-    limits = limits or ReadLimits.of(OpenConfig())
+    limits = limits or ReadOptions.of(OpenConfig())
     loader = _Loader(files or FileFilter(), progress, limits)
     given = [sources] if isinstance(sources, DocumentSource) else list(sources)
     paths = [Path(each) for each in given if isinstance(each, str | Path)]
@@ -148,7 +148,7 @@ def load_sources(
 class _Loader:
     """Finds and reads files, and records the skipped ones."""
 
-    def __init__(self, files: FileFilter, progress: ReadProgress, limits: ReadLimits) -> None:
+    def __init__(self, files: FileFilter, progress: ReadProgress, limits: ReadOptions) -> None:
         self.skipped: list[SkippedFile] = []
         self.present: set[str] = set()
         self.total = 0

@@ -8,11 +8,15 @@ file's own; other files of the same call are read by the next worker.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ragcache.config import parse_bytes
 from ragcache.documents.formats import is_plain, read_document
+from ragcache.documents.formats.pdf import draw_unread_pages
+from ragcache.documents.ocr import PageOcr, resolve_ocr
 from ragcache.documents.source import SourceDocument, sanitize_document
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache.params import OpenConfig
@@ -36,8 +40,8 @@ _WORKERS = WorkerPool(
 
 
 @dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """Limits of reading one file."""
+class ReadOptions:
+    """Limits of reading one file, and the recognition of its pages."""
 
     seconds: float
     """Most seconds."""
@@ -45,15 +49,21 @@ class ReadLimits:
     """Most bytes of memory of the process that reads."""
     max_bytes: int
     """Most bytes that an archive may unpack to, and most characters of the text."""
+    ocr: PageOcr | None = None
+    """Recognizes the text of a PDF's pages that have none. Runs in the calling process."""
 
     @classmethod
     def of(cls, config: OpenConfig) -> Self:
-        """Return the limits of the options `document_seconds`, `_memory` and `_bytes`."""
+        """Return the options `document_seconds`, `_memory` and `_bytes`, and `ocr`.
+
+        Raises `ConfigurationError` without the program of `ocr`.
+        """
         memory, max_bytes = parse_bytes(config.document_memory), parse_bytes(config.document_bytes)
-        return cls(config.document_seconds, memory, max_bytes)
+        ocr = resolve_ocr(config.ocr, config.document_seconds)
+        return cls(config.document_seconds, memory, max_bytes, ocr)
 
 
-def read_file(name: str, raw: bytes, limits: ReadLimits, uri: str = "") -> SourceDocument:
+def read_file(name: str, raw: bytes, limits: ReadOptions, uri: str = "") -> SourceDocument:
     """Read the content of a file as a document without control characters.
 
     Text and code in UTF-8 is read in this process, every other file in a worker.
@@ -71,14 +81,34 @@ def read_file(name: str, raw: bytes, limits: ReadLimits, uri: str = "") -> Sourc
     """
     if is_plain(name, raw):
         return sanitize_document(read_document(name, raw, uri, max_bytes=limits.max_bytes))
-    head = json.dumps([name, uri, limits.max_bytes]).encode()
+    texts = _recognize(raw, limits) if limits.ocr and raw.startswith(b"%PDF-") else {}
+    content = _call(["read", name, uri, limits.max_bytes, texts], raw, limits)
+    return SourceDocument.from_json(content)
+
+
+def _recognize(raw: bytes, limits: ReadOptions) -> dict[int, str]:
+    """Return the recognized texts of a PDF's pages without text, by the number of the page."""
+    texts: dict[int, str] = {}
+    start, is_first = 0, True
+    while is_first or start:
+        pages, start = json.loads(_call(["draw", start], raw, limits))
+        is_first = False
+        for number, picture in pages:
+            assert limits.ocr is not None
+            texts[number] = limits.ocr(b64decode(picture))
+    return texts
+
+
+def _call(head: Sequence[Any], raw: bytes, limits: ReadOptions) -> bytes:
+    """Return the reply of a worker to an operation on a file."""
+    payload = json.dumps(head).encode() + b"\n" + raw
     try:
-        reply = _WORKERS.call(head + b"\n" + raw, seconds=limits.seconds, memory=limits.memory)
+        reply = _WORKERS.call(payload, seconds=limits.seconds, memory=limits.memory)
     except WorkerFailed as error:
         raise UnreadableDocument(_explain(error)) from error
     kind, _, content = reply.partition(b"\n")
-    if kind == b"document":
-        return SourceDocument.from_json(content)
+    if kind == b"done":
+        return content
     refused = MissingExtra if kind == b"extra" else UnreadableDocument
     raise refused(content.decode(errors="replace"))
 
@@ -98,13 +128,24 @@ def read_in_worker(payload: bytes) -> bytes:
         MemoryError: The file takes more memory than the worker may have.
     """
     head, _, raw = payload.partition(b"\n")
-    name, uri, max_bytes = json.loads(head)
+    operation, *arguments = json.loads(head)
     try:
-        document = sanitize_document(read_document(name, raw, uri, max_bytes=max_bytes))
+        content = _draw(raw, *arguments) if operation == "draw" else _read(raw, *arguments)
     except MissingExtra as error:
         return b"extra\n" + str(error).encode(errors="replace")
     except UnreadableDocument as error:
         if has_run_out_of_memory():
             raise MemoryError from error
         return b"unreadable\n" + str(error).encode(errors="replace")
-    return b"document\n" + document.to_json().encode()
+    return b"done\n" + content.encode()
+
+
+def _read(raw: bytes, name: str, uri: str, max_bytes: int, texts: Mapping[str, str]) -> str:
+    page_texts = {int(number): text for number, text in texts.items()}
+    document = read_document(name, raw, uri, max_bytes=max_bytes, page_texts=page_texts)
+    return sanitize_document(document).to_json()
+
+
+def _draw(raw: bytes, start: int) -> str:
+    pages, following = draw_unread_pages(raw, start)
+    return json.dumps(([(number, b64encode(each).decode()) for number, each in pages], following))

@@ -73,6 +73,9 @@ class OpenConfig(TierOptions, Params):
     """Most memory of the process that reads a file that is not plain text."""
     document_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Most seconds of reading a file that is not plain text."""
+    ocr: Any = None
+    """Recognition of text on pages of PDFs that have none: `tesseract`, or a function that returns
+    the text of a PNG picture. Off by default."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda`, `cuda:1`."""
     dtype: DType = "auto"

@@ -19,7 +19,7 @@ from ragcache.config import parse_bytes
 from ragcache.db import JobRequest, JobRow, Jobs, Page, TakenJob, collection_target
 from ragcache.documents import (
     LoadedSources,
-    ReadLimits,
+    ReadOptions,
     SkippedFile,
     SourceDocument,
     load_sources,
@@ -164,7 +164,7 @@ class IngestionJobs:
         check_collection(collection)
         if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY_LENGTH} characters")
-        limits = ReadLimits.of(self.ingestor.config)
+        limits = ReadOptions.of(self.ingestor.config)
         loaded = (
             sources if isinstance(sources, LoadedSources) else load_sources(sources, limits=limits)
         )

@@ -85,7 +85,7 @@ STORE = Offer((*LEDGER.names, "remote"))
 """Options of commands that read or change stored states."""
 ENCODING = Offer(("model", "dtype", "instruction", "state"))
 """Options of commands that encode stored documents."""
-INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens"))
+INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens", "ocr"))
 """Options of commands that store documents."""
 ASKING = Offer((*ENCODING.names, "embedding", "reranker", "force_modes"))
 """Options of commands that answer questions."""

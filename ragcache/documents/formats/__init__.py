@@ -8,6 +8,7 @@ it reads in a tuple `FORMATS`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import PurePosixPath
 from pkgutil import iter_modules
@@ -49,7 +50,12 @@ def _refuse_ole(file: RawFile) -> Content:
 
 
 def read_document(
-    name: str, raw: bytes, uri: str = "", *, max_bytes: int = sys.maxsize
+    name: str,
+    raw: bytes,
+    uri: str = "",
+    *,
+    max_bytes: int = sys.maxsize,
+    page_texts: Mapping[int, str] | None = None,
 ) -> SourceDocument:
     """Read the content of a file as a document, in this process.
 
@@ -61,20 +67,27 @@ def read_document(
         uri: Address of the document.
         max_bytes: Most bytes that an archive may unpack to, and most characters of the text.
             Unlimited by default.
+        page_texts: Recognized texts of a PDF's pages without text, by the number of the page.
 
     Raises:
         UnreadableDocument: The content is binary, damaged, empty, locked or too large.
         MissingExtra: The type needs the extra `documents`.
     """
-    return _read(name, raw, uri, budget=Budget(max_bytes))
+    return _read(name, raw, uri, budget=Budget(max_bytes), page_texts=page_texts)
 
 
 def _read(
-    name: str, raw: bytes, uri: str = "", *, budget: Budget, depth: int = 0
+    name: str,
+    raw: bytes,
+    uri: str = "",
+    *,
+    budget: Budget,
+    depth: int = 0,
+    page_texts: Mapping[int, str] | None = None,
 ) -> SourceDocument:
     if not raw.strip():
         raise UnreadableDocument("an empty file")
-    file = RawFile(name, raw, budget, _read, depth)
+    file = RawFile(name, raw, budget, _read, depth, page_texts or {})
     try:
         content = format_of(name, raw).read(file)
     except (UnreadableDocument, MissingExtra, MemoryError):

@@ -72,6 +72,8 @@ class RawFile:
     """Reads a file within this one."""
     depth: int = 0
     """Number of files that this one is in."""
+    page_texts: Mapping[int, str] = field(default_factory=dict)
+    """Recognized texts of pages without text, by the number of the page."""
 
     @property
     def suffix(self) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from email import message_from_bytes, policy
 from email.message import EmailMessage
+from encodings.aliases import aliases
 
 from ragcache.documents.charset import decode_text
 from ragcache.documents.formats.base import Content, Format, RawFile, flat, import_library
@@ -14,6 +15,7 @@ from ragcache.documents.html import read_html
 from ragcache.documents.source import DocumentPart
 
 _HEADERS = ("From", "To", "Cc", "Date")
+_CODE_PAGES = (874, 932, 936, 949, 950)  # that Outlook names otherwise than Python
 _NAMELESS = "without a name"
 
 
@@ -106,6 +108,7 @@ def read_mailbox(file: RawFile) -> Content:
 
 def read_outlook(file: RawFile) -> Content:
     """Read a message that Outlook saved (`.msg`), with attachments of known types as parts."""
+    aliases.update({f"windows_{page}": f"cp{page}" for page in _CODE_PAGES})
     message = import_library("oxmsg").Message.load(io.BytesIO(file.raw))
     known = {name.lower(): value for name, value in message.message_headers.items()}
     recipients = "; ".join(each.name or each.email_address for each in message.recipients)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +18,11 @@ from ragcache.errors import UnreadableDocument
 
 _PDFIUM = threading.Lock()  # pdfium keeps global state
 _LARGER = 1.15  # ratio to the usual line height from which a line may be a heading
-_NO_TEXT = "no text; scanned pages need OCR"
-_NO_MAP = "; the font does not say which characters its letters are, so that it needs OCR"
+_NO_TEXT = "no text; scanned pages need OCR (option ocr)"
+_NO_MAP = "; its font has no map to characters: it needs OCR (option ocr)"
+_DPI = 200  # of pictures for recognition
+_MAX_PIXELS = 25_000_000
+_DRAWN_BYTES = 32_000_000  # of pictures that are drawn at once
 _TITLE_CHARACTERS = 200
 _TITLE_LINES = 3
 _LEVELS = 4
@@ -29,21 +34,11 @@ def read_pdf(file: RawFile) -> Content:
 
     Headings come from the outline, or else from lines that are larger than most text.
     """
-    pdfium = import_library("pypdfium2")
-    with _PDFIUM:
-        try:
-            document = pdfium.PdfDocument(file.raw)
-        except pdfium.PdfiumError as error:
-            locked = "password" in str(error).lower()
-            reason = "it needs a password" if locked else "it is damaged, or no PDF"
-            raise UnreadableDocument(reason) from error
-        try:
-            pages = [read_page(page, pdfium.raw) for page in document]
-            outline = _outline(document)
-            attached = _attachments(document)
-        finally:
-            document.close()
-    pages, omitted = _without_garbage(pages)
+    with _opened(file.raw) as (pdfium, document):
+        read = [read_page(page, pdfium.raw) for page in document]
+        outline = _outline(document)
+        attached = _attachments(document)
+    pages, omitted = _without_garbage(read, file.page_texts)
     levels = _outlined(pages, outline) or _larger(pages)
     empty = [number for number, lines in enumerate(pages, start=1) if not lines]
     missing = {"pages_without_text": empty} if empty else {}
@@ -59,14 +54,71 @@ def read_pdf(file: RawFile) -> Content:
     return Content(parts, omitted=tuple(omitted))
 
 
+@contextmanager
+def _opened(raw: bytes) -> Iterator[tuple[Any, Any]]:
+    """Open a PDF. Yields the library and the document."""
+    pdfium = import_library("pypdfium2")
+    with _PDFIUM:
+        try:
+            document = pdfium.PdfDocument(raw)
+        except pdfium.PdfiumError as error:
+            locked = "password" in str(error).lower()
+            reason = "it needs a password" if locked else "it is damaged, or no PDF"
+            raise UnreadableDocument(reason) from error
+        try:
+            yield pdfium, document
+        finally:
+            document.close()
+
+
+def draw_unread_pages(raw: bytes, start: int) -> tuple[list[tuple[int, bytes]], int]:
+    """Draw pages of a PDF that have no text, for their recognition.
+
+    Args:
+        raw: The PDF.
+        start: Index of the first page to look at.
+
+    Returns:
+        Number and PNG picture of each page, up to a limit of bytes, and the index of the next page
+        to look at. It is 0 after the last page.
+
+    Raises:
+        UnreadableDocument: The file is locked or damaged.
+    """
+    drawn: list[tuple[int, bytes]] = []
+    with _opened(raw) as (pdfium, document):
+        for index in range(start, len(document)):
+            if sum(len(picture) for _, picture in drawn) > _DRAWN_BYTES:
+                return drawn, index
+            page = document[index]
+            if not _reason_of(read_page(page, pdfium.raw)):
+                continue
+            width, height = page.get_size()
+            scale = min(_DPI / 72, (_MAX_PIXELS / max(1, width * height)) ** 0.5)
+            saved = io.BytesIO()
+            page.render(scale=scale, grayscale=True).to_pil().save(saved, "PNG")
+            drawn.append((index + 1, saved.getvalue()))
+    return drawn, 0
+
+
+def _reason_of(lines: Sequence[PageLine]) -> str:
+    """Return why the text of a page is not kept, or an empty text."""
+    return find_garbage("\n".join(line.text for line in lines)) if lines else _NO_TEXT
+
+
 def _without_garbage(
-    pages: Sequence[list[PageLine]],
+    pages: Sequence[list[PageLine]], recognized: Mapping[int, str]
 ) -> tuple[list[list[PageLine]], list[str]]:
-    """Empty the pages whose text is no language, and describe all pages without text."""
+    """Return the pages with the recognized text of pages that have no text.
+
+    Empties the other pages whose text is no language, and describes all empty ones.
+    """
     kept: list[list[PageLine]] = []
     reasons: dict[str, list[int]] = {}
     for number, lines in enumerate(pages, start=1):
-        reason = find_garbage("\n".join(line.text for line in lines)) if lines else _NO_TEXT
+        reason = _reason_of(lines)
+        if reason and (text := recognized.get(number, "").strip()):
+            lines, reason = [PageLine(line, 0.0) for line in text.splitlines()], ""
         if reason:
             reasons.setdefault(reason, []).append(number)
         kept.append([] if reason else lines)

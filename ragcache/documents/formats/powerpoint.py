@@ -63,11 +63,19 @@ def _table_rows(table: Any) -> list[list[str]]:
     return rows
 
 
+def _plots(chart: Any) -> list[Any]:
+    """Return the plots of a chart, or none if they are of a kind that the library does not know."""
+    try:
+        return list(chart.plots)
+    except ValueError:
+        return []
+
+
 def _chart_blocks(chart: Any) -> list[str]:
     """Return a chart as the table of its values."""
     title = flat(chart.chart_title.text_frame.text) if chart.has_title else ""
     rows: list[list[str]] = []
-    for plot in chart.plots:
+    for plot in _plots(chart):
         series = list(plot.series)
         rows.append(["", *(str(each.name) for each in series)])
         for number, category in enumerate(plot.categories):

@@ -16,6 +16,7 @@ from ragcache.documents.formats.base import (
 from ragcache.documents.html import read_html
 from ragcache.documents.source import DocumentPart
 
+_BODY = re.compile(r"word/document\d*\.xml")  # Word 365 numbers it
 _FORMULA = re.compile(rb"<m:oMath[\s>]")
 _WORD_STYLES = "p[style-name='Title'] => p.title:fresh\np[style-name='Subtitle'] => p:fresh"
 
@@ -24,7 +25,8 @@ def read_docx(file: RawFile) -> Content:
     """Read a Word document with headings, lists, tables and notes."""
     mammoth = import_library("mammoth")
     with open_archive(file) as archive:
-        formulas = len(_FORMULA.findall(archive.read("word/document.xml")))
+        names = [each for each in archive.namelist() if _BODY.fullmatch(each)]
+        formulas = sum(len(_FORMULA.findall(archive.read(name))) for name in names)
     ignore_pictures = mammoth.images.img_element(lambda _: {})
     converted = mammoth.convert_to_html(
         io.BytesIO(file.raw), style_map=_WORD_STYLES, convert_image=ignore_pictures

@@ -14,7 +14,7 @@ from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
-from ragcache.documents import ReadLimits
+from ragcache.documents import ReadOptions
 from ragcache.errors import LedgerUnavailable, UnknownJob
 from ragcache.params import OpenConfig
 from ragcache.pipeline.module_states import ModuleEncoder
@@ -239,8 +239,8 @@ def test_files_that_cannot_be_read_are_refused_with_reasons(
 def test_a_file_over_a_limit_is_reported_in_its_job(
     client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = ReadLimits(seconds=60, memory=2**27, max_bytes=2**28)
-    monkeypatch.setattr(ReadLimits, "of", lambda _: limits)
+    limits = ReadOptions(seconds=60, memory=2**27, max_bytes=2**28)
+    monkeypatch.setattr(ReadOptions, "of", lambda _: limits)
     files = [
         ("files", ("a.html", b"<p>The boat is blue.")),
         ("files", ("large.html", b"<html>" + b"<b><i>a</i></b>" * 200_000)),
@@ -253,7 +253,7 @@ def test_a_file_over_a_limit_is_reported_in_its_job(
 
 
 def test_files_after_an_uploads_deadline_are_not_read() -> None:
-    limits = ReadLimits.of(OpenConfig())
+    limits = ReadOptions.of(OpenConfig())
     with pytest.raises(HTTPProblem, match="the time of the upload was over"):
         routes._parse_files([("a.html", b"<p>text")], limits, monotonic())
 

@@ -84,8 +84,8 @@ def test_a_page_of_garbage_is_left_out_and_named() -> None:
     assert [part.metadata["page"] for part in document.sections] == [1]
     assert document.text.startswith("The harbour master")
     marks, empty, letters = document.metadata[OMITTED]
-    assert marks.startswith("pages 2, 5: most of its characters are marks; the font does not say")
-    assert empty == "page 3: no text; scanned pages need OCR"
+    assert marks.startswith("pages 2, 5: most of its characters are marks; its font has no map")
+    assert empty == "page 3: no text; scanned pages need OCR (option ocr)"
     assert letters.startswith("page 4: its letters have the frequencies of no language")
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ragcache.documents import ReadLimits, load_sources, read_file, reading
+from ragcache.documents import ReadOptions, load_sources, read_file, reading
 from ragcache.documents.formats import read_document
 from ragcache.documents.source import sanitize_document
 from ragcache.errors import UnreadableDocument
 from ragcache.params import OpenConfig
 from tests.ragcache.documents.sample_files import WRITERS
 
-LIMITS = ReadLimits.of(OpenConfig())
+LIMITS = ReadOptions.of(OpenConfig())
 NESTED = b"<html>" + b"<b><i>a</i></b>" * 200_000
 MEMORY = 2**27
 
@@ -59,7 +59,7 @@ def test_a_worker_reads_what_this_process_reads(name: str) -> None:
     ],
 )
 def test_a_tree_that_takes_too_much_memory_is_refused(name: str, raw: bytes) -> None:
-    limits = ReadLimits(seconds=60, memory=MEMORY, max_bytes=2**28)
+    limits = ReadOptions(seconds=60, memory=MEMORY, max_bytes=2**28)
     with pytest.raises(
         UnreadableDocument, match=r"takes more than 134,217,728 bytes of .*document_memory"
     ):
@@ -67,13 +67,13 @@ def test_a_tree_that_takes_too_much_memory_is_refused(name: str, raw: bytes) -> 
 
 
 def test_a_file_that_takes_too_long_is_refused() -> None:
-    limits = ReadLimits(seconds=0.01, memory=2**30, max_bytes=2**28)
+    limits = ReadOptions(seconds=0.01, memory=2**30, max_bytes=2**28)
     with pytest.raises(UnreadableDocument, match=r"more than 0.01 s to read .*document_seconds"):
         read_file("a.html", NESTED, limits)
 
 
 def test_an_archive_may_unpack_to_document_bytes() -> None:
-    limits = ReadLimits(seconds=60, memory=2**30, max_bytes=1000)
+    limits = ReadOptions(seconds=60, memory=2**30, max_bytes=1000)
     with pytest.raises(UnreadableDocument, match=r"more than the 1,000 .*document_bytes"):
         read_file("a.epub", epub(b"<p>words</p>" * 1000), limits)
 
@@ -81,7 +81,7 @@ def test_an_archive_may_unpack_to_document_bytes() -> None:
 def test_a_file_over_a_limit_keeps_no_other_away(tmp_path: Path) -> None:
     for name, raw in {"a.html": b"<p>a", "b.html": NESTED, "c.html": b"<p>c"}.items():
         (tmp_path / name).write_bytes(raw)
-    limits = ReadLimits(seconds=60, memory=MEMORY, max_bytes=2**28)
+    limits = ReadOptions(seconds=60, memory=MEMORY, max_bytes=2**28)
     loaded = load_sources(tmp_path, limits=limits)
     assert [each.text for each in loaded.documents] == ["a", "c"]
     assert [(Path(each.name).name, each.failed) for each in loaded.skipped] == [("b.html", True)]

@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from ragcache.db import CollectionRow
-from ragcache.documents import LoadedSources, ReadLimits, SkippedFile, load_sources, read_file
+from ragcache.documents import LoadedSources, ReadOptions, SkippedFile, load_sources, read_file
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.envelope import stream_error
@@ -221,7 +221,7 @@ async def read_documents(context: RequestContext) -> LoadedSources:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         files = await _form_files(request)
-        limits = ReadLimits.of(context.service.shared.config)
+        limits = ReadOptions.of(context.service.shared.config)
         until = monotonic() + context.deadline
         return await to_thread.run_sync(
             _parse_files, files, limits, until, limiter=context.service.readers
@@ -257,7 +257,9 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
     return found
 
 
-def _parse_files(files: list[tuple[str, bytes]], limits: ReadLimits, until: float) -> LoadedSources:
+def _parse_files(
+    files: list[tuple[str, bytes]], limits: ReadOptions, until: float
+) -> LoadedSources:
     """Parse the files that can be read.
 
     Args:
