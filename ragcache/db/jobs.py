@@ -26,6 +26,7 @@ from ragcache.errors import (
     IdempotencyConflict,
     JobCanceled,
     JobTaken,
+    LedgerUnavailable,
     QueueFull,
     StoreError,
     UnknownJob,
@@ -123,6 +124,8 @@ class Jobs:
     database: Database
     session: str
     namespace: str = DEFAULT_NAMESPACE
+    _unended: dict[int, BaseException] = field(default_factory=dict)
+    """Errors of jobs that have ended while the ledger did not answer, in all namespaces."""
 
     def within(self, namespace: str) -> Jobs:
         """Return the jobs of another namespace."""
@@ -311,18 +314,36 @@ class Jobs:
     def fail(self, job: int, error: BaseException) -> None:
         """End a job that was not completed. Its states stay for the next one.
 
-        A job that ends because the folder is closed is interrupted. Does nothing if the job has
-        ended.
+        A job that ends because the folder is closed is interrupted. A request that ends because the
+        ledger did not answer is queued again, for any process. Does nothing if the job has ended.
         """
-        stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
-        status = "interrupted" if stopped else "failed"
         try:
-            with self.database.transaction() as session:
-                row = session.get_one(JobTable, job)
-                if row.session == self.session and row.status in OPEN:
-                    _end(session, job, status, f"{type(error).__name__}: {error}")
+            self._fail(job, error)
         except StoreError as unwritten:  # usually a full disk; `error` matters more
-            logger.warning("%s; the job counts as running until this process ends", unwritten)
+            self._unended[job] = error
+            logger.warning("%s; a later heartbeat ends the job %s", unwritten, job)
+
+    def end_late(self) -> None:
+        """End the jobs that could not be ended before. Raises `StoreError`."""
+        for job, error in list(self._unended.items()):
+            self._fail(job, error)
+            del self._unended[job]
+
+    def _fail(self, job: int, error: BaseException) -> None:
+        stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
+        with self.database.transaction() as session:
+            row = session.get_one(JobTable, job)
+            if row.session != self.session or row.status not in OPEN:
+                return
+            if isinstance(error, LedgerUnavailable) and row.request_digest:
+                row.status, row.session, row.started_at = "queued", NOBODY, None
+                return
+            _end(
+                session,
+                job,
+                "interrupted" if stopped else "failed",
+                f"{type(error).__name__}: {error}",
+            )
 
     def cancel(self, job: int | str) -> JobRow:
         """End an open job, by its id or public id. Does nothing if it has ended.

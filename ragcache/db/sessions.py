@@ -25,7 +25,7 @@ from ragcache.db.jobs import hand_over
 from ragcache.db.migrations import HEAD, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
-from ragcache.errors import LedgerUnavailable
+from ragcache.errors import LedgerUnavailable, StoreError
 from ragcache.states import KVKey
 from ragcache.tiers import memory_tiers
 
@@ -116,6 +116,8 @@ class Sessions:
     _last_beat: float = field(default_factory=time.monotonic)
     _last_look: float = -_LEFTOVER_SECONDS
     _reaps_from: float = 0.0
+    _unreleased: set[KVKey] = field(default_factory=set)
+    """Keys whose claims ended while the ledger did not answer."""
 
     def begin(self) -> None:
         """Write the row of this session, and end sessions whose process has died."""
@@ -129,6 +131,8 @@ class Sessions:
         A process that was silent itself, because it was halted or the ledger did not answer, first
         gives the others time for a heartbeat.
 
+        Claims that could not be released before are released.
+
         Returns:
             Whether the session was still alive. If others had ended it because it was silent for
             too long, it begins again under the next generation, without its claims and its rows of
@@ -141,6 +145,8 @@ class Sessions:
             if not alive:
                 self.generation += 1
                 session.add(self._row(session))
+            KeyLocks(self).release_within(session, late := list(self._unreleased))
+        self._unreleased.difference_update(late)
         now = time.monotonic()
         if now - self._last_beat > DEAD_SECONDS / 2:
             self._reaps_from = now + DEAD_SECONDS
@@ -292,6 +298,7 @@ class KeyLocks:
     def acquire_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
         """Claim keys as `acquire` does, in the caller's transaction."""
         me = self.sessions.id
+        self.sessions._unreleased.difference_update(keys)
         busy: set[KVKey] = set()
         for chunk in chunks(keys):
             wanted = sorted(chunk)  # one order everywhere avoids deadlocks in PostgreSQL
@@ -300,11 +307,18 @@ class KeyLocks:
         return [key for key in keys if key not in busy]
 
     def release(self, keys: Iterable[KVKey]) -> None:
-        """Release claims."""
+        """Release claims. If the ledger does not answer, a later heartbeat releases them.
+
+        Raises `StoreError`.
+        """
         keys = list(keys)
         if keys:
-            with self.sessions.database.transaction() as session:
-                self.release_within(session, keys)
+            try:
+                with self.sessions.database.transaction() as session:
+                    self.release_within(session, keys)
+            except StoreError:
+                self.sessions._unreleased.update(keys)
+                raise
 
     def release_within(self, session: Session, keys: Iterable[KVKey]) -> None:
         """Release claims in the caller's transaction."""

@@ -417,11 +417,11 @@ class LeaseManager:
                 encoding.flight.end()
 
     def _release_claims(self, keys: Iterable[KVKey]) -> None:
-        """Release claims. An unreachable ledger forgets them together with the session."""
+        """Release claims. If the ledger does not answer, a later heartbeat releases them."""
         try:
             self._ledger.locks.release(keys)
         except StoreError as error:
-            logger.warning("%s; claims stay until this process ends", error)
+            logger.warning("%s; a later heartbeat releases the claims", error)
 
     def _read(self, lease: Lease, flight: Flight, keys: Sequence[KVKey]) -> None:
         """Read states from the tiers below the first. A device gets all of them side by side."""

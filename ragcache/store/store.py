@@ -383,7 +383,8 @@ class KVStore:
     def heartbeat(self) -> None:
         """Tell other processes that this one is alive.
 
-        If they have ended its session, its memory tiers are written to the ledger again.
+        If they have ended its session, its memory tiers are written to the ledger again. Claims and
+        jobs that ended while the ledger did not answer end in it.
         """
         if not self.ledger.sessions.heartbeat():
             logger.warning("this process was silent, and others ended its session; it goes on")
@@ -391,6 +392,7 @@ class KVStore:
             with self.memory.lock:
                 held = {key for index in self.memory.every for key in index.entries}
             self._discard_unowned(sorted(held))
+        self.jobs.end_late()
         for follow in self.on_heartbeat:
             follow()
 

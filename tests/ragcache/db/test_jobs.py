@@ -17,6 +17,7 @@ from ragcache.errors import (
     InvalidRequest,
     JobCanceled,
     JobTaken,
+    LedgerUnavailable,
     QueueFull,
     UnknownJob,
 )
@@ -162,6 +163,43 @@ def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs) -> None:
     store(jobs, job)
     assert [row.states for row in (*jobs.page().items, *other.page().items)] == [0, 0, 1]
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
+
+
+def refuse(*_: object) -> None:
+    raise LedgerUnavailable("the server does not answer")
+
+
+def test_a_request_that_the_ledger_cut_off_runs_again(
+    jobs: Jobs, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job in (put(jobs, NOTES, "text")[0], put(jobs, PLANS, "text")[0]):
+        assert taken(jobs) == job
+        with monkeypatch.context() as patched:
+            if job % 2:  # the ledger is still away when the job ends
+                patched.setattr(Database, "transaction", refuse)
+            jobs.fail(job, LedgerUnavailable("the server does not answer"))
+        jobs.within("tenant").end_late()
+        assert jobs.get(job).status == "queued"
+        again = Jobs(database, "there").take()
+        assert again is not None
+        assert (again.id, again.documents) == (job, ("text",)), "any process runs it"
+        jobs.end_late()
+        assert jobs.get(job).status == "running", "it is another one's now"
+
+
+def test_a_direct_call_that_the_ledger_cut_off_ends_late(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(LedgerUnavailable):  # noqa: PT012
+        with jobs.turn(NOTES):
+            patched.setattr(Database, "transaction", refuse)
+            refuse()
+    later, _ = put(jobs)
+    assert taken(jobs) is None, "it waits for the call"
+    jobs.end_late()
+    [row] = [row for row in jobs.listed() if row.id != later]
+    assert (row.status, row.error) == ("failed", "LedgerUnavailable: the server does not answer")
+    assert taken(jobs) == later
 
 
 def test_the_ledger_lists_the_last_jobs(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

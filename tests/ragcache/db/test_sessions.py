@@ -8,9 +8,10 @@ import pytest
 from sqlalchemy import update
 
 from ragcache.db import Database, SessionWatch
-from ragcache.db.sessions import DEAD_SECONDS, Sessions, end_sessions
+from ragcache.db.sessions import DEAD_SECONDS, KeyLocks, Sessions, end_sessions
 from ragcache.db.tables import SessionTable
 from ragcache.errors import LedgerUnavailable
+from tests.ragcache.conftest import make_key
 
 
 def test_silent_and_ended_sessions_are_found(tmp_path: Path) -> None:
@@ -34,6 +35,26 @@ def test_silent_and_ended_sessions_are_found(tmp_path: Path) -> None:
 
 def refuse(_: Database) -> None:
     raise LedgerUnavailable("the server does not answer")
+
+
+def test_claims_that_were_not_released_end_with_a_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database.open(tmp_path / "ledger.sqlite")
+    mine, other = (KeyLocks(Sessions(database)) for _ in range(2))
+    for each in (mine, other):
+        each.sessions.begin()
+    left, again = make_key(1), make_key(2)
+    assert mine.acquire([left, again]) == [left, again]
+    with monkeypatch.context() as away:
+        away.setattr(Database, "transaction", refuse)
+        with pytest.raises(LedgerUnavailable):
+            mine.release([left, again])
+    assert mine.acquire([again]) == [again]
+    assert other.acquire([left, again]) == []
+    mine.sessions.heartbeat()
+    assert other.acquire([left, again]) == [left], "a key that was claimed again stays claimed"
+    database.close()
 
 
 def test_no_session_is_silent_just_after_the_ledger_was_away(
