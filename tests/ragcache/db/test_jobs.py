@@ -190,10 +190,13 @@ def test_a_request_that_the_ledger_cut_off_runs_again(
 def test_a_direct_call_that_the_ledger_cut_off_ends_late(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(LedgerUnavailable):  # noqa: PT012
+    def cut_off(patched: pytest.MonkeyPatch) -> None:
         with jobs.turn(NOTES):
             patched.setattr(Database, "transaction", refuse)
             refuse()
+
+    with monkeypatch.context() as patched, pytest.raises(LedgerUnavailable):
+        cut_off(patched)
     later, _ = put(jobs)
     assert taken(jobs) is None, "it waits for the call"
     jobs.end_late()
