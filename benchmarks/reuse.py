@@ -1,0 +1,458 @@
+"""Answers of the modes of reuse compared with answers of `exact`, on any model and device.
+
+    python benchmarks/reuse.py prepare MODEL PROMPTS --data DATA
+    python benchmarks/reuse.py measure MODEL PROMPTS ROWS --device cuda
+    python benchmarks/reuse.py report MODEL PROMPTS ROWS --json FILE
+    python benchmarks/reuse.py masses MODEL PROMPTS
+
+`prepare` retrieves modules and tokenizes. `measure` needs neither the data nor the retrieval, so
+that it runs on a bare machine with a GPU. `report` marks the answers and prints Markdown. `masses`
+measures where the questions' attention goes, with Hugging Face's model alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from ragcache.engine import EncodeJob, EngineConfig, LLMEngine, Request, Segment
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.runner import RaggedModelRunner
+from ragcache.models import LoadedModel, load_model, prompt_frame
+from ragcache.modes import EXACT, ReuseMode
+from ragcache.pipeline.ask import lay_out
+from ragcache.pipeline.blend import blend_prompt
+from ragcache.pipeline.module_states import PRIMING_TEXT, Surroundings
+from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
+from ragcache.states import KVKey, KVStates
+
+MODES = "rooted,primed,primed:16,linked:16,linked:32,blend:20"
+SETS = {
+    "MuSiQue": ("musique_s.json", "own"),
+    "QMSum": ("qmsum.val.jsonl", "own"),
+    "COVID-QA": ("covid_qa.json", "own"),
+    "XQuAD, English": ("xquad.en.json", "all"),
+    "XQuAD, Chinese": ("xquad.zh.json", "all"),
+    "QED": ("qed.jsonl", "all"),
+}
+MAIN = 4, 384
+"""Number and size of the modules that are measured first."""
+AT_ONCE = 4
+"""Questions whose states are in memory together."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePrompt:
+    """A question with its modules, in tokens, and its accepted answers."""
+
+    set: str
+    k: int
+    module_tokens: int
+    number: int
+    modules: list[list[int]]
+    question: list[int]
+    answers: list[str]
+
+    @property
+    def setting(self) -> tuple[int, int]:
+        return self.k, self.module_tokens
+
+
+def read_prompts(file: Path) -> list[ReusePrompt]:
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [ReusePrompt(**json.loads(line)) for line in lines]
+
+
+def batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield the items in order, at most `size` at a time."""
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
+@app.command()
+def prepare(
+    model: str,
+    prompts: Path,
+    data: Annotated[Path, typer.Option()],
+    settings: Annotated[str, typer.Option(help="k:module_tokens:questions of a set")] = (
+        "4:384:100,8:384:40,2:384:40,4:128:40"
+    ),
+) -> None:
+    """Retrieve modules by BM25, without a threshold, and tokenize."""
+    from quality import load_set
+    from recomputation import over_documents, retrieve, splitter
+    from transformers import AutoTokenizer
+
+    from ragcache.models.tokenizer import PromptTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    spelled, frame = PromptTokenizer(tokenizer), prompt_frame(tokenizer)
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (frame.question, frame.epilogue)
+    )
+
+    class Tokens:
+        encode_untrusted = staticmethod(spelled.encode)
+
+    count = 0
+    with gzip.open(prompts, "wt", encoding="utf-8") as out:
+        for name, (file, over) in SETS.items():
+            dataset = load_set(data / file, over)
+            for k, tokens, questions in (map(int, s.split(":")) for s in settings.split(",")):
+                asked = over_documents(dataset.sample(questions), splitter(Tokens, tokens))  # type: ignore[arg-type]
+                for number, each in enumerate(asked):
+                    texts = [each.texts[at] for at in retrieve(each.question, each.texts, k)]
+                    question = [*before, *spelled.encode(each.question.strip()), *after]
+                    modules = [spelled.encode(text) for text in texts]
+                    if len(modules) == k:
+                        made = ReusePrompt(
+                            name, k, tokens, number, modules, question, list(each.answers)
+                        )
+                        out.write(json.dumps(asdict(made)) + "\n")
+                        count += 1
+    print(f"{count} prompts")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadVariant:
+    """A prompt in one mode, with the states that it reads."""
+
+    mode: str
+    prompt: TokenPrompt
+    states: list[KVStates]
+
+    def segments(self) -> tuple[Segment, ...]:
+        return build_context(self.prompt, [KVKey("")] * len(self.states), self.states).segments
+
+
+class ReuseReader:
+    """Computes answers in all modes, and their divergence from `exact`."""
+
+    def __init__(self, model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]) -> None:
+        self.model, self.engine, self.modes = model, engine, modes
+        self.runner = RaggedModelRunner(model.causal)
+        self.preamble = tuple(model.encode(prompt_frame(model.tokenizer).preamble))
+        self.surroundings = Surroundings(model, self.preamble)
+        [self.root] = self._encoded([EncodeJob(self.preamble)])
+        self._seen: dict[tuple[int, ...], Segment] = {self.preamble: Segment(self.root, 0)}
+
+    def _encoded(self, jobs: Sequence[EncodeJob]) -> list[KVStates]:
+        states = list(self.engine.encode(jobs))
+        if self.model.causal.device.type == "cuda":
+            torch.cuda.synchronize()
+        return states
+
+    def variants(self, prompt: ReusePrompt) -> list[ReadVariant]:
+        """Return the prompt in `exact` and in all modes, with states encoded."""
+        starts = list(accumulate(map(len, prompt.modules), initial=len(self.preamble)))
+        groups = [ModuleGroup((n,), tuple(ids), starts[n]) for n, ids in enumerate(prompt.modules)]
+        tokens = (*self.preamble, *chain(*prompt.modules))
+        whole = PromptLayout(tokens)
+        whole.read(0, 0, len(tokens))
+        whole.compute(prompt.question)
+        layouts = {}
+        for mode in self.modes:
+            layouts[mode] = PromptLayout(self.preamble)
+            lay_out(layouts[mode], groups, prompt.question, mode)
+        wanted = {
+            (group.modules, group.encoding): group
+            for layout in layouts.values()
+            for group in layout.groups[1:]
+        }
+        jobs = [EncodeJob(tokens), *(self._job(group) for group in wanted.values())]
+        exact, *encoded = self._encoded(jobs)
+        kept = dict(zip(wanted, encoded, strict=True))
+        found = [ReadVariant(str(EXACT), whole.prompt(), [exact])]
+        for mode, layout in layouts.items():
+            states = [self.root, *(kept[g.modules, g.encoding] for g in layout.groups[1:])]
+            made = layout.prompt()
+            if mode.blend_percent:
+                ids = [group.token_ids for group in layout.groups]
+                causal, percent = self.model.causal, mode.blend_percent
+                made = blend_prompt(made, percent, states, ids, causal, self.engine)
+            found.append(ReadVariant(str(mode), made, states))
+        return found
+
+    def _job(self, group: ModuleGroup) -> EncodeJob:
+        start = None if self.model.causal.scheme.movable else group.start
+        before, at = self.surroundings.place(len(group.token_ids), group.encoding, start)
+        if before not in self._seen:
+            [states] = self._encoded([EncodeJob(before)])
+            self._seen[before] = Segment(states, 0)
+        return EncodeJob(group.token_ids, at, self._seen[before])
+
+    def answers(self, variants: Sequence[ReadVariant], tokens: int) -> list[tuple[int, ...]]:
+        """Return the greedy answers of prompts, through the engine."""
+        handles = [
+            self.engine.submit_request(
+                Request(
+                    build_context(each.prompt, [KVKey("")] * len(each.states), each.states),
+                    tokens,
+                    stop_ids=self.model.stop_ids,
+                )
+            )
+            for each in variants
+        ]
+        return [handle.result().choices[0].token_ids for handle in handles]
+
+    def seconds(self, variants: Sequence[ReadVariant]) -> list[float]:
+        """Return the time to the first token of each prompt, over resident states."""
+        found = []
+        for each in variants:
+            begin = time.perf_counter()
+            self.answers([each], 1)
+            found.append(time.perf_counter() - begin)
+        return found
+
+    @torch.inference_mode()
+    def forced(self, variants: Sequence[ReadVariant], answer: Sequence[int]) -> Tensor:
+        """Return log-probabilities [variants, T, V] at each place of an answer of T tokens.
+
+        The answer includes the stop token, if it ended by one.
+        """
+        chunks = []
+        for each in variants:
+            positions, ids = zip(*each.prompt.computed_tokens, strict=True)
+            ids = (*ids, *answer[:-1])
+            positions = (*positions, *range(each.prompt.end, each.prompt.end + len(answer) - 1))
+            private = ContiguousKV.allocate(self.model.causal, len(ids))
+            scored = (len(ids) - len(answer), len(ids) - 1)
+            chunks.append(ScheduledChunk(each.segments(), private, ids, positions, scored=scored))
+        logits = self.runner.prepare_batch(chunks)()
+        return logits.float().log_softmax(-1).view(len(variants), len(answer), -1)
+
+
+def measured(
+    reader: ReuseReader, prompts: Sequence[ReusePrompt], tokens: int, stop: int, timed: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each prompt."""
+    variants = [reader.variants(prompt) for prompt in prompts]
+    flat = reader.answers(list(chain(*variants)), tokens)
+    answered = batches(flat, len(variants[0]))
+    for prompt, own, given in zip(prompts, variants, answered, strict=True):
+        exact = [*given[0]] + [stop] * (len(given[0]) < tokens)
+        logprobs = reader.forced(own, exact)
+        reference = logprobs[0].double()
+        row: dict[str, Any] = {
+            "set": prompt.set, "k": prompt.k, "module_tokens": prompt.module_tokens,
+            "number": prompt.number, "documents": sum(map(len, prompt.modules)), "modes": {},
+        }  # fmt: skip
+        times = reader.seconds(own) if timed else [None] * len(own)
+        for each, ids, logs, seconds in zip(own, given, logprobs, times, strict=True):
+            kl = (reference.exp() * (reference - logs.double())).sum(-1)
+            row["modes"][each.mode] = {
+                "kl": float(kl.mean()), "first_kl": float(kl[0]),
+                "same": logs.argmax(-1).tolist() == exact,
+                "answer": list(ids),
+                "computed": len(each.prompt.computed_tokens) - len(prompt.question),
+                "seconds": seconds,
+            }  # fmt: skip
+        yield row
+
+
+@app.command()
+def measure(
+    model: str,
+    prompts: Path,
+    rows: Path,
+    device: str = "cpu",
+    dtype: str = "float32",
+    modes: str = MODES,
+    answer_tokens: int = 24,
+    limit: Annotated[float, typer.Option(help="Seconds after which no question begins.")] = 1e9,
+    most: Annotated[int, typer.Option(help="Most questions of a set and setting.")] = 10**6,
+    timed: Annotated[int, typer.Option(help="Questions whose times are taken.")] = 0,
+    only: Annotated[str, typer.Option(help="k:module_tokens, with commas; all by default.")] = "",
+) -> None:
+    """Answer the prompts in all modes, and write a line of JSON for each."""
+    began = time.perf_counter()
+    loaded = load_model(model, device=device, dtype=dtype, states_dtype=dtype)
+    served = loaded
+    if device == "cuda":  # the engine prepares its model for its kernels
+        served = load_model(model, device=device, dtype=dtype, states_dtype=dtype)
+        loaded.causal.kernels = False
+    limits = EngineConfig.for_device(loaded.causal.device, running=64)
+    wanted = [
+        each
+        for each in read_prompts(prompts)
+        if each.number < most and (not only or "{}:{}".format(*each.setting) in only.split(","))
+    ]
+    with LLMEngine(served.causal, limits) as engine, rows.open("a", encoding="utf-8") as out:
+        reader = ReuseReader(loaded, engine, [ReuseMode.parse(m) for m in modes.split(",")])
+        done, stop = 0, min(loaded.stop_ids)
+        print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
+        wanted.sort(key=lambda each: (each.setting != MAIN, each.setting, each.number))
+        for part in batches(wanted, AT_ONCE):
+            if time.perf_counter() - began > limit:
+                break
+            for row in measured(reader, part, answer_tokens, stop, done < timed):
+                out.write(json.dumps(row) + "\n")
+                done += 1
+            out.flush()
+        print(f"{done} of {len(wanted)} prompts in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of each mode over rows with marks."""
+    from ragcache.evaluation.metrics import bootstrap_interval, paired_bootstrap
+
+    found = {}
+    for mode in rows[0]["modes"]:
+        own = [row["modes"][mode] for row in rows]
+        rooted, exact = ([row["modes"][name] for row in rows] for name in ("rooted", "exact"))
+        kl, base = ([max(each["kl"], 1e-9) for each in many] for many in (own, rooted))
+        logs = [math.log(one / other) for one, other in zip(kl, base, strict=True)]
+        interval = bootstrap_interval(logs)
+        figures: dict[str, Any] = {
+            "questions": len(rows),
+            "computed": sum(e["computed"] for e in own) / sum(row["documents"] for row in rows),
+            "kl": statistics.fmean(kl), "kl_median": statistics.median(kl),
+            "ratio": [math.exp(x) for x in (statistics.fmean(logs), interval.low, interval.high)],
+            "same": statistics.fmean(each["same"] for each in own),
+            "over_twice_rooted": statistics.fmean(a > 2 * b for a, b in zip(kl, base, strict=True)),
+        }  # fmt: skip
+        if timed := [e["seconds"] for e in own if e["seconds"] is not None]:
+            figures["seconds"] = statistics.median(timed)
+        for mark in ("exact_match", "contains", "f1"):
+            marks, reference = ([100.0 * e[mark] for e in many] for many in (own, exact))
+            between, _ = paired_bootstrap(marks, reference)
+            figures[mark] = statistics.fmean(marks)
+            figures[f"{mark}_over_exact"] = [
+                statistics.fmean(marks) - statistics.fmean(reference), between.low, between.high
+            ]  # fmt: skip
+        found[mode] = figures
+    return found
+
+
+@app.command()
+def report(model: str, prompts: Path, rows: Path, json_file: Path | None = None) -> None:
+    """Mark the answers, and print the figures of each setting as Markdown."""
+    from transformers import AutoTokenizer
+
+    from ragcache.evaluation.metrics import exact_match, f1, normalize
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    known = {(p.set, p.k, p.module_tokens, p.number): p for p in read_prompts(prompts)}
+    groups = defaultdict(list)
+    for row in map(json.loads, rows.read_text(encoding="utf-8").splitlines()):
+        accepted = known[row["set"], row["k"], row["module_tokens"], row["number"]].answers
+        for each in row["modes"].values():
+            text = tokenizer.decode(each["answer"], skip_special_tokens=True)
+            words = normalize(text)
+            each["exact_match"], each["f1"] = exact_match(text, accepted), f1(text, accepted)
+            each["contains"] = any(normalize(a) in words for a in accepted if normalize(a))
+        groups[f"k={row['k']}, {row['module_tokens']} tokens"].append(row)
+        if (row["k"], row["module_tokens"]) == MAIN:
+            groups[row["set"]].append(row)
+    result = {name: summarize(own) for name, own in groups.items()}
+    for name, modes in result.items():
+        print(f"\n{name}, {modes['exact']['questions']} questions\n")
+        print(
+            "| mode | computed | KL mean, median | ratio | same | over 2x | F1 - exact | contains |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for mode, each in modes.items():
+            ratio, f, c = ([f"{x:.2f}" for x in each[key]] for key in (
+                "ratio", "f1_over_exact", "contains_over_exact"))  # fmt: skip
+            print(
+                f"| `{mode}` | {each['computed']:.1%} "
+                f"| {each['kl']:.3f}, {each['kl_median']:.3f} | "
+                f"{ratio[0]} ({ratio[1]} to {ratio[2]}) | {each['same']:.0%} | "
+                f"{each['over_twice_rooted']:.1%} | {f[0]} ({f[1]} to {f[2]}) | "
+                f"{c[0]} ({c[1]} to {c[2]}) |"
+            )
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+@torch.inference_mode()
+def masses(
+    model: str,
+    prompts: Path,
+    questions: int = 8,
+    setting: str = "4:128",
+    json_file: Path | None = None,
+) -> None:
+    """Measure the share of the questions' attention to modules 2..k, with Hugging Face alone.
+
+    One dense pass of each prompt and mode, with a mask and positions: every module behind a copy of
+    the tokens that it saw when it was encoded, which no other token sees.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    preamble = tokenizer.encode(prompt_frame(tokenizer).preamble, add_special_tokens=False)
+    priming = tokenizer.encode(PRIMING_TEXT, add_special_tokens=False)
+    chosen = [p for p in read_prompts(prompts) if "{}:{}".format(*p.setting) == setting]
+    chosen = sorted(chosen, key=lambda p: p.number)[:questions]
+    found = defaultdict(list)
+    for prompt in chosen:
+        for mode, before in {
+            "exact": None, "rooted": preamble, "primed": [*preamble, *priming],
+        }.items():  # fmt: skip
+            found[mode].append(_mass_of_later(plain, preamble, before, prompt))
+    result = {mode: statistics.fmean(shares) for mode, shares in found.items()}
+    print(result | {"questions": len(chosen)})
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _mass_of_later(
+    model: Any, preamble: list[int], before: list[int] | None, prompt: ReusePrompt
+) -> float:
+    """Return the attention of the question's tokens to modules 2..k: a mean over heads and layers.
+
+    `before` are the tokens that later modules see in place of the prompt, or None in `exact`.
+    """
+    rows = [(at, token, 0) for at, token in enumerate([*preamble, *prompt.modules[0]])]
+    hidden = [False] * len(rows)
+    at = len(rows)
+    for number, module in enumerate(prompt.modules[1:], start=1):
+        other = before or []
+        block = 0 if before is None else number
+        rows += [(at - len(other) + n, token, block) for n, token in enumerate(other)]
+        rows += [(at + n, token, block) for n, token in enumerate(module)]
+        hidden += [True] * len(other) + [False] * len(module)
+        at += len(module)
+    later = torch.tensor(
+        [number >= len(preamble) + len(prompt.modules[0]) for number in range(len(rows))]
+    )
+    rows += [(at + n, token, -1) for n, token in enumerate(prompt.question)]
+    positions, tokens, blocks = (torch.tensor(column) for column in zip(*rows, strict=True))
+    asked = blocks == -1
+    unread = torch.tensor([*hidden, *[False] * len(prompt.question)])
+    sees = (blocks[:, None] == blocks) | (asked[:, None] & ~unread)
+    sees &= torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    out = model(
+        tokens[None], attention_mask=mask[None, None], position_ids=positions[None],
+        output_attentions=True, use_cache=False,
+    )  # fmt: skip
+    columns = torch.cat([later, torch.zeros(len(prompt.question), dtype=torch.bool)]) & ~unread
+    drawn = [layer[0][:, asked][:, :, columns].sum(-1).mean() for layer in out.attentions]
+    return float(torch.stack(drawn).mean())
+
+
+if __name__ == "__main__":
+    app()

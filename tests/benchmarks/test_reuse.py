@@ -1,0 +1,43 @@
+"""The measurement of modes of reuse: `exact`, whole recomputation, and the figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import reuse
+
+from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.models import LoadedModel
+from ragcache.modes import ReuseMode
+from tests.tiny_models import random_tokens
+
+TOKENS = 6
+
+
+def prompt(number: int) -> reuse.ReusePrompt:
+    modules = [random_tokens(size, seed=number + size) for size in (21, 9, 30)]
+    return reuse.ReusePrompt("set", 3, 64, number, modules, random_tokens(5, seed=number), ["a"])
+
+
+def test_modes_are_measured_against_an_ordinary_prefill(tiny_reader: LoadedModel) -> None:
+    modes = [ReuseMode.parse(text) for text in ("rooted", "primed", "primed:999", "blend:20")]
+    with LLMEngine(tiny_reader.causal, EngineConfig(pool_bytes=2**23)) as engine:
+        reader = reuse.ReuseReader(tiny_reader, engine, modes)
+        stop = min(tiny_reader.stop_ids)
+        rows = list(reuse.measured(reader, [prompt(1), prompt(2)], TOKENS, stop, timed=False))
+    for row in rows:
+        found = row["modes"]
+        assert found["exact"]["same"]
+        assert found["exact"]["kl"] == pytest.approx(0, abs=1e-9)
+        assert found["primed:999"]["kl"] == pytest.approx(0, abs=1e-6)
+        assert found["primed:999"]["answer"] == found["exact"]["answer"]
+        assert (found["primed:999"]["computed"], found["primed"]["computed"]) == (39, 0)
+        assert min(found["rooted"]["kl"], found["primed"]["kl"]) > 1e-6
+        assert found["blend:20"]["computed"] == 16
+        for each in found.values():
+            each |= {"exact_match": False, "contains": True, "f1": 0.5}
+    figures = reuse.summarize(json.loads(json.dumps(rows)))
+    assert figures["rooted"]["ratio"] == [1.0, 1.0, 1.0]
+    assert figures["primed:999"]["ratio"][0] < 1e-2
+    assert figures["primed"]["f1_over_exact"] == [0.0, 0.0, 0.0]
