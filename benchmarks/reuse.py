@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -41,7 +41,7 @@ from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, bui
 from ragcache.states import KVKey, KVStates
 
 MODES = "rooted,primed,primed:16,linked:16,linked:32,blend:20"
-SETS = {
+SETS: dict[str, tuple[str, Literal["all", "own"]]] = {
     "MuSiQue": ("musique_s.json", "own"),
     "QMSum": ("qmsum.val.jsonl", "own"),
     "COVID-QA": ("covid_qa.json", "own"),
