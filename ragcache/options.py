@@ -81,8 +81,9 @@ class ChatOptions(SearchParams):
     The fields of `SearchParams` need a `collection`."""
 
     collection: str | None = None
-    """A collection to answer from. The modules that it finds for the user's last message are put
-    before that message; all messages and `tools` stay. By default nothing is retrieved."""
+    """A collection to answer from. The modules that it finds for the user's last message, joined
+    with what earlier messages asked, are put before that message; all messages and `tools` stay.
+    By default nothing is retrieved."""
     selection: InstanceOf[Selection] | None = None
     """Modules to answer from, as `retrieve` returned them for `collection`. Skips the search. For a
     single conversation."""

@@ -36,6 +36,7 @@ from ragcache.pipeline.prompt import (
 )
 from ragcache.recognition import NO_DOCUMENT, RecognizedModule, Recognizer
 from ragcache.retrieval import Hit, Retriever, Selection
+from ragcache.retrieval.follow_ups import search_query
 
 Conversation = Sequence[Message] | str | Sequence[int]
 """Messages, or a plain text or token ids to continue, which take no chat template."""
@@ -206,7 +207,8 @@ class ChatPipeline:
             )
         selection = search.selection
         if selection is None:
-            selection = self.retriever.retrieve(question, search.collection, search.params)
+            query = search_query(messages)
+            selection = self.retriever.retrieve(query, search.collection, search.params)
         small_talk = is_small_talk(question)
         if small_talk:
             selection = replace(selection, hits=())

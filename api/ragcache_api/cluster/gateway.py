@@ -30,6 +30,7 @@ from ragcache.errors import InvalidRequest, RagCacheError
 from ragcache.params import SearchParams
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Reranker, Retriever, Retrievers, embedder_name
+from ragcache.retrieval.follow_ups import search_query
 from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache_api.cluster.replicas import (
     ForwardedRequest,
@@ -96,16 +97,18 @@ class RequestInspector:
             found = {match.module.id for text in texts for match in self.recognizer.find(text)}
             return RequestReads(self.residency.locate_modules(sorted(found)))
         params = SearchParams.part_of(body)
-        selection = self.retriever.retrieve(_question(body), body.collection, params)
+        selection = self.retriever.retrieve(_query(body), body.collection, params)
         located = self.residency.locate_modules([hit.module.id for hit in selection.hits])
         return RequestReads(located, selection)
 
 
-def _question(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
-    """Return the question of a request. Raises `InvalidRequest` or `HTTPProblem` without one."""
+def _query(body: AnswerRequest | ChatRequest | CompletionRequest) -> str:
+    """Return the text to search for. Raises `InvalidRequest` or `HTTPProblem` without one."""
     texts = body.prompts if isinstance(body, CompletionRequest) else [body.question]
     if len(texts) != 1 or not isinstance(texts[0], str) or not texts[0].strip():
         raise InvalidRequest("a collection is searched for one text")
+    if isinstance(body, ChatRequest):
+        return search_query([each.plain() for each in body.messages])
     return texts[0]
 
 
