@@ -84,6 +84,8 @@ class ServiceOptions(OpenConfig):
     """OpenTelemetry traces (extra `otel`)."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     """Level of the server's log."""
+    access_log: Literal["off", "text", "json"] = "off"
+    """One line for each request on standard output, without texts of users."""
 
     @field_validator("rate")
     @classmethod

@@ -41,6 +41,7 @@ from ragcache_api.cluster.replicas import (
     RoutingTable,
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
+from ragcache_api.http.access_log import AccessLog
 from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
     AnsweredRequest,
@@ -382,4 +383,5 @@ def create_gateway(
         resolve_reranker(settings.reranker),
         SessionWatch(database),
     )
-    return Envelope(AccessMiddleware(gateway, keys, settings), settings.cors_origins)
+    logged = AccessLog.around(AccessMiddleware(gateway, keys, settings), settings.access_log)
+    return Envelope(logged, settings.cors_origins)

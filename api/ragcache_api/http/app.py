@@ -16,6 +16,7 @@ from starlette.routing import Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache import RagCache, __version__
+from ragcache_api.http.access_log import AccessLog
 from ragcache_api.http.auth import KEY_HEADERS, AccessMiddleware
 from ragcache_api.http.browser import install_pages
 from ragcache_api.http.envelope import Envelope, install_error_handlers
@@ -138,7 +139,10 @@ class ServiceApp(FastAPI):
         service: Service = self.state.service
         stack = super().build_middleware_stack()
         access = AccessMiddleware(stack, service.rag.keys, service.settings)
-        return Envelope(_WithoutSlash(access, self._has_route), service.settings.cors_origins)
+        logged = AccessLog.around(
+            _WithoutSlash(access, self._has_route), service.settings.access_log
+        )
+        return Envelope(logged, service.settings.cors_origins)
 
     def methods_of(self, path: str) -> list[str]:
         """List the methods that the routes have for a path. Files of the pages have none."""
