@@ -44,6 +44,7 @@ _EXAMPLES = Path(__file__).parent.parent / "examples"
 _START_SECONDS = 300.0  # until a service must be ready
 _OUTAGE_SECONDS = 8.0  # of PostgreSQL
 _BUDGETS = {"host_bytes": "96MiB", "disk_bytes": "192MiB", "private_bytes": "64MiB"}
+_REPLICA_DISK = "64MiB"  # less than all states take, so that it is full in minutes
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # else its kernels fill a gigabyte in some hours
@@ -117,7 +118,7 @@ class ServiceUnderTest:
         given = {**_BUDGETS, "state": str(self.folder / "state"), "port": str(self.port)}
         if self.replicas:
             given |= {"replicas": str(self.replicas), "ledger": self.ledger}
-            given |= {"remote": f"file://{self.folder / 'remote'}"}
+            given |= {"remote": f"file://{self.folder / 'remote'}", "disk_bytes": _REPLICA_DISK}
         variables = {f"RAGCACHE_{name.upper()}": value for name, value in given.items()}
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -198,8 +199,7 @@ class Probe:
         if postgres is not None:
             every = family(postgres.process.pid)
             backends = [m for each in every if (m := self._process(each))]
-            kinds = ("memory", "rss", "threads", "descriptors")
-            sums = {kind: sum(each[kind] for each in backends) for kind in kinds}
+            sums = {kind: sum(each[kind] for each in backends) for kind in ("memory", "rss")}
             measured += [{"role": "postgres", "pid": 0, **sums}] if backends else []
         return {
             "at": round(time.monotonic() - self.begun, 2),

@@ -126,7 +126,7 @@ class SoakRun:
         lives = defaultdict[tuple[str, int, str], list[tuple[float, float]]](list)
         for sample in self.samples:
             for each in sample["processes"]:
-                for kind in ("memory", "threads", "descriptors"):
+                for kind in {"memory", "threads", "descriptors"} & each.keys():
                     lives[each["role"], each["pid"], kind].append((sample["at"], each[kind]))
         for (role, _, kind), points in lives.items():
             yield f"{role} {kind}", kind, points
