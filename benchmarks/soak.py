@@ -51,6 +51,7 @@ _ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "64",
 }
 
+SetUp = Literal["single", "replicas"]
 app = typer.Typer(add_completion=False)
 
 
@@ -283,7 +284,7 @@ def make_plan(replicas: bool, seconds: float) -> list[tuple[float, str]]:
 
 
 @contextmanager
-def running(setup: str, folder: Path) -> Iterator[ServiceUnderTest]:
+def running(setup: SetUp, folder: Path) -> Iterator[ServiceUnderTest]:
     """A service of a set-up in a folder, with its PostgreSQL."""
     folder.chmod(0o755)  # PostgreSQL's user must reach its own folder in it
     (folder / "postgres").mkdir()
@@ -301,9 +302,7 @@ def running(setup: str, folder: Path) -> Iterator[ServiceUnderTest]:
             postgres.stop(signal.SIGQUIT)
 
 
-def soak(
-    setup: Literal["single", "replicas"], seconds: float, every: float, write: Callable[[Any], None]
-) -> None:
+def soak(setup: SetUp, seconds: float, every: float, write: Callable[[Any], None]) -> None:
     """Runs a set-up under load, and writes its setting, a sample every few seconds, and its end."""
     write({"setup": setup, "seconds": seconds, "every": every, "machine": describe_machine()})
     questions = tuple(
@@ -404,18 +403,16 @@ def _bytes_below(folder: Path) -> int:
 
 @app.command()
 def run(
-    setup: Annotated[str, typer.Argument(help="single or replicas.")],
+    setup: Annotated[SetUp, typer.Argument(help="What is run.")],
     file: Annotated[Path, typer.Argument(help="File for the samples, as JSON lines.")],
     seconds: Annotated[float, typer.Option(help="How long.")] = 7200.0,
     every: Annotated[float, typer.Option(help="Seconds between two samples.")] = 10.0,
     warm_up: Annotated[float, typer.Option(help="Seconds that are not judged.")] = WARM_UP_SECONDS,
 ) -> None:
     """Run a soak, and judge it."""
-    if setup not in ("single", "replicas"):
-        raise typer.BadParameter(f"no set-up {setup!r}; set-ups: single, replicas")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", encoding="utf-8") as lines:
-        soak(setup, seconds, every, lambda line: _write(lines, line))  # type: ignore[arg-type]
+        soak(setup, seconds, every, lambda line: _write(lines, line))
     _tell([SoakRun.read(file)], warm_up)
 
 
@@ -445,4 +442,5 @@ def _tell(runs: Sequence[SoakRun], warm_up: float) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending what it started
     app()

@@ -174,9 +174,9 @@ class SoakRun:
             for each in sorted(self.verdicts(warm_up), key=lambda each: (each.kind, each.name))
         ]
         head = "| | first | median | last | growth | hours | |\n|---|--:|--:|--:|--:|--:|---|"
-        return "\n".join([*self._facts(), "", head, *rows, "", *self._calls()])
+        return "\n".join([*self._facts(warm_up), "", head, *rows, "", *self._calls()])
 
-    def _facts(self) -> list[str]:
+    def _facts(self, warm_up: float) -> list[str]:
         last = self.samples[-1]
         cores = (last["cpu"] - self.samples[0]["cpu"]) / (last["at"] - self.samples[0]["at"] or 1)
         named = Counter(event["name"] for sample in self.samples for event in sample["events"])
@@ -184,7 +184,7 @@ class SoakRun:
         return [
             f"{self.setting['setup']}: {last['at'] / 3600:.2f} h, {cores:.2f} cores in the mean"
             + (f"; {events}" if events else ""),
-            *(f"  problem: {problem}" for problem in self.problems()),
+            *(f"  problem: {problem}" for problem in self.problems(warm_up)),
         ]
 
     def _calls(self) -> Iterator[str]:
