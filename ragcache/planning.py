@@ -27,10 +27,11 @@ from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.db import Catalog
 from ragcache.documents import SkippedFile, load_sources, split_document
 from ragcache.documents.source import DocumentSource
-from ragcache.engine import EncodeJob, Segment, encode
+from ragcache.engine import EncodeJob, LLMEngine, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import CausalLM, LoadedModel, prompt_frame
 from ragcache.pipeline.chat_template import resolve_instruction
+from ragcache.pipeline.gate import GateResult, measure_int8
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
@@ -261,6 +262,8 @@ class CachePlan:
     """Length above which a module is loaded faster than computed, by `kv_dtype`."""
     break_even_bandwidth: float
     """Bytes per second below which a module in the model's dtype is computed faster than loaded."""
+    int8: GateResult | None = None
+    """Distance of answers over states in eight bits from `exact`. None if it was not measured."""
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
         """Return the sizes of the corpus in a tier of the plan by `kv_dtype`."""
@@ -271,6 +274,7 @@ class CachePlan:
         plain = asdict(self)
         plain["tiers"] = [asdict(size) | {"share": size.share} for size in self.tiers]
         plain["measured"]["tokens_per_second"] = self.measured.tokens_per_second
+        plain["int8"] = self.int8 and asdict(self.int8) | {"passes": self.int8.passes}
         plain["extrapolated"] = {"encode_s": plain.pop("encode_s")}
         return plain
 
@@ -336,7 +340,14 @@ def make_plan(
             for kind in KV_DTYPES
         },
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
+        int8=_measure_int8(model, progress),
     )
+
+
+def _measure_int8(model: LoadedModel, progress: Callable[[str], None]) -> GateResult | None:
+    progress("measuring answers over states in eight bits")
+    with LLMEngine(model.causal) as engine:
+        return measure_int8(model, engine)
 
 
 def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
@@ -465,12 +476,28 @@ def advise(plan: CachePlan) -> list[str]:
             f"Modules of less than about {tokens:.0f} tokens are computed sooner than loaded: "
             "leave module_tokens well above it."
         )
+    advice += _advise_int8(plan)
     advice.append(
         f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
         f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
         f"{plan.modules:,} modules took."
     )
     return advice
+
+
+def _advise_int8(plan: CachePlan) -> list[str]:
+    """Return the proposal of states in eight bits, if answers over them are near enough."""
+    sizes = plan.sizes("disk")
+    if plan.int8 is None or sizes.keys() < {"model", "int8"}:
+        return []
+    share = sizes["int8"].nbytes / sizes["model"].nbytes
+    distance = (
+        f"first tokens are then {plan.int8.kl_divergence:.2f} nats from exact, where "
+        f"{plan.int8.limit:.2f} are the limit"
+    )
+    if plan.int8.passes:
+        return [f"kv_dtype=int8 takes {share:.0%} of the disk, and serves: {distance}."]
+    return [f"kv_dtype=int8 would be refused: {distance}."]
 
 
 def format_seconds(seconds: float) -> str:

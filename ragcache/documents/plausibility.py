@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from ragcache.documents.charset import letter_likelihood
 
 _FEW = 24  # characters of a text that is too short to judge
-_UNMAPPED = 0.15  # most characters without a meaning
+_UNMAPPED = 0.3  # most characters without a meaning
 _MARKS = 0.55  # most characters that are neither letters nor digits
 _COMMON = 0.7  # least share of the characters of East Asia that are in common use
 _FEW_LETTERS = 120  # letters of a text whose frequencies are too uncertain
 _UNLIKELY = -3.5  # mean logarithm of the likelihood of letters that no language has
-_REPEATED = re.compile(r"(\W)\1+|(?:\W ?)\1{3,}")
+_REPEATED = re.compile(r"([\W_])\1+")
 _ALPHABETS = 0x530  # code points of Latin, Greek and Cyrillic letters end here
 _VIETNAMESE = frozenset(map(chr, range(0x1EA0, 0x1EFA)))
 _HANGUL = range(0xAC00, 0xD7A4)

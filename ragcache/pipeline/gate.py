@@ -27,6 +27,7 @@ from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.module_states import Surroundings
 from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
 from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import KVDtype, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -383,6 +384,20 @@ def measure_modes(
     return None
 
 
+def measure_int8(model: LoadedModel, engine: LLMEngine) -> GateResult | None:
+    """Measure `rooted` over the built-in prompts with states that were kept in eight bits.
+
+    Returns None without room for two documents in the model's window.
+    """
+    for documents in (4, 3, 2):
+        try:
+            [result] = _Measurement(model, engine, documents, "int8").run([ROOTED])
+            return result
+        except PromptTooLong as error:
+            logger.info("prompts of %d documents do not fit: %s", documents, error)
+    return None
+
+
 class _Slot(NamedTuple):
     """A document as it is encoded for a prompt."""
 
@@ -398,8 +413,11 @@ class _Measurement:
     Holds the states of at most one whole prompt and eight documents at a time.
     """
 
-    def __init__(self, model: LoadedModel, engine: LLMEngine, count: int) -> None:
-        """Tokenize the prompts, with `count` documents each."""
+    def __init__(
+        self, model: LoadedModel, engine: LLMEngine, count: int, kv_dtype: KVDtype = "model"
+    ) -> None:
+        """Tokenize the prompts, with `count` documents each. States are kept in `kv_dtype`."""
+        self.kv_dtype = kv_dtype
         self.causal, self.engine = model.causal, engine
         frame = prompt_frame(model.tokenizer)
         self.preamble = tuple(model.encode(frame.preamble))
@@ -453,6 +471,7 @@ class _Measurement:
         contexts = []
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
+            states = [quantize(each, self.kv_dtype).restore() for each in states]
             prompt = layout.prompt()
             if percent := mode.blend_percent:
                 token_ids = [group.token_ids for group in layout.groups]

@@ -12,8 +12,11 @@ import torch
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Catalog, Database
+from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
+from ragcache.modes import ROOTED
+from ragcache.pipeline.gate import GateResult, measure_int8, measure_modes
 from ragcache.planning import (
     Budgets,
     CachePlan,
@@ -215,6 +218,35 @@ def test_advice_says_whether_caching_pays(
     advice = " ".join(advise(plan))
     assert re.search(said, advice)
     assert ("Modules of less than" in advice) == (even == 120.0)
+
+
+@pytest.mark.parametrize(
+    ("distance", "said"),
+    [
+        (0.02, "kv_dtype=int8 takes 52% of the disk, and serves: .* 0.02 nats from exact"),
+        (0.9, "kv_dtype=int8 would be refused: .* 0.90 nats from exact, where 0.50 are the limit"),
+    ],
+)
+def test_advice_proposes_eight_bits_within_the_limit_of_the_gate(
+    distance: float, said: str
+) -> None:
+    sizes = (TierSize("disk", "model", 100, None), TierSize("disk", "int8", 52, None))
+    result = GateResult("rooted", 24, distance, 1.0, 0.5, 1.0, 3.0)
+    plan = replace(known_plan(0.1, 50.0, cold=True), tiers=sizes, int8=result)
+    assert re.search(said, " ".join(advise(plan)))
+    unknown = replace(plan, int8=None)
+    assert "int8" not in " ".join(advise(unknown))
+    assert plan.to_dict()["int8"]["passes"] == (distance == 0.02)
+
+
+def test_eight_bits_are_measured_with_states_that_lost_bits(tiny_reader: LoadedModel) -> None:
+    with LLMEngine(tiny_reader.causal) as engine:
+        lossy = measure_int8(tiny_reader, engine)
+        exact = measure_modes(tiny_reader, engine, [ROOTED])
+    assert lossy is not None
+    assert exact is not None
+    assert (lossy.prompts, lossy.limit) == (exact[0].prompts, exact[0].limit)
+    assert 0 < abs(lossy.kl_divergence - exact[0].kl_divergence) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from ragcache_api.cli.progress import stages
 from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
-    from ragcache import Ingestion
+    from ragcache import Ingestion, RagCache
     from ragcache.db import Jobs
     from ragcache.documents import SkippedFile
     from ragcache_api.settings import ServiceSettings
 
 INCOMPLETE = 3  # exit status if some files could not be read
+_LARGE = 2**30  # bytes of states that an ingestion remarks on
 _SHOWN = 20  # names printed for one reason
 
 IncludeOption = Annotated[
@@ -64,7 +65,8 @@ def ingest(
             strict=strict,
             **shown,
         )
-    _report(done, as_json=as_json)
+        advice = _advise_size(rag, done)
+    _report(done, advice, as_json=as_json)
 
 
 @expand_options
@@ -96,7 +98,8 @@ def sync(
             strict=strict,
             **shown,
         )
-    _report(done, as_json=as_json)
+        advice = _advise_size(rag, done)
+    _report(done, advice, as_json=as_json)
 
 
 def _check(collection: str, paths: Sequence[Path]) -> None:
@@ -129,14 +132,28 @@ def _progress() -> Iterator[dict[str, Callable[..., None]]]:
         yield {"progress": partial(report, "encoding modules"), "preparing": report}
 
 
-def _report(done: Ingestion, *, as_json: bool) -> None:
+def _report(done: Ingestion, advice: str, *, as_json: bool) -> None:
     """Print the summary of an ingestion. Exits with `INCOMPLETE` if files failed."""
     if as_json:
         ui.print_json(done)
     else:
         _print_summary(done)
+        if advice:
+            ui.console.print(f"[dim]{advice}[/]")
     if done.failed:
         raise typer.Exit(INCOMPLETE)
+
+
+def _advise_size(rag: RagCache, done: Ingestion) -> str:
+    """Return the proposal to keep states that take much of the disk in eight bits, or nothing."""
+    ingestor = rag.internals.ingestor
+    nbytes = done.tokens * ingestor.encoder.model.causal.bytes_per_token
+    if nbytes < _LARGE or ingestor.config.kv_dtype != "model":
+        return ""
+    return (
+        f"the states take {ui.format_bytes(nbytes)}; `ragcache plan` measures whether "
+        "kv_dtype=int8, about half of it, is near enough to exact"
+    )
 
 
 def _print_summary(done: Ingestion) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from ragcache.db import Database, JobRequest, Jobs
+from ragcache_api.cli import ingest
 from tests.api.cli.conftest import Run, error_of, json_of
 
 
@@ -21,6 +24,15 @@ def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
     assert status == 0
     assert out.splitlines()[0] == "0 documents added, 0 updated, 3 unchanged in notes"
     assert f"skipped: {notes}/photo.jpg: .jpg is no type that is read" in out
+
+
+def test_states_that_take_much_of_the_disk_bring_a_proposal(
+    run: Run, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "int8" not in run("ingest", "small", notes)[1]
+    monkeypatch.setattr(ingest, "_LARGE", 1)
+    assert "`ragcache plan` measures whether kv_dtype=int8" in run("ingest", "notes", notes)[1]
+    assert "int8" not in run("ingest", "notes", notes)[1]
 
 
 def test_old_files_of_office_get_advice(run: Run, notes: Path) -> None:

@@ -41,6 +41,8 @@ def test_language_passes(language: str) -> None:
         "ボート小屋の鍵は赤い戸棚に掛かっています。借りる前に船長に聞いてください。" * 2,
         "Chìa khóa của ngọn hải đăng treo trong tủ đỏ. Hãy hỏi thuyền trưởng trước khi mượn. " * 3,
         "Contents ........................ 3\nTides ........................... 17\n" * 5,
+        "Healthy Students\n" + "_" * 80 + "\n170\nAppendix 1",
+        "Plain words of a brochure, and \x03\x07\x0e\x05\x03\x07\x0e of another font. " * 2,
         "for (int i = 0; i < n; ++i) { sum += a[i][0] * (b[i] - 1); }\n" * 4,
         "12.50 -23.00 1,289.00 4% 17 (3) 450 6.00 | 88 | 91 | - | - |\n" * 8,
     ],
