@@ -83,7 +83,7 @@ class ChatOptions(SearchParams):
     collection: str | None = None
     """A collection to answer from. The modules that it finds for the user's last message, joined
     with what earlier messages asked, are put before that message; all messages and `tools` stay.
-    By default nothing is retrieved."""
+    Without tools, the embedded reader gets that message alone. By default nothing is retrieved."""
     selection: InstanceOf[Selection] | None = None
     """Modules to answer from, as `retrieve` returned them for `collection`. Skips the search. For a
     single conversation."""

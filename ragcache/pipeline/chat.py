@@ -192,7 +192,11 @@ class ChatPipeline:
     ) -> RenderedChat:
         """Render a conversation with the instruction and documents in the user's last message.
 
-        They do not move while the model calls tools, so that their states stay where they are.
+        The embedded reader was trained on single questions: without tools, it gets that message
+        alone.
+
+        The documents do not move while the model calls tools, so that their states stay where they
+        are.
         Without documents, a conversation has no `selection` if the model may answer it anyway:
         with tools, and small talk with a model that can chat.
         """
@@ -209,6 +213,8 @@ class ChatPipeline:
         if selection is None:
             query = search_query(messages)
             selection = self.retriever.retrieve(query, search.collection, search.params)
+        if self.encoder.model.extractive and not _has_tools(messages, options):
+            messages, asked = [messages[asked[-1]]], [0]  # the reader answers questions alone
         small_talk = is_small_talk(question)
         if small_talk:
             selection = replace(selection, hits=())

@@ -133,6 +133,11 @@ def test_a_collection_answers_the_last_question(client: TestClient) -> None:
         {"role": "user", "content": [{"type": "text", "text": LEAVE}]},
     ]
     assert ask(client, messages=messages, collection="notes").json()["sources"]
+    alone = ask(client, messages=messages[-1:], collection="notes").json()
+    long = [{"role": "system", "content": "Be brief. " * 3000}, *messages[1:]]
+    for each in (messages, long):  # longer than the reader's window
+        told = ask(client, messages=each, collection="notes", tools=[TOOL]).json()
+        assert told["choices"] == alone["choices"]
     silent = ask(client, messages=messages[:1], collection="notes")
     assert silent.status_code == 400
 
