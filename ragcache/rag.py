@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast
 
@@ -108,6 +109,18 @@ class RagCache:
         closed = ", closed" if shared.closed.is_set() else ""
         model, namespace = shared.model.name, self.namespace
         return f"RagCache({folder!r}, model={model!r}, namespace={namespace!r}{closed})"
+
+    def _repr_html_(self) -> str:
+        """Return the folder with its first collections for notebooks."""
+        title = f"<p><code>{escape(repr(self))}</code></p>"
+        if self._internals.shared.closed.is_set():
+            return title
+        rows = "".join(
+            f"<tr><td>{escape(row.name)}</td><td>{row.documents:,}</td><td>{row.modules:,}</td></tr>"
+            for row in self.collections.page(limit=20).items
+        )
+        names = "<th>collection</th><th>documents</th><th>modules</th>"
+        return f"{title}<table><tr>{names}</tr>{rows}</table>" if rows else title
 
     @property
     def internals(self) -> Namespace:

@@ -156,8 +156,11 @@ def test_folders_and_answers_have_a_short_repr(rag: RagCache) -> None:
     assert "&lt;i&gt;?" in page
     assert "<b><b>" not in page
     assert re.fullmatch(r"RagCache\('.*', model='.*', namespace='default'\)", repr(rag))
+    rag.ingest("<u>", DOCUMENTS[:1])
+    assert "<td>&lt;u&gt;</td><td>1</td><td>1</td>" in rag._repr_html_()
     rag.close()
     assert repr(rag).endswith(", closed)")
+    assert "<table>" not in rag._repr_html_()
 
 
 def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
