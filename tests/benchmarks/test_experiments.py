@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import eviction
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from indexes import bench_indexes
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from llamacpp import BesideSetting, DrawnTokens, _first_tokens
 from pml import PmlSetting, bench_pml
 from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
@@ -345,8 +347,33 @@ def test_retrieval_is_measured_by_search_and_threshold() -> None:
     assert json.dumps(told)
 
 
+def test_llama_cpp_computes_a_new_order_and_keeps_a_prefix() -> None:
+    prompts: list[list[int]] = []
+    ours: Any = SimpleNamespace(first_token=lambda states, _: float(len(states)))
+    theirs: Any = SimpleNamespace(first_token=prompts.append)
+    documents: list[list[int]] = [[n, n] for n in range(4)]
+    states: Any = [object()] * 4
+    setting = BesideSetting(question=1, runs=3)
+    told = _first_tokens(
+        ours,
+        theirs,
+        states,
+        documents,
+        4,
+        DrawnTokens(50),
+        setting,
+        lambda _: None,
+    )
+    assert {name: row["ours"] for name, row in told.items()} == {
+        "4 documents, new order": 4.0, "4 documents, whole prefix": 4.0,
+    }  # fmt: skip
+    bodies = [prompt[:-1] for prompt in prompts]
+    assert all(sorted(each) == [0, 0, 1, 1, 2, 2, 3, 3] for each in bodies)
+    assert bodies[0::2] == bodies[1::2]
+    assert all(one[0] != other[0] for one, other in pairwise(bodies[0::2]))
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("torchao") is None, reason="the extra `quantized` is not installed")
 def test_small_weights_are_measured_beside_those_in_bfloat16() -> None:
     told = bench_weights(WeightsSetting(256, 256, 1, rows=(1, 4), runs=1, questions=2))
     own, eight, four = (told["weights"][kind] for kind in ("None", "int8", "int4"))
