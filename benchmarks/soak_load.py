@@ -21,6 +21,7 @@ HANDBOOK, NOTES = "handbook", "notes"
 NAMES = tuple(f"note-{number}" for number in range(32))
 SETTLE_SECONDS = 15.0
 """Seconds after a disturbance in which its errors still count as its own."""
+_MOST_DELETED = 3  # notes, or an upload brings one back: what is stored stays about as much
 _PATIENCE = 180.0  # seconds until a change must be acknowledged, and until its job must be done
 _PAGES = (
     "/v1/collections",
@@ -90,10 +91,14 @@ class MixedLoad:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Stores the handbook, and starts the clients."""
+        """Stores the handbook and all notes, and starts the clients."""
+        rng = random.Random(f"{self.seed} notes")
         with self._client() as client:
             documents = [{"id": name, "text": text} for name, text in self.handbook.items()]
             self._store(client, HANDBOOK, {"json": {"documents": documents}})
+            texts = {name: self._text(rng) for name in NAMES}
+            documents = [{"id": name, "text": text} for name, text in texts.items()]
+            self._change(client, texts, {"json": {"documents": documents}})
         for name, (mean, kinds) in CLIENTS.items():
             self._threads.append(
                 threading.Thread(target=self._run, args=(name, mean, kinds), daemon=True)
@@ -275,7 +280,9 @@ class MixedLoad:
         return choice
 
     def _do_upload(self, client: httpx.Client, rng: random.Random) -> None:
-        name, text = rng.choice(NAMES), self._text(rng)
+        gone = sorted(self.deleted)
+        name = rng.choice(gone if len(gone) > _MOST_DELETED else NAMES)
+        text = self._text(rng)
         self._change(client, {name: text}, {"json": {"documents": [{"id": name, "text": text}]}})
 
     def _do_files(self, client: httpx.Client, rng: random.Random) -> None:
