@@ -2,7 +2,8 @@
 
 Built-in prompts place small documents in several orders at several positions. The gate compares the
 distribution of each answer's first token in the mode with the distribution of the same prompt
-computed as a whole, and refuses the mode if the two are too far apart.
+computed as a whole, and refuses the mode if the two are too far apart. It also counts how many
+answers stay the same, and proposes the cheapest mode that keeps nine of ten.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from statistics import fmean
 from typing import NamedTuple, Self
 
 from ragcache.db import Ledger
@@ -31,7 +33,7 @@ from ragcache.states.quantization import KVDtype, quantize
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Version of the measurement. Results of other versions are ignored."""
 
 SHARE = 0.5
@@ -40,6 +42,12 @@ different documents."""
 
 LEAST_LIMIT, MOST_LIMIT = 0.5, 2.0
 """Bounds of the limit, in nats (docs/internals/adr/0038-a-gate-for-modes.md)."""
+
+ANSWER_TOKENS = 8
+"""Most tokens of the answers that are compared."""
+
+BOUND = 0.9
+"""Share of answers that must be those of `exact` for a mode to be proposed as the default."""
 
 PRIORITY = -360
 """Priority of a measurement's requests: prompts that arrive within an hour go first."""
@@ -165,6 +173,9 @@ class GateResult:
     depend on the documents. The limit follows from it."""
     seconds: float
     """Seconds of the measurement, which other modes may have shared."""
+    equal_answers: float
+    """Share of prompts whose greedy answers, of eight tokens at most, are the answers of `exact`, 0
+    to 1."""
 
     @property
     def passes(self) -> bool:
@@ -175,13 +186,29 @@ class GateResult:
         return (
             f"{self.mode} {'serves' if self.passes else 'is refused'}: {self.kl_divergence:.2f} "
             f"nats from exact (limit {self.limit:.2f}), {self.agreement:.0%} of "
-            f"{self.prompts} first tokens agree"
+            f"{self.prompts} first tokens agree, {int(10 * self.equal_answers)} of 10 answers are "
+            "those of exact"
         )
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse the JSON of a result."""
         return cls(**json.loads(text))
+
+
+def propose_mode(results: Iterable[GateResult]) -> GateResult | None:
+    """Return the cheapest mode whose answers are near enough to the answers of `exact`.
+
+    Args:
+        results: Results of modes that `GATED` lists, by what they compute for a question.
+
+    Returns:
+        The result of the proposed mode. None if no mode gives the answers of `exact` to a share
+        `BOUND` of the built-in prompts.
+    """
+    costs = {str(mode): cost for cost, mode in enumerate(GATED)}
+    near = [r for r in results if r.passes and r.equal_answers >= BOUND and r.mode in costs]
+    return min(near, key=lambda result: costs[result.mode], default=None)
 
 
 @dataclass(eq=False)
@@ -418,7 +445,7 @@ class _Measurement:
     ) -> None:
         """Tokenize the prompts, with `count` documents each. States are kept in `kv_dtype`."""
         self.kv_dtype = kv_dtype
-        self.causal, self.engine = model.causal, engine
+        self.causal, self.engine, self.stop_ids = model.causal, engine, model.stop_ids
         frame = prompt_frame(model.tokenizer)
         self.preamble = tuple(model.encode(frame.preamble))
         self.surroundings = Surroundings(model, self.preamble)
@@ -432,34 +459,46 @@ class _Measurement:
     def run(self, modes: Sequence[ReuseMode]) -> list[GateResult]:
         begin = time.perf_counter()
         exact, others = self._in_exact()
+        answers = [choice.token_ids for choice in exact]
         distance = compare_first_tokens(exact, others).kl_divergence
         limit = min(max(SHARE * distance, LEAST_LIMIT), MOST_LIMIT)
-        found = [(mode, compare_first_tokens(exact, self._in_mode(mode))) for mode in modes]
+        found = []
+        for mode in modes:
+            choices = self._in_mode(mode)
+            equal = [c.token_ids == answer for c, answer in zip(choices, answers, strict=True)]
+            found.append((mode, compare_first_tokens(exact, choices), fmean(equal)))
         seconds = time.perf_counter() - begin
         return [
             GateResult(
-                str(mode), len(exact), each.kl_divergence, each.agreement, limit, distance, seconds
+                str(mode),
+                len(exact),
+                each.kl_divergence,
+                each.agreement,
+                limit,
+                distance,
+                seconds,
+                equal,
             )
-            for mode, each in found
+            for mode, each, equal in found
         ]
 
     def _in_exact(self) -> tuple[list[Choice], list[Choice]]:
-        """Return the first tokens of all questions over prompts that are computed as a whole.
+        """Return the answers to all questions over prompts that are computed as a whole.
 
-        The first list is over the documents of each question, the second over other documents.
+        The first list is over the documents of each question, the second over other documents,
+        where answers have one token.
         """
         own: list[list[Choice]] = [[] for _ in self.orders]
         others: list[list[Choice]] = [[] for _ in self.orders]
         for n, order in enumerate(self.orders):
             tokens = [*self.preamble, *chain(*(self.documents[each] for each in order))]
             [whole] = self.engine.encode([EncodeJob(tokens)])
-            questions = [*self.questions[n], *self.questions[n ^ 1]]
-            asked = self._first_tokens([_after(whole, question) for question in questions])
-            own[n], others[n ^ 1] = asked[: len(order)], asked[len(order) :]
+            own[n] = self._answers([_after(whole, each) for each in self.questions[n]])
+            others[n ^ 1] = self._answers([_after(whole, q) for q in self.questions[n ^ 1]], 1)
         return list(chain(*own)), list(chain(*others))
 
     def _in_mode(self, mode: ReuseMode) -> list[Choice]:
-        """Return the first tokens of all questions in a mode, over `AskPipeline`'s layout."""
+        """Return the answers to all questions in a mode, over `AskPipeline`'s layout."""
         [root] = self.engine.encode([EncodeJob(self.preamble)])
         layouts = [
             self._lay_out(order, question, mode)
@@ -477,7 +516,7 @@ class _Measurement:
                 token_ids = [group.token_ids for group in layout.groups]
                 prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
             contexts.append(build_context(prompt, [KVKey("")] * len(states), states))
-        return self._first_tokens(contexts)
+        return self._answers(contexts)
 
     def _lay_out(
         self, order: Sequence[int], question: Sequence[int], mode: ReuseMode
@@ -513,14 +552,20 @@ class _Measurement:
             jobs.append(EncodeJob(token_ids, at, seen[before]))
         return dict(zip(slots, self.engine.encode(jobs), strict=True))
 
-    def _first_tokens(self, contexts: Sequence[Context]) -> list[Choice]:
+    def _answers(self, contexts: Sequence[Context], tokens: int = ANSWER_TOKENS) -> list[Choice]:
         sampling = SamplingParams(first_logprobs=True)
         wave = min(WAVE, self.engine.config.queue)
         choices: list[Choice] = []
         for start in range(0, len(contexts), wave):
             handles = [
                 self.engine.submit_request(
-                    Request(context, 1, sampling=sampling, priority=PRIORITY)
+                    Request(
+                        context,
+                        tokens,
+                        stop_ids=self.stop_ids,
+                        sampling=sampling,
+                        priority=PRIORITY,
+                    )
                 )
                 for context in contexts[start : start + wave]
             ]

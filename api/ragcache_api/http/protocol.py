@@ -380,6 +380,8 @@ class ModeResponse(ResponseModel):
     """Divergence up to which the mode serves, in nats."""
     other_documents: float
     """Divergence of prompts with other documents, in nats. The limit follows from it."""
+    equal_answers: float
+    """Share of prompts whose greedy answers are the answers of `exact`, 0 to 1."""
     passes: bool
     """Whether the mode serves without being forced."""
 

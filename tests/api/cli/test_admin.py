@@ -241,7 +241,7 @@ def test_doctor_tells_how_far_modes_are_from_exact(
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
 
     def measure(_model: object, _engine: object, modes: list[object]) -> list[GateResult]:
-        return [GateResult(str(mode), 24, divergence, 0.75, 2.0, 6.0, 1.0) for mode in modes]
+        return [GateResult(str(mode), 24, divergence, 0.75, 2.0, 6.0, 1.0, 0.75) for mode in modes]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
     for _ in range(2):
@@ -250,6 +250,7 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         check = json.loads(out)["modes"]
         assert check["ok"] == (status == 0)
         assert f"{divergence:.2f} nats from exact (limit 2.00), 75% of 24 first" in check["detail"]
+        assert "no mode that reads states gives 9 of 10 answers as exact does" in check["detail"]
         monkeypatch.setattr(gate, "measure_modes", None)
 
 
@@ -259,7 +260,7 @@ def test_doctor_keeps_its_measurements_in_the_set_ledger(
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
     monkeypatch.setenv("RAGCACHE_LEDGER", url)
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
-    result = GateResult("rooted", 24, 0.05, 0.75, 2.0, 6.0, 1.0)
+    result = GateResult("rooted", 24, 0.05, 0.75, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [result])
     assert json_of(run("doctor", "--json"))["modes"]["ok"]
     with closing(Database.open(url)) as database:

@@ -60,7 +60,7 @@ def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None
 def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
+    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
     asked = ("ask", QUESTION, "-c", "notes", "--max-tokens", 4)

@@ -294,7 +294,7 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
 def test_modes_are_told_once_measured_and_refused_where_far(
     tiny_reader: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
+    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
     with RagCache.open(tmp_path / "state", tiny_reader, embedding="none", force_modes=False) as rag:
         rag.ingest("notes", [notes])
@@ -308,14 +308,15 @@ def test_modes_are_told_once_measured_and_refused_where_far(
         assert problem.json()["type"] == "urn:ragcache:problem:mode-refused"
         assert client.get("/admin/state").json()["modes"] == [{
             "mode": "rooted", "prompts": 24, "kl_divergence": 4.5, "agreement": 0.25, "limit": 2.0,
-            "other_documents": 6.0, "passes": False,
+            "other_documents": 6.0, "equal_answers": 0.75,
+            "passes": False,
         }]  # fmt: skip
 
 
 def test_no_request_waits_for_the_gate(
     tiny_reader: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near, finish = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0), Event()
+    near, finish = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0, 0.75), Event()
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near] if finish.wait(60) else [])
     with RagCache.open(tmp_path / "state", tiny_reader, embedding="none", force_modes=False) as rag:
         rag.ingest("notes", [notes])

@@ -323,12 +323,13 @@ def test_modes_tell_how_far_they_are_from_exact(
 ) -> None:
     page.open("overview")
     assert page.find("[aria-label=Modes] .empty", "Every mode serves")
-    far = GateResult("isolated", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
-    near = GateResult("rooted", 24, 0.03, 0.96, 2.0, 6.0, 1.0)
+    far = GateResult("isolated", 24, 4.5, 0.25, 2.0, 6.0, 1.0, 0.75)
+    near = GateResult("rooted", 24, 0.03, 0.96, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near, far])
     rag.gate.measure(["rooted", "isolated"])
-    name, distance, agreement = page.find("[data-mode=rooted]").text.splitlines()
+    name, distance, agreement, equal = page.find("[data-mode=rooted]").text.splitlines()
     assert (name, agreement) == ("rooted", "96 % of 24 first tokens agree")
+    assert equal == "75 % of the answers are those of exact"
     assert distance.startswith("0.03 nats of 2.00 at most")
     assert page.find("[data-mode=rooted] b").text == "serves"
     assert page.find("[data-mode=isolated] b").text == "forced"

@@ -20,10 +20,17 @@ from ragcache.errors import ConfigurationError, EngineFailed, LedgerUnavailable,
 from ragcache.models import LoadedModel, Rotary, wrap_causal
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import DOCUMENTS, ORDERS, GateResult, ModeGate, measure_modes
+from ragcache.pipeline.gate import (
+    DOCUMENTS,
+    ORDERS,
+    GateResult,
+    ModeGate,
+    measure_modes,
+    propose_mode,
+)
 from tests.tiny_models import tiny_model
 
-NEAR = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0)
+NEAR = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0, 0.75)
 FAR = replace(NEAR, kl_divergence=4.5, agreement=0.25)
 
 
@@ -89,14 +96,28 @@ def test_the_reader_passes_unless_states_are_moved_wrongly(
 def test_what_is_all_computed_in_context_is_exact(
     tiny_reader: LoadedModel, engine: LLMEngine
 ) -> None:
-    modes = ["linked:400", "blend:99", "blend:64", "rooted", "isolated"]
+    modes = ["linked:400", "blend:99", "blend:64", "rooted", "isolated", "primed:400", "primed"]
     found = measure_modes(tiny_reader, engine, list(map(ReuseMode.parse, modes)))
     assert found is not None
-    linked, blended, some, rooted, isolated = found
+    linked, blended, some, rooted, isolated, computed, primed = found
+    assert computed.kl_divergence < 1e-6 < primed.kl_divergence
+    assert primed.kl_divergence != rooted.kl_divergence
+    assert linked.equal_answers == computed.equal_answers == 1.0
     assert linked.kl_divergence < 1e-6 < rooted.kl_divergence < isolated.kl_divergence
     assert blended.kl_divergence < some.kl_divergence < rooted.kl_divergence
     assert linked.agreement == 1.0
     assert rooted.other_documents > rooted.kl_divergence
+
+
+def test_the_cheapest_mode_that_keeps_answers_is_proposed() -> None:
+    def result(mode: str, equal: float, divergence: float = 0.1) -> GateResult:
+        return replace(NEAR, mode=mode, equal_answers=equal, kl_divergence=divergence)
+
+    linked, primed = result("linked:16", 1.0), result("primed:16", 0.95)
+    assert propose_mode([linked, result("rooted", 0.8), primed]) == primed
+    assert propose_mode([linked, primed, result("rooted", 0.9)]) == result("rooted", 0.9)
+    assert propose_mode([result("rooted", 1.0, divergence=4.5), linked]) == linked
+    assert propose_mode([result("rooted", 0.8), result("primed", 0.89)]) is None
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])

@@ -16,7 +16,7 @@ export function modeLines({ modes, force_modes }) {
   return modes.map((mode) => line(mode, force_modes));
 }
 
-function line({ mode, kl_divergence, agreement, limit, prompts, passes }, forced) {
+function line({ mode, kl_divergence, agreement, equal_answers, limit, prompts, passes }, forced) {
   const verdict = passes ? "serves" : forced ? "forced" : "refused";
   return h(
     "div",
@@ -34,5 +34,6 @@ function line({ mode, kl_divergence, agreement, limit, prompts, passes }, forced
       ),
     ),
     h("div", { class: "line muted" }, `${percent(agreement)} of ${prompts} first tokens agree`),
+    h("div", { class: "line muted" }, `${percent(equal_answers)} of the answers are those of exact`),
   );
 }
