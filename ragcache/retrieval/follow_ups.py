@@ -7,7 +7,7 @@ from typing import Any
 
 from ragcache.retrieval.bm25 import terms
 
-_FEW = 2
+_FEW = 1
 """Most words of a message that says too little by itself."""
 _ENOUGH = 3
 """Fewest words of earlier messages that name the subject of a conversation."""
@@ -15,7 +15,7 @@ _BACK = 3
 """Most earlier messages that are joined."""
 _LONGEST = 500
 """Most characters of an earlier message."""
-_WEIGHT = 3
+_WEIGHT = 2
 """Times that a message with more words is repeated, so that it outweighs earlier ones."""
 
 
