@@ -231,7 +231,7 @@ def test_advice_proposes_eight_bits_within_the_limit_of_the_gate(
     distance: float, said: str
 ) -> None:
     sizes = (TierSize("disk", "model", 100, None), TierSize("disk", "int8", 52, None))
-    result = GateResult("rooted", 24, distance, 1.0, 0.5, 1.0, 3.0)
+    result = GateResult("rooted", 24, distance, 1.0, 0.5, 1.0, 3.0, 1.0)
     plan = replace(known_plan(0.1, 50.0, cold=True), tiers=sizes, int8=result)
     assert re.search(said, " ".join(advise(plan)))
     unknown = replace(plan, int8=None)
