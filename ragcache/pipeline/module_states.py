@@ -59,7 +59,7 @@ crowns.
 
 """
 """The priming text: documents of no importance, which modules in later places of a prompt see when
-they are encoded. A change makes other keys (docs/internals/adr, 65).
+they are encoded. A change makes other keys (docs/internals/adr, 67).
 """
 
 
