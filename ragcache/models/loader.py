@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,8 @@ from importlib.util import find_spec
 from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -36,6 +40,8 @@ FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know n
 _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
 _DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
+_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_HUB_SECONDS = 3.0  # that the model hub has to answer
 _LOUD = ("torchao", "torch.utils._pytree")
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
@@ -176,7 +182,7 @@ def _read_checkpoint(
 
             from ragcache.models.checkpoint import load_checkpoint
 
-            place = _converted(source) if source.endswith(".gguf") else source
+            place = _converted(source) if source.endswith(".gguf") else _local_or_hub(source)
             tokenizer = AutoTokenizer.from_pretrained(place)
             config = AutoConfig.from_pretrained(place)
             text = config.get_text_config(decoder=True)
@@ -209,6 +215,39 @@ def _quantize(model: Any, quantization: str | None, choice: DTypeChoice) -> tupl
     return model, replace(choice, reason=f"{choice.reason}; weights in {chosen}")
 
 
+def _local_or_hub(source: str) -> str:
+    """The folder of a checkpoint or, while the hub answers, the name of a hub model. Without the
+    hub, a model is looked for in its cache. Raises `ModelNotFound`."""
+    if Path(source).is_dir() or not _HUB_NAME.fullmatch(source) or _hub_answers():
+        return source
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(source, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise ModelNotFound(
+            f"cannot load the model {source!r}: there is no such folder, the model hub does not "
+            "answer, and its cache on this machine has no such model. Give a folder with "
+            "config.json, weights and tokenizer, or a GGUF file"
+        ) from None
+
+
+def _hub_answers() -> bool:
+    """Whether the model hub can be reached. Asked once: its client tries again for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or (80 if hub.scheme == "http" else 443)
+    try:
+        with socket.create_connection((str(hub.hostname), port), _HUB_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
 def _converted(source: str) -> str:
     """The checkpoint of a GGUF file, here or on the hub. Raises `MissingExtra` or
     `ModelNotFound`."""
@@ -223,7 +262,8 @@ def _converted(source: str) -> str:
             )
         from transformers.utils import cached_file
 
-        path = Path(cached_file("/".join(parts[:2]), parts[2]))
+        cached = not _hub_answers()
+        path = Path(cached_file("/".join(parts[:2]), parts[2], local_files_only=cached))
     from ragcache.models.gguf import convert_gguf
 
     return str(convert_gguf(path))

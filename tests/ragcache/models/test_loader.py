@@ -55,6 +55,29 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, reader: LoadedModel) -> No
     assert f"cannot load the model '{folder}'" in str(caught.value)
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(
+    tmp_path: Path, reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        asked.append(address)
+        raise TimeoutError(f"no answer in {timeout} seconds")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loader, "getproxies", dict)
+    with pytest.raises(ModelNotFound, match=r"'some/model': .* the model hub does not answer"):
+        load_model("some/model")
+    assert asked == [("hub.example", 8443)]
+    cached = tmp_path / "models--some--model"
+    save(cached / "snapshots" / "1", reader)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    assert load_model("some/model").name == "some/model"
+
+
 @pytest.mark.slow
 def test_a_saved_model_answers(
     tmp_path: Path, reader: LoadedModel, notes: Path, family: str
