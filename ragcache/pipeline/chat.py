@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, cast
 
 from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog, ModuleRow
+from ragcache.engine.request import check_tokens
 from ragcache.errors import EmptyQuestion, InvalidRequest
 from ragcache.modes import AFTER_PREAMBLE, ROOTED, ReuseMode
 from ragcache.params import SearchParams
@@ -178,7 +179,9 @@ class ChatPipeline:
             if options.template_kwargs:
                 raise InvalidRequest("a plain text has no chat template; give messages")
             if not isinstance(conversation, str):
-                tokens = [*conversation]
+                tokens, causal = [*conversation], self.template.model.causal
+                places = range(len(tokens))
+                check_tokens(tokens, places, vocabulary=causal.vocabulary, window=causal.window)
                 return RenderedChat(self.template.model.decode(tokens), "", lead=tokens)
             text, lead = self.template.plain(conversation), self.template.lead
             return RenderedChat(conversation, text, self._find(text, options), lead)

@@ -4,6 +4,7 @@ One replica is killed, one is halted, and PostgreSQL goes away."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,8 @@ moto = pytest.importorskip(
 
 COMPOSE: dict[str, Any] = yaml.safe_load((REPOSITORY / "compose.yaml").read_text("utf-8"))
 SERVICE = COMPOSE["services"]["ragcache"]
+UNSET = re.compile(r"\$\{\w+:-(.*?)\}")
+"""A variable of compose that nobody has set, with its default."""
 COLLECTION = "/v1/collections/notes/documents"
 DOCUMENTS = {
     "boats.md": "The survey boat Pipit is moored at the north quay.",
@@ -73,7 +76,8 @@ def service(socket_enabled: None, tmp_path: Path) -> Iterator[Cluster]:
             "AWS_ENDPOINT_URL": f"http://{host}:{s3_port}", "AWS_SECRET_ACCESS_KEY": "secret",
             "RAGCACHE_STALE_SECONDS": str(STALE_SECONDS),
         }  # fmt: skip
-        variables = {**SERVICE["environment"], **given, "RAGCACHE_STATE": str(tmp_path / "state")}
+        stated = {k: UNSET.sub(r"\1", v) for k, v in SERVICE["environment"].items()}
+        variables = {**stated, **given, "RAGCACHE_STATE": str(tmp_path / "state")}
         variables |= {"RAGCACHE_HOST_BYTES": "64MiB", "RAGCACHE_EMBEDDING": "none"}
         command = [sys.executable, "-m", "ragcache_api.cli.main", *SERVICE["command"]]
         with (tmp_path / "log").open("w") as log:

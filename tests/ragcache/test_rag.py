@@ -284,7 +284,7 @@ class TestBadInput:
             rag.ask(QUESTION, collection="recipes")
 
     def test_an_unknown_mode_or_k(self, rag: RagCache) -> None:
-        with pytest.raises(ConfigurationError, match="modes: rooted, linked:N, blend:R"):
+        with pytest.raises(ConfigurationError, match="modes: rooted, primed"):
             rag.ask(QUESTION, collection="notes", mode="fast")
         with pytest.raises(InvalidRequest, match="k is 0"):
             rag.ask(QUESTION, collection="notes", k=0)
@@ -330,8 +330,8 @@ class TestOptions:
          "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
          "'temperature'; options: k, search, filters, threshold, relative_threshold, "
-         "rerank, mmr, candidates, collection, selection, mode, recognize, tools, generation, "
-         "chat_template_kwargs$"),
+         "rerank, mmr, candidates, collection, selection, mode, recognize, "
+         "recognize_recurring, tools, generation, chat_template_kwargs$"),
         ("prompt stream_prompt", {"k": 2},
          "'k'; options: mode, source, gener"),
         ("retrieve", {"collection": "notes", "mode": "exact"},

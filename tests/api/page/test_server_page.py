@@ -15,6 +15,7 @@ from selenium.webdriver.common.keys import Keys
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
+from ragcache.params import REFUSAL
 from tests.api.http.server_process import Started, start_server
 from tests.api.page.conftest import Page, asked, get, module, tier
 from tests.conftest import write_notes
@@ -143,7 +144,7 @@ def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str
 def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     before = get(server, "/admin/stats")["ttft"]
     asked(page, "zzqx wvvk", "notes")
-    assert page.find(".said").text == "Nothing in this collection fits the question."
+    assert page.find(".said").text == REFUSAL
     assert get(server, "/admin/stats")["ttft"] == before
     assert get(server, "/admin/requests")["recent"][0]["ttft"] is None
 

@@ -341,6 +341,12 @@ def test_a_chat_over_the_window_is_refused_unencoded(rag: RagCache) -> None:
     assert rag.stats().encoded == encoded
 
 
+@pytest.mark.parametrize("ids", [[3, -1], [3, 2**40], [3, 1_000_000]])
+def test_token_ids_that_the_model_lacks_are_refused(rag: RagCache, ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="is none of the model's"):
+        rag.chat(ids, generation=FREE)
+
+
 def test_token_ids_are_continued_and_scored(rag: RagCache, model: LoadedModel) -> None:
     tokens = [*model.encode_untrusted("The key hangs in the red cupboard.")]
     scored = GenerationParams(prompt_logprobs=True, logprobs=2, max_tokens=4)

@@ -40,7 +40,7 @@ export function account(stage, question) {
     answer(answer) {
       show(
         nodes.text,
-        answer.text.trim() || h("span", { class: "muted" }, nothing(answer)),
+        answer.text.trim() || h("span", { class: "muted" }, "The model said nothing."),
         cursor,
         quotations(answer),
         sureness(answer),
@@ -86,12 +86,6 @@ function sureness({ confidence, finish_reason: reason }) {
     { class: "muted num", "data-figure": "confidence" },
     `${refused}confidence ${percent(confidence)}`,
   );
-}
-
-function nothing({ finish_reason: reason }) {
-  return reason === "no_documents"
-    ? "Nothing in this collection fits the question."
-    : "The model said nothing.";
 }
 
 function sourceTable(sources) {
