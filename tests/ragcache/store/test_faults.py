@@ -128,7 +128,7 @@ class Switch:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         self._open.clear()
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
