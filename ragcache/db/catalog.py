@@ -121,8 +121,9 @@ class Catalog:
 
     @property
     def ledger_is_away(self) -> bool:
-        """Whether the ledger did not answer a question for a version in the last second."""
-        return self._version.has_failed or self._versions.has_failed
+        """Whether the ledger did not answer the last question for a version."""
+        asked = self._version, self._versions
+        return max(each.failed for each in asked) > max(each.answered for each in asked)
 
     def collections(self) -> dict[str, int]:
         """Return the number of documents by collection."""

@@ -215,11 +215,13 @@ class StaleCache(Generic[T]):
         self._seconds, self._now = seconds, now
         self._values: dict[str, tuple[float, T]] = {}
         self._failed = -math.inf
+        self.answered = -math.inf
+        """Time of the last query that the ledger answered."""
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the ledger did not answer in the last second."""
-        return self._now() - self._failed < _REST_SECONDS
+    def failed(self) -> float:
+        """Time of the last query, if the ledger did not answer it."""
+        return self._failed
 
     def read(self, name: str, query: Callable[[], T]) -> T:
         """Run the query. If the ledger does not answer, return the last result of this name.
@@ -228,7 +230,7 @@ class StaleCache(Generic[T]):
         """
         known, now = self._values.get(name), self._now()
         fresh = known is not None and now - known[0] <= self._seconds
-        if known is not None and fresh and self.has_failed:
+        if known is not None and fresh and now - self._failed < _REST_SECONDS:
             return known[1]
         try:
             value = query()
@@ -241,7 +243,7 @@ class StaleCache(Generic[T]):
             self._values.pop(name, None)
             raise
         self._values[name] = now, value
-        self._failed = -math.inf
+        self._failed, self.answered = -math.inf, self._now()
         return value
 
 

@@ -195,10 +195,14 @@ def test_what_was_read_last_stands_in_for_a_ledger_that_is_away() -> None:
     assert known.read("a", lambda: 1) == 1
     now = 59.0
     assert (known.read("a", away), known.read("a", away), asked) == (1, 1, 2), "it has its rest"
+    assert known.failed > known.answered
+    now = 60.2
+    assert known.failed > known.answered, "a second later, too, until it answers"
     now = 60.5
     with pytest.raises(LedgerUnavailable):
         known.read("a", away)
     assert known.read("a", lambda: 2) == 2
+    assert known.failed < known.answered
 
     def unknown() -> int:
         raise KeyError("a")
