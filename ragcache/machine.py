@@ -118,7 +118,7 @@ def describe_machine() -> dict[str, object]:
     """Hardware, versions and date, as they stand beside a figure."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -129,7 +129,8 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Name of the processor's model, as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

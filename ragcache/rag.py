@@ -15,6 +15,7 @@ from ragcache.db import (
     ApiKeys,
     Database,
     EvictionRow,
+    Ledger,
     Page,
     eviction_page,
 )
@@ -165,22 +166,15 @@ class RagCache:
         embedder = resolve_embedder(config.embedding)
         reranker = resolve_reranker(config.reranker)
         folder = _state_folder(Path(state))
-        loaded = (
-            model
-            if isinstance(model, LoadedModel)
-            else load_model(
-                model,
-                device=config.device,
-                dtype=config.dtype,
-                states_dtype=config.states_dtype,
-                long_context=config.long_context,
-                quantization=config.quantization,
-            )
-        )
-        variables = _template_kwargs(loaded, config.chat_template_kwargs)
-        preamble = resolve_instruction(loaded.tokenizer, config.instruction)
-        tiers = open_tiers(config, loaded.causal.device)
         database = Database.open(config.ledger or folder / "ledger.sqlite")
+        try:
+            loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
+            variables = _template_kwargs(loaded, config.chat_template_kwargs)
+            preamble = resolve_instruction(loaded.tokenizer, config.instruction)
+            tiers = open_tiers(config, loaded.causal.device)
+        except BaseException:
+            database.close()
+            raise
         store = KVStore.open(
             folder,
             database,
@@ -680,6 +674,19 @@ def _state_folder(folder: Path) -> Path:
         reason = error.strerror or error
         raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error
     return folder
+
+
+def _load(model: str | Path | None, config: OpenConfig, database: Database) -> LoadedModel:
+    """Load a model by the times that the ledger keeps."""
+    return load_model(
+        model,
+        device=config.device,
+        dtype=config.dtype,
+        states_dtype=config.states_dtype,
+        long_context=config.long_context,
+        quantization=config.quantization,
+        recall=Ledger(database).recall_fact,
+    )
 
 
 def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

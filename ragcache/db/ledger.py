@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +219,11 @@ class Ledger:
         with self.database.transaction() as session:
             insert_new(session, FactTable, {"name": name, "value": value})
             return session.scalars(select(FactTable.value).where(FactTable.name == name)).one()
+
+    def recall_fact(self, name: str, find: Callable[[], str]) -> str:
+        """Return a fact that all processes agree on. An unknown fact is found and written."""
+        known = self.get_fact(name)
+        return self.agree_on_fact(name, find()) if known is None else known
 
     def has_states(self, tier: str) -> bool:
         """Return whether a tier has any rows."""

@@ -8,15 +8,16 @@ fewer bits than either (`ragcache.models.quantized`).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ragcache.errors import ConfigurationError
-from ragcache.machine import ROWS, available_memory, linear_seconds
+from ragcache.machine import ROWS, available_memory, linear_seconds, processor_name
 
 AUTO = "auto"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -30,6 +31,8 @@ QUANTIZATIONS = (INT8, INT4)
 MARGIN = 1.5
 """Factor by which float32 must be faster. A machine that is about as fast in both keeps the
 checkpoint's dtype in every process, and so its states."""
+Recall = Callable[[str, Callable[[], str]], str]
+"""Returns the text that an earlier process kept under a name, or measures and keeps it."""
 MEMORY_SHARE = 2 / 3
 """Share of the free memory that weights in float32 may take. States need the rest."""
 
@@ -44,6 +47,16 @@ class DTypeChoice:
     """Dtype of kept keys and values."""
     reason: str
     """Why `compute` was chosen, for people."""
+
+
+def measure_anew(_name: str, measure: Callable[[], str]) -> str:
+    """Keep nothing: the `Recall` of a model that belongs to no state folder."""
+    return measure()
+
+
+def timing_name(what: str) -> str:
+    """Name under which times of this kind of processor are kept."""
+    return f"times/{processor_name()}/{torch.backends.cpu.get_cpu_capability()}/{what}"
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
@@ -85,13 +98,25 @@ def choose_dtypes(
     checkpoint: torch.dtype | None = None,
     *,
     quantized: bool = False,
+    recall: Recall = measure_anew,
 ) -> DTypeChoice:
-    """Choose the dtypes of a loaded model on a device. `checkpoint` is the file's dtype, if the
-    model was loaded in another; `quantized`: its linear layers will be. Raises
-    `ConfigurationError`."""
+    """Choose the dtypes of a loaded model.
+
+    Args:
+        model: The model, on a CPU yet.
+        device: The device that it will compute on.
+        dtype: Dtype of the computation, or `auto`.
+        states_dtype: Dtype of kept states, or `auto`.
+        checkpoint: Dtype of the file, if the model was loaded in another.
+        quantized: Whether its linear layers will be quantized.
+        recall: Keeps times for later processes.
+
+    Raises:
+        ConfigurationError: A dtype is unknown, or a GPU does not read states in it.
+    """
     wanted, kept = parse_dtype(dtype), parse_dtype(states_dtype)
     if wanted is None:
-        compute, reason = choose_compute(model, device, quantized=quantized)
+        compute, reason = choose_compute(model, device, quantized=quantized, recall=recall)
     else:
         compute, reason = wanted, f"{dtype_name(wanted)}, as set"
     states = choose_states(kept, checkpoint or model.dtype, compute, device)
@@ -107,7 +132,11 @@ def convert(model: Any, dtype: torch.dtype) -> Any:
 
 
 def choose_compute(
-    model: Any, device: torch.device, *, quantized: bool = False
+    model: Any,
+    device: torch.device,
+    *,
+    quantized: bool = False,
+    recall: Recall = measure_anew,
 ) -> tuple[torch.dtype, str]:
     """The dtype in which a loaded model computes fastest on a device, and why."""
     own: torch.dtype = model.dtype
@@ -119,11 +148,27 @@ def choose_compute(
     if getattr(model, "is_quantized", False):
         return own, f"{name}: weights that are quantized stay as they are"
     shape = largest_linear(model)
-    times = {each: linear_seconds(*shape, each) for each in (own, torch.float32)}
+    times = _layer_seconds(shape, own, recall)
     vocabulary = vocabulary_weights(model)
     stay = (each for each in model.parameters() if not quantized or id(each) in vocabulary)
     needed = sum(weight.numel() for weight in stay) * torch.float32.itemsize
     return faster_dtype(own, shape, times, needed, available_memory())
+
+
+def _layer_seconds(
+    shape: tuple[int, int], own: torch.dtype, recall: Recall
+) -> Mapping[torch.dtype, float]:
+    """Seconds of a linear layer in the checkpoint's dtype and in float32.
+
+    Kept times make the choice the same in every process, however busy the machine is: states that
+    were computed in one dtype have other keys than states that were computed in another.
+    """
+    names = (dtype_name(own), "float32")
+    kept = recall(
+        timing_name(f"linear/{shape[0]}x{shape[1]}/{names[0]}"),
+        lambda: json.dumps({name: linear_seconds(*shape, DTYPES[name]) for name in names}),
+    )
+    return {DTYPES[name]: seconds for name, seconds in json.loads(kept).items()}
 
 
 def faster_dtype(

@@ -22,9 +22,11 @@ from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, Uns
 from ragcache.models.dtype import (
     AUTO,
     DTypeChoice,
+    Recall,
     check_quantization,
     choose_dtypes,
     convert,
+    measure_anew,
     parse_dtype,
 )
 from ragcache.models.model import CausalLM
@@ -105,6 +107,7 @@ def load_model(
     states_dtype: str | torch.dtype = AUTO,
     long_context: bool = False,
     quantization: str | None = None,
+    recall: Recall = measure_anew,
 ) -> LoadedModel:
     """Load and patch a model.
 
@@ -121,6 +124,8 @@ def load_model(
         quantization: `int8` or `int4` quantizes the weights of linear layers, for a CPU. `auto`
             does so where it makes decoding quicker: in 8 bits, or in 4 where 8 do not fit the
             memory.
+        recall: Keeps the times behind `auto` for later processes, as `Ledger.recall_fact` does.
+            By default every process measures anew.
 
     Raises:
         ModelNotFound: The model cannot be read.
@@ -147,13 +152,19 @@ def load_model(
         model, tokenizer, stored = _read_checkpoint(
             source, wanted, long_context=long_context, quantization=quantization
         )
-    checkpoint = stored if wanted else model.dtype
     if place.type != "cpu":
         quantization = None
-    quantized = quantization is not None
-    choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint, quantized=quantized)
-    if quantized:
-        model, choice = _quantize(model, quantization, choice)
+    choice = choose_dtypes(
+        model,
+        place,
+        dtype,
+        states_dtype,
+        stored if wanted else model.dtype,
+        quantized=quantization is not None,
+        recall=recall,
+    )
+    if quantization is not None:
+        model, choice = _quantize(model, quantization, choice, recall)
     model = convert(model, choice.compute).to(place)
     if embedded:
         causal: CausalLM = ReaderLM(model)
@@ -204,11 +215,13 @@ def _read_checkpoint(
     return model, tokenizer, stored
 
 
-def _quantize(model: Any, quantization: str | None, choice: DTypeChoice) -> tuple[Any, DTypeChoice]:
+def _quantize(
+    model: Any, quantization: str, choice: DTypeChoice, recall: Recall
+) -> tuple[Any, DTypeChoice]:
     """The model with packed weights, and the choice with their name, if `auto` stands for any."""
     from ragcache.models.quantized import choose_quantization, quantize_model
 
-    chosen = choose_quantization(model, quantization, choice.compute)
+    chosen = choose_quantization(model, quantization, choice.compute, recall)
     if chosen is None:
         return model, choice
     quantize_model(model, chosen, choice.compute)

@@ -20,7 +20,17 @@ from torch.nn import functional as F
 
 from ragcache.errors import UnsupportedModel
 from ragcache.machine import available_memory, quicker_rows
-from ragcache.models.dtype import AUTO, INT4, INT8, MEMORY_SHARE, vocabulary_weights
+from ragcache.models.dtype import (
+    AUTO,
+    INT4,
+    INT8,
+    MEMORY_SHARE,
+    Recall,
+    dtype_name,
+    measure_anew,
+    timing_name,
+    vocabulary_weights,
+)
 from ragcache.models.families import family_of
 from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
 
@@ -214,12 +224,17 @@ def _divides(layer: nn.Linear) -> bool:
     return whole and packed_block() > 0
 
 
-def choose_quantization(model: Any, quantization: str | None, dtype: torch.dtype) -> str | None:
+def choose_quantization(
+    model: Any, quantization: str | None, dtype: torch.dtype, recall: Recall = measure_anew
+) -> str | None:
     """The quantization that `auto` stands for: 8 bits, 4 where 8 do not fit the memory, none where
     packed weights are not quicker on this machine or the family is not served with them."""
     if quantization != AUTO:
         return quantization
-    if getattr(model, "is_quantized", False) or not few_rows(INT8, dtype):
+    if getattr(model, "is_quantized", False):
+        return None
+    name = timing_name(f"{INT8}/{dtype_name(dtype)}")
+    if not int(recall(name, lambda: str(few_rows(INT8, dtype)))):
         return None
     try:
         check_family(type(model), model.config)

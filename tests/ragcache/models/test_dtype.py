@@ -80,6 +80,21 @@ def test_keys_tell_what_states_were_computed_and_kept_in(half_model: Path) -> No
     assert len(prints) == 4
 
 
+def test_a_folder_keeps_its_dtype_however_busy_the_machine_is(
+    half_model: Path, times: Times, notes: Path, tmp_path: Path
+) -> None:
+    times(5.0)
+    with RagCache.open(tmp_path / "state", half_model, embedding="none") as rag:
+        rag.ingest("n", [notes])
+        dtype = rag.internals.shared.model.causal.dtype
+    timed = times(1.2)
+    with RagCache.open(tmp_path / "state", half_model, embedding="none") as rag:
+        assert rag.internals.shared.model.causal.dtype == dtype == torch.float32
+        log_shares(rag, "rooted")
+        assert rag.stats().encoded == 0
+    assert timed == []
+
+
 def test_a_float32_checkpoint_stays_so_and_nothing_is_timed(
     reader: LoadedModel, times: Times, monkeypatch: pytest.MonkeyPatch
 ) -> None:

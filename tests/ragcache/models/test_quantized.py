@@ -211,6 +211,20 @@ def test_auto_leaves_families_that_are_not_served_quantized(
     assert load_model(quantization="auto").extractive  # the embedded reader as it is
 
 
+def test_auto_is_the_same_in_every_process_of_a_folder(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, str] = {}
+
+    def recall(name: str, find: Callable[[], str]) -> str:
+        return kept.setdefault(name, find())
+
+    for rows in (4, 0):
+        monkeypatch.setattr(quantized, "few_rows", lambda *_, rows=rows: rows)
+        loaded = load_model(folder, **FLOAT, quantization="auto", recall=recall)
+        assert packed_layers(loaded.causal.model), rows
+
+
 def test_the_number_of_few_rows_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from ragcache import machine
 
