@@ -152,10 +152,10 @@ def _default_model(float_reader: Path) -> Iterator[None]:
     default = cache(load_model)
     usual = {each.name: each.default for each in signature(load_model).parameters.values()}
 
-    def load(name: str | Path | None = None, **options: Any) -> LoadedModel:
+    def load(name: str | Path | None = None, *, recall: Any, **options: Any) -> LoadedModel:
         if usual | {"name": name} | options == usual:
             return default()
-        return load_model(name, **options)
+        return load_model(name, recall=recall, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "READER", float_reader)
