@@ -34,6 +34,7 @@ Room = Callable[[int], Allocate | None]
 """Returns an allocator of main memory for a size in bytes. None without room."""
 
 _ATTEMPTS = 16  # to make room while other processes fill it
+_CLEARINGS = 4  # of a disk that is fuller than the ledger says, while other threads fill it
 _WRITES = 6  # attempts at a blob whose claim is lost
 
 
@@ -284,16 +285,35 @@ class PersistentTiers:
         )
 
     def _put(self, index: TierIndex, key: KVKey, states: StoredStates) -> int:
-        budget = index.tier.budget_bytes
-        if budget is not None:
-            self._make_room(index, key, index.tier.size_of(states), budget)
-        try:
-            return index.tier.put(key, states)
-        except StoreBudgetExceeded:
-            if index.tier.traits.shared:  # slow to list
-                raise
-            index.tier.scan()  # other processes may have deleted blobs
-            return index.tier.put(key, states)
+        tier, budget = index.tier, index.tier.budget_bytes
+        if budget is None:
+            return tier.put(key, states)
+        for _ in range(_CLEARINGS):
+            self._make_room(index, key, tier.size_of(states), budget)
+            try:
+                return tier.put(key, states)
+            except StoreBudgetExceeded:
+                if tier.traits.shared:  # slow to list
+                    raise
+                self._clear(index, key, tier.size_of(states), budget)
+        return tier.put(key, states)
+
+    def _clear(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
+        """Free bytes of a disk that has no room although the ledger counts some.
+
+        Blobs without a row take it: rows that another process retired a moment ago, and blobs of a
+        process that died. They are deleted. If others still claim them, states are evicted.
+        """
+        blobs = index.tier.scan()
+        self._refresh(index)
+        with self._memory.lock:
+            unknown = [blob for blob in blobs if blob != key and blob not in index.entries]
+        with self._flights.begin(unknown) as flight:
+            gone, _ = self._ledger.reclaim(index.name, flight.mine)
+            self._delete_blobs(index, gone)
+        if (excess := index.tier.used_bytes + nbytes - budget) > 0:
+            leaving = self._memory.choose_victims(index, excess) or {}
+            self.evict(index, list(leaving), "pressure")
 
     def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
         """Reserve bytes of the budget, which all processes share, and evict states if needed."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from sqlalchemy import make_url, text
@@ -156,6 +157,8 @@ def test_a_replica_is_killed_and_nobody_notices(service: Cluster, measured: Meas
     before = replicas(client)
     states, pids = kept(service.ledger)
     assert states == len(DOCUMENTS) + 1  # and the preamble
+    for session in before.values():  # malloc reads it once, when a process begins
+        assert psutil.Process(pids[session]).environ()["MALLOC_ARENA_MAX"] == "2"
     name, lost = next(iter(before.items()))
     os.kill(pids[lost], signal.SIGKILL)
     killed = time.monotonic()

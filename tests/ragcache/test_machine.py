@@ -62,6 +62,25 @@ for _ in range(16):
 print(json.dumps([kept, resident() - before]))
 ended.set()
 """
+HOLES = """
+import json, time, psutil
+from ragcache import machine
+
+def resident():
+    return psutil.Process().memory_info().rss // 2**20
+
+machine.RELEASE_SECONDS = 0.05
+machine.keep_freed_memory()
+blocks = [bytearray(b"x") * 2**20 for _ in range(200)]
+kept, full = blocks[::2], resident()
+del blocks
+with_holes = resident()
+machine.release_freed_memory_regularly()
+until = time.monotonic() + 20
+while resident() > with_holes - 50 and time.monotonic() < until:
+    time.sleep(0.05)
+print(json.dumps([full - with_holes, with_holes - resident()]))
+"""
 LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
@@ -131,6 +150,15 @@ def test_memory_that_a_thread_frees_is_there_for_other_threads() -> None:
     kept, grown = measure(THREADS, MALLOC_ARENA_MAX="64")
     assert kept
     assert grown > 300, "the number of the environment stands"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can do it")
+@pytest.mark.slow
+def test_memory_between_blocks_in_use_is_returned_regularly() -> None:
+    """Every other one of 200 blocks of 1 MiB is freed."""
+    by_malloc, by_us = measure(HOLES)
+    assert by_malloc < 20, "malloc itself keeps the holes"
+    assert by_us > 50
 
 
 @pytest.mark.parametrize(

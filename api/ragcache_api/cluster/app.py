@@ -28,6 +28,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message
 
 from ragcache.db import ApiKeys, Database
+from ragcache.machine import ARENAS, release_freed_memory_regularly
 from ragcache.routing import RoutingCosts
 from ragcache_api.cluster import replicas as shared
 from ragcache_api.cluster.gateway import create_gateway
@@ -204,6 +205,7 @@ class Replica:
         from ragcache import RagCache
         from ragcache_api.http.app import create_app
 
+        release_freed_memory_regularly()
         rank = serve.get_replica_context().rank.rank
         every = ServiceSettings(**settings)
         folder = every.state / f"replica-{rank}"
@@ -254,6 +256,7 @@ class GatewayDeployment:
     """The gateway as an ingress deployment of Ray Serve."""
 
     def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
+        release_freed_memory_regularly()
         self._settings, self._replicas = ServiceSettings(**settings), RayReplicas(replicas)
         self._database = Database.open(self._settings.cluster_ledger())
         check_exposure(ApiKeys(self._database), self._settings)
@@ -348,6 +351,8 @@ def ray_serve(settings: ServiceSettings) -> Iterator[None]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report its use
         os.environ.setdefault(_PROXY_PATIENCE, "60")  # Ray's 5 s are too short on a busy machine
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower replicas' priority
+        # a worker has more threads with arenas than `keep_freed_memory` can limit
+        os.environ.setdefault("MALLOC_ARENA_MAX", str(ARENAS))
         bounds = settings.autoscale_bounds
         most = bounds[1] if bounds else settings.replicas or 1
         ray.init(

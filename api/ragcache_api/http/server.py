@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from ragcache import RagCache
 from ragcache.db import ApiKeys
 from ragcache.errors import ConfigurationError
+from ragcache.machine import release_freed_memory_regularly
 from ragcache_api.http.app import create_app
 from ragcache_api.http.connection import ServiceProtocol
 from ragcache_api.http.requests import RequestRegistry
@@ -107,6 +108,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     config = server_config(app, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    release_freed_memory_regularly()
     requests = app.state.service.requests
     with frozen_heap():
         GracefulServer(

@@ -45,6 +45,7 @@ class DiskTier(Tier):
         self.folder, self.budget_bytes, self.kv_dtype = folder, budget_bytes, kv_dtype
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
+        self._writing = 0  # bytes reserved for blobs that are being written
         self._lock = threading.Lock()
 
     @classmethod
@@ -58,7 +59,7 @@ class DiskTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        return self._used + self._writing
 
     def path(self, key: KVKey) -> Path:
         return self.folder / key[:2] / f"{key}{SUFFIX}"
@@ -83,15 +84,15 @@ class DiskTier(Tier):
         states = quantize(states, self.kv_dtype)
         room = self.size_of(states)
         with self._lock:
-            check_budget(self.name, self.budget_bytes, self._used, room)
-            self._used += room
+            check_budget(self.name, self.budget_bytes, self.used_bytes, room)
+            self._writing += room
         try:
             nbytes = write_atomically(self.path(key), blob_parts(key, states))
         except OSError as error:
             raise named_os_error(error, self.folder) from error
         finally:
             with self._lock:
-                self._used -= room
+                self._writing -= room
                 self._count(key)
         return nbytes
 

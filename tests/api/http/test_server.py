@@ -15,7 +15,7 @@ import pytest
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
-from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http import ServiceSettings, create_app, server
 from ragcache_api.http.server import (
     KeyRequired,
     check_exposure,
@@ -61,6 +61,17 @@ def test_full_collections_pass_by_what_stood_when_serving_began() -> None:
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
     gc.freeze()  # as it was: later tests' collections pass by it too
+
+
+def test_a_service_returns_freed_memory_while_it_runs(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server, "release_freed_memory_regularly", lambda: done.append("release"))
+    monkeypatch.setattr(server.GracefulServer, "run", lambda _: done.append("run"))
+    server.serve(rag, ServiceSettings.read())
+    assert done == ["release", "run"]
 
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]

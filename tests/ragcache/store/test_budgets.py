@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+from sqlalchemy import delete
 
 from ragcache.db import Database
+from ragcache.db.references import retire
+from ragcache.db.tables import JobStateTable
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.store import KVStore, LeaseRequest, admin
-from tests.ragcache.conftest import full_lease, make_key
+from tests.ragcache.conftest import full_lease, make_key, make_states
 from tests.ragcache.store.conftest import (
     BLOCK,
     INGEST,
@@ -178,6 +181,33 @@ def test_a_disk_full_of_pins_is_refused_with_its_budget(reopen: Open) -> None:
     with pytest.raises(StoreBudgetExceeded, match=r"disk tier may hold .* Raise disk_bytes"):
         fill(store, 3)
     assert set(store.disk.keys()) == set(keys(1, 2))
+
+
+def test_blobs_that_another_process_has_retired_make_room(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a disk end when any process retires their states, and blobs at the next sweep."""
+    monkeypatch.setattr(KVStore, "sweep", lambda _: None)
+    store = reopen(10, disk_bytes=4 * BLOCK)
+    fill(store, *range(90, 93))
+    with store.ledger.database.transaction() as session:
+        expected = JobStateTable.key.in_(keys(90, 91, 92))
+        session.execute(delete(JobStateTable).where(expected))
+        assert retire(session, keys(90, 91, 92)) == keys(90, 91, 92)
+    fill(store, 3)
+    assert make_key(3) in set(store.disk.keys())
+
+
+def test_a_disk_evicts_for_blobs_whose_process_died(reopen: Open) -> None:
+    """Their claims end with its session, some seconds later."""
+    store, dead = (reopen(10, disk_bytes=5 * BLOCK) for _ in range(2))
+    fill(store, 1, 2)
+    for number in (3, 4):
+        assert dead.ledger.locks.acquire(keys(number)) == keys(number)
+        dead.disk.put(make_key(number), make_states(number))
+    store.disk.scan()  # as at opening
+    fill(store, 5)
+    assert set(store.disk.keys()) >= set(keys(3, 4, 5))
 
 
 def test_expired_states_go_with_the_sweep(store: KVStore) -> None:
