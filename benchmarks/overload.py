@@ -31,6 +31,7 @@ from harness import JsonFile, Progress, describe_machine, plain_table, print_fig
 
 from ragcache import RagCache
 from ragcache.evaluation import load_dataset
+from ragcache.machine import RELEASE_SECONDS
 
 _COLLECTION = "bench"
 _LIGHT_SHARE = 0.1  # of the capacity, with a key of its own
@@ -42,7 +43,8 @@ _PROBES = 5  # answers in a row as fast as before, until the service counts as r
 @dataclass(frozen=True, slots=True)
 class OverloadSetting:
     """factor: arrivals over capacity. seconds: of the overload; calm: of the other phases.
-    clients: of the closed loop. tokens: of an answer. queue_seconds: the service's setting."""
+    clients: of the closed loop. tokens: of an answer. queue_seconds: the service's setting. rest:
+    seconds after the recovery until memory is measured, in which the service returns some."""
 
     documents: Path
     questions: Path
@@ -52,6 +54,7 @@ class OverloadSetting:
     clients: int = 160
     tokens: int = 4
     queue_seconds: float = 10.0
+    rest: float = RELEASE_SECONDS + 10
 
 
 @dataclass(slots=True)
@@ -217,7 +220,7 @@ async def _measure(
         peak = process.memory_info().rss
         progress("recovery")
         recovered = await client.recover(heavy, _percentile(calm.waits, 0.99) or 0.0)
-        await asyncio.sleep(5)
+        await asyncio.sleep(setting.rest)
         after = process.memory_info().rss
     return {
         "capacity_per_second": capacity,
@@ -279,14 +282,19 @@ def main(
     """The service under more load than it can answer."""
     setting = OverloadSetting(documents, questions, factor, seconds, calm, clients, tokens)
     result = run_benchmark(lambda progress: bench_overload(setting, progress))
-    table = plain_table("load", "answered", "refused", "p50", "p99")
+    table = plain_table("load", "answered", "refused", "p50", "p99", "Retry-After", "came again")
     for name in ("calm", "heavy", "light"):
         each = result[name]
         table.add_row(
-            name, str(each["answered"]), f"{each['refused_share']:.0%}", f"{each['p50_s']:.2f} s",
-            f"{each['p99_s']:.2f} s",
+            name, str(each["answered"]), f"{each['refused_share']:.0%}", _shown(each["p50_s"]),
+            _shown(each["p99_s"]), " to ".join(map(_shown, each["retry_after_s"])),
+            f"{each['retried_and_answered']} of {each['retried']} answered",
         )  # fmt: skip
     print_figures([table], result, json_file)
+
+
+def _shown(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g} s"
 
 
 if __name__ == "__main__":

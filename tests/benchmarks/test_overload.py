@@ -17,7 +17,7 @@ pytestmark = [
 def test_every_request_of_a_small_load_is_answered() -> None:
     setting = OverloadSetting(
         REPOSITORY / "examples/handbook", REPOSITORY / "examples/questions.jsonl",
-        factor=3.0, seconds=2.0, calm=1.0, clients=4, tokens=1,
+        factor=3.0, seconds=2.0, calm=1.0, clients=4, tokens=1, rest=0.0,
     )  # fmt: skip
     told = bench_overload(setting, lambda _: None)
     assert told["capacity_per_second"] > 0

@@ -3,7 +3,8 @@
 Callers take turns: a request's place depends on how many of its own caller wait, so that a caller
 with a thousand requests delays one with a single request by one request (start-time fair queueing,
 Goyal et al., 1996). A request that would wait too long is refused at once. How long follows from
-its place and from the rate at which requests ended while others waited.
+its place and from the rate at which requests ended while others waited. Refused requests are told
+times to come again at that rate, one after another, so that they do not all come at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ states meanwhile, so that the engine does not run empty."""
 _MEASURED = 128  # latest ended requests that the rate is measured over
 _FEWEST = 8  # ended requests from which a rate is known
 _KEPT_CALLERS = 1024
+_LONGEST_RETRY = 60.0  # seconds, since many refused requests do not come again
 
 Clock = Callable[[], float]
 """Returns seconds, as `time.monotonic`."""
@@ -101,6 +103,7 @@ class AdmissionQueue:
         self._turn = 0.0  # of the last request that was let in
         self._next_turn: dict[str, float] = {}  # of each caller's next request
         self._rate = ServiceRate()
+        self._promised = 0.0  # time at which the next refused request may come again
         self.refused = 0
         """Number of requests that would have waited too long."""
 
@@ -154,7 +157,7 @@ class AdmissionQueue:
         wait = self.expected_wait(ticket)
         if wait > self._seconds:
             self.refused += 1
-            retry = max(1, math.ceil(wait - self._seconds))
+            retry = self._promise(wait - self._seconds, ticket.weight)
             raise HTTPProblem(
                 503,
                 "overloaded",
@@ -162,6 +165,17 @@ class AdmissionQueue:
                 f"{self._seconds:g} s are allowed (setting queue_seconds); try again in {retry} s",
                 {"Retry-After": str(retry)},
             )
+
+    def _promise(self, excess: float, weight: int) -> int:
+        """Return the seconds after which a refused request finds a place.
+
+        That is when its expected wait has fallen by `excess` seconds, and after all requests that
+        were refused before it have come again.
+        """
+        now = self._clock()
+        at = max(self._promised, now + excess)
+        self._promised = min(at + weight / (self._rate.per_second or 1.0), now + _LONGEST_RETRY)
+        return max(1, math.ceil(at - now))
 
     def _let_in(self) -> None:
         while self._waiting and self._running < self._slots:

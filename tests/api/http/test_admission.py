@@ -112,6 +112,30 @@ def test_a_request_that_comes_again_in_time_is_accepted() -> None:
     assert simulation.refused.total() == refused + 1
 
 
+def test_refused_requests_find_a_place_when_they_were_told() -> None:
+    """They come at the rate of the service, not all at once."""
+    simulation = Simulation()
+    load(simulation, 30, ada=2.3 * SLOTS)
+    begun, told = simulation.now, len(simulation.retry_after)
+    for _ in range(100):
+        simulation.arrive("ada")
+    refused = simulation.refused.total()
+    for after in sorted(simulation.retry_after[told:]):
+        simulation.run(max(simulation.now, begun + after))
+        simulation.arrive("ada")
+    assert simulation.refused.total() == refused
+
+
+def test_no_refused_request_is_told_to_wait_for_minutes() -> None:
+    simulation = Simulation()
+    load(simulation, 300, ada=20 * SLOTS)
+    assert max(simulation.retry_after) == 60
+    simulation.run(simulation.now + 60)
+    told = len(simulation.retry_after)
+    load(simulation, 20, ada=2.3 * SLOTS)
+    assert simulation.retry_after[told] == 1, "an overload that has ended does not count"
+
+
 def test_callers_with_few_requests_wait_for_few_under_overload() -> None:
     simulation = Simulation()
     load(simulation, 60, ada=4 * SLOTS, bob=1, cleo=0.5)
