@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import InstanceOf, SkipValidation, ValidationInfo, field_validator, model_validator
 
 from ragcache.config import check_texts
+from ragcache.documents import SourceDocument
 from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
@@ -87,6 +88,12 @@ class ChatOptions(SearchParams):
     selection: InstanceOf[Selection] | None = None
     """Modules to answer from, as `retrieve` returned them for `collection`. Skips the search. For a
     single conversation."""
+    documents: Sequence[InstanceOf[SourceDocument]] = ()
+    """Documents to answer from, in place of a collection. They are put before the user's last
+    message as a whole and cited, but not stored."""
+    keep: Mapping[str, float] = {}
+    """Texts of the conversation or `documents` that are read from states from now on, each with the
+    seconds for which its states are kept. Texts of fewer than 96 tokens are not kept."""
 
     mode: str | ReuseMode = ROOTED
     """How stored states of recognized modules are read, as in `AskOptions`. Defaults to `rooted`.
@@ -109,6 +116,8 @@ class ChatOptions(SearchParams):
 
     @model_validator(mode="after")
     def _check_collection(self) -> Self:
+        if self.collection is not None and self.documents:
+            raise ValueError("give either `collection` or `documents` to answer from")
         if self.collection is None and (
             given := sorted(self.model_fields_set & {"selection", *SearchParams.model_fields})
         ):

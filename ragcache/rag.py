@@ -46,6 +46,7 @@ from ragcache.pipeline import (
     Stats,
 )
 from ragcache.pipeline.answer import results
+from ragcache.pipeline.chat import kept_modules, select_given
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
@@ -512,10 +513,15 @@ class RagCache:
             )
         if tools and generation.confidence is None:
             generation = generation.replace(confidence=False)  # a call is not to be refused
-        search = None
+        search, keep = None, options.keep
         if options.collection is not None:
             selection = _single_selection(options.selection, len(conversations))
             search = DocumentSearch(options.collection, options, selection)
+        elif options.documents:
+            config, model = self._shared.config, self._shared.model
+            selection = select_given(options.documents, model, config.module_tokens)
+            search = DocumentSearch("", options, selection)
+            keep = kept_modules(keep, options.documents, selection)
         call = ChatCall(
             mode,
             options.recognize,
@@ -523,6 +529,7 @@ class RagCache:
             tools,
             options.chat_template_kwargs,
             search,
+            keep if options.recognize and options.recognize_recurring else {},
         )
         build = lambda mode: self.internals.chat.prepare_prompts(  # noqa: E731
             conversations, replace(call, mode=mode)

@@ -1,21 +1,25 @@
 """Chats: render the conversation, recognize modules in its text, and build a prompt.
 
 With a collection, retrieved modules are put before the user's last message, and recognized there.
+So are all modules of documents that the caller gives.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import sha256
 from itertools import product
 from typing import Any, TypeGuard, cast
 
 from ragcache.answers.small_talk import is_small_talk
-from ragcache.db import Catalog, ModuleRow
+from ragcache.db import Catalog, CollectionVersion, ModuleRow
+from ragcache.documents import SourceDocument, split_document
 from ragcache.engine.request import check_tokens
 from ragcache.errors import EmptyQuestion, InvalidRequest
+from ragcache.models import LoadedModel
 from ragcache.modes import AFTER_PREAMBLE, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
@@ -75,6 +79,8 @@ class ChatCall:
     template_kwargs: Mapping[str, Any] | None = None
     search: DocumentSearch | None = None
     """Without a search, a conversation is answered as it is."""
+    keep: Mapping[str, float] = field(default_factory=dict)
+    """Texts that are modules at once, and the seconds for which they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class ChatPipeline:
             UnknownCollection: There is no such collection.
         """
         called, search = time.perf_counter(), options.search
+        for text, seconds in options.keep.items():
+            self.observed.keep(text, seconds, options.mode)
         if search is None:
             chats = [self._render(each, options) for each in conversations]
         else:
@@ -253,6 +261,56 @@ class ChatPipeline:
             self.observed.tokens_of(each) if each.id == NO_DOCUMENT else next(ingested)
             for each in modules
         ]
+
+
+def select_given(
+    documents: Sequence[SourceDocument], model: LoadedModel, module_tokens: int
+) -> Selection:
+    """Return all modules of documents that come with a conversation, in their order.
+
+    The modules have no rows. Their ids are negative digests, so that equal modules have equal ids.
+
+    Args:
+        documents: The documents. Blank ones have no module.
+        model: The model, whose tokens are counted.
+        module_tokens: Most tokens of a module.
+    """
+    hits = []
+    for document in documents:
+        for number, each in enumerate(
+            split_document(document, module_tokens, model.encode_untrusted), start=1
+        ):
+            name = f"{document.id}#{number}"
+            digest = sha256(repr((name, document.uri, each.text, each.places)).encode("utf-8"))
+            row = ModuleRow(
+                NO_DOCUMENT - 1 - int.from_bytes(digest.digest()[:7]),
+                name,
+                document.id,
+                document.uri,
+                each.text,
+                document.metadata,
+                each.metadata,
+                each.places,
+            )
+            hits.append(Hit(row, 1.0))
+    return Selection("", tuple(hits), CollectionVersion(0, 0))
+
+
+def kept_modules(
+    keep: Mapping[str, float], documents: Sequence[SourceDocument], selection: Selection
+) -> dict[str, float]:
+    """Return the texts to keep, with the modules of documents in place of whole documents.
+
+    Args:
+        keep: Texts, and the seconds for which they are kept.
+        documents: Documents that come with the conversation.
+        selection: Their modules.
+    """
+    whole = {each.id: keep[each.text] for each in documents if each.text in keep}
+    texts = {each.text for each in documents}
+    modules = [hit.module for hit in selection.hits if hit.module.document in whole]
+    kept = {text: seconds for text, seconds in keep.items() if text not in texts}
+    return kept | {each.text: whole[each.document] for each in modules}
 
 
 def _searched_first(

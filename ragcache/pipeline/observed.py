@@ -1,8 +1,9 @@
 """Observed modules: texts that recur in the prompts of a namespace, kept as modules in memory.
 
 A prompt's first sight of a text leaves fingerprints, the second one makes it a module, whose states
-are encoded in the background. From then on the text is read like an ingested one. Observed modules
-belong to no collection, and end with the process.
+are encoded in the background. From then on the text is read like an ingested one. A text that its
+caller marks is a module at once, and its first prompt encodes it. Observed modules belong to no
+collection, and end with the process.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class ObservedModule:
     """Prompts that read the states."""
     used_at: float = field(default_factory=time.time)
     """Unix seconds of the last use."""
+    kept_until: float = 0.0
+    """Unix seconds until which its caller has asked to keep it."""
 
     @property
     def id(self) -> str:
@@ -121,7 +124,7 @@ class ObservedModules:
         Returns:
             All modules in the prompt, ingested and observed, by position.
         """
-        if not self._budget_bytes or not mode.reads_states or not self._model.causal.scheme.movable:
+        if not self._reads(mode):
             return list(covered)
         found = [*covered]
         if self._gate.passes(mode):
@@ -132,6 +135,27 @@ class ObservedModules:
             spans = self._recurrences.observe(text)
         self._promote_later(text, spans, found, mode)
         return found
+
+    def keep(self, text: str, seconds: float, mode: ReuseMode) -> None:
+        """Make modules of a text at once, and keep them for a time.
+
+        Encodes nothing: the next prompt with the text encodes its states and counts their tokens
+        as created. A text is left as it is if the mode reads no states on this model, and a text
+        under `MIN_TOKENS` tokens always. Texts beyond the budget are modules, but are not kept.
+
+        Args:
+            text: The text, as prompts have it.
+            seconds: Seconds from now.
+            mode: The mode that its prompts are read in.
+        """
+        if not self._reads(mode) or not self._gate.passes(mode):
+            return
+        until = time.time() + seconds
+        count = lambda part: len(self._tokens(part))  # noqa: E731
+        for piece in pieces(text, self._module_tokens, count):
+            made = self._module_of(piece.strip(), mode)
+            if made is not None:
+                self._keep(made, until)
 
     def tokens_of(self, module: ModuleRow) -> tuple[int, ...]:
         """Return the tokens of an observed module that `find` returned."""
@@ -216,32 +240,62 @@ class ObservedModules:
 
     def _add(self, text: str, mode: ReuseMode) -> None:
         """Encode a text, and recognize it from now on."""
-        ids, name = self._tokens(text), sha256(text.encode()).hexdigest()[:16]
-        if len(ids) < MIN_TOKENS or name in self._modules:
-            return
-        nbytes = len(ids) * self._model.causal.bytes_per_token * len(mode.encodings)
-        if nbytes > self._budget_bytes:
+        made = self._module_of(text, mode)
+        if made is None or made.id in self._modules:
             return
         self._wait_until_idle()
-        encodings = mode.encodings
-        with self._encoder.lease([ids] * len(encodings), encodings) as lease:
-            keys = lease.keys[1:]  # behind the preamble's
+        with self._encoder.lease([made.token_ids] * len(made.keys), mode.encodings):
+            self._enter(made)
+
+    def _module_of(self, text: str, mode: ReuseMode) -> ObservedModule | None:
+        """Return a text as a module. A text that is too short or too long is none."""
+        ids, encodings = self._tokens(text), mode.encodings
+        nbytes = len(ids) * self._model.causal.bytes_per_token * len(encodings)
+        if len(ids) < MIN_TOKENS or nbytes > self._budget_bytes:
+            return None
+        name = sha256(text.encode()).hexdigest()[:16]
+        keys = tuple(self._encoder.key(ids, each) for each in encodings)
+        return ObservedModule(ModuleRow(NO_DOCUMENT, name, "", "", text), ids, keys, nbytes)
+
+    def _enter(self, module: ObservedModule) -> None:
+        """Recognize a module from now on, and end others for which there is no room."""
         with self._lock:
-            row = ModuleRow(NO_DOCUMENT, name, "", "", text)
-            self._modules[name] = ObservedModule(row, ids, keys, nbytes)
+            self._modules[module.id] = module
             ended = self._make_room()
             self._rebuild()
         self._encoder.store.evict(ended)
 
+    def _keep(self, module: ObservedModule, until: float) -> None:
+        """Keep a module until a time, unless the kept ones would exceed the budget."""
+        with self._lock:
+            known = self._modules.get(module.id)
+            now = time.time()
+            kept = sum(each.nbytes for each in self._modules.values() if each.kept_until > now)
+            fits = kept + module.nbytes <= self._budget_bytes
+            each = known or module
+            if fits or each.kept_until > now:
+                each.kept_until = max(each.kept_until, until)
+            if known is not None:
+                self._modules.move_to_end(known.id)
+                return
+        self._enter(module)
+
+    def _reads(self, mode: ReuseMode) -> bool:
+        """Tell whether prompts in a mode read observed modules on this model."""
+        movable = self._model.causal.scheme.movable
+        return bool(self._budget_bytes) and mode.reads_states and movable
+
     def _make_room(self) -> list[KVKey]:
         """Remove modules beyond the budget or unused for long, and return the keys of their states.
 
-        The newest module stays.
+        The newest module stays, and so do modules that their callers keep.
         """
         ended: list[KVKey] = []
         now = time.time()
         used = sum(each.nbytes for each in self._modules.values())
         for each in list(self._modules.values())[:-1]:
+            if each.kept_until > now:
+                continue
             if used <= self._budget_bytes and now - each.used_at < SECONDS_TO_LIVE:
                 break
             used -= each.nbytes

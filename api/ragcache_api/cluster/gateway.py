@@ -44,14 +44,12 @@ from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resu
 from ragcache_api.http.access_log import AccessLog
 from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
-    AnsweredRequest,
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
     PromptRequest,
-    answered_by,
-    parse_body,
 )
+from ragcache_api.http.dispatch import AnsweredRequest, answered_by, parse_body
 from ragcache_api.http.envelope import REQUEST_ID_HEADER, Envelope, request_id, stream_error
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.incoming import wait_for_disconnect

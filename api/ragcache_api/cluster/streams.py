@@ -14,17 +14,24 @@ from typing import Any
 from starlette.types import Message
 
 from ragcache_api.cluster.replicas import ReplicaLost
-from ragcache_api.http.bodies import AnsweredRequest, ChatRequest
+from ragcache_api.http.bodies import ChatRequest, TranslatedRequest
+from ragcache_api.http.dispatch import AnsweredRequest
 from ragcache_api.http.errors import ErrorInfo
-from ragcache_api.http.paths import is_openai
+from ragcache_api.http.paths import is_anthropic, is_openai
 
 _END = b"\n\n"  # ends an event
 _GREEDY_BELOW = 1e-5
 
 
 def is_resumable(body: AnsweredRequest | None) -> bool:
-    """Tell whether another replica can continue a stream: greedy, one choice, text only."""
-    if body is None or not body.stream or body.temperature >= _GREEDY_BELOW or body.n > 1:
+    """Tell whether another replica can continue a stream: greedy, one choice, text only.
+
+    Streams of other interfaces than the service's own and OpenAI's completions have events that
+    refer to earlier ones.
+    """
+    if body is None or isinstance(body, TranslatedRequest):
+        return False
+    if not body.stream or body.temperature >= _GREEDY_BELOW or body.n > 1:
         return False
     return not body.logprobs and not (isinstance(body, ChatRequest) and body.tools)
 
@@ -177,4 +184,5 @@ def error_event(info: ErrorInfo, path: str) -> bytes:
     """Write the last event of a response that cannot go on, in the shape of its path."""
     if is_openai(path):
         return b"data: " + json.dumps(info.openai()).encode() + _END
-    return b"event: error\ndata: " + json.dumps(info.problem(path)).encode() + _END
+    told = info.anthropic() if is_anthropic(path) else info.problem(path)
+    return b"event: error\ndata: " + json.dumps(told).encode() + _END

@@ -20,9 +20,9 @@ from ragcache_api.http.access_log import AccessLog
 from ragcache_api.http.auth import KEY_HEADERS, AccessMiddleware
 from ragcache_api.http.browser import install_pages
 from ragcache_api.http.envelope import Envelope, install_error_handlers
-from ragcache_api.http.paths import is_openai
+from ragcache_api.http.paths import is_anthropic, is_openai
 from ragcache_api.http.protocol import referenced_schemas
-from ragcache_api.http.routes import admin, answers, documents, keys, openai, tokens
+from ragcache_api.http.routes import admin, answers, documents, keys, messages, openai, tokens
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
@@ -33,6 +33,7 @@ _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router,
     openai.router,
+    messages.router,
     tokens.router,
     answers.router,
     answers.schemas_router,
@@ -126,8 +127,8 @@ class ServiceApp(FastAPI):
     """FastAPI inside the access check and the envelope of responses.
 
     A path with a slash at its end is served as the path without it. The OpenAPI document declares
-    the API key. Routes of OpenAI's interface declare no status 422: they answer 400 to an invalid
-    body.
+    the API key. Routes of OpenAI's and Anthropic's interfaces declare no status 422: they answer
+    400 to an invalid body.
     """
 
     def __init__(self, service: Service, **options: Any) -> None:
@@ -169,7 +170,7 @@ class ServiceApp(FastAPI):
             # no key is needed before the first one exists
             document["security"] = [*({name: []} for name in schemes), {}]
             for path, operations in document["paths"].items():
-                if is_openai(path):
+                if is_openai(path) or is_anthropic(path):
                     for operation in operations.values():
                         operation["responses"].pop("422", None)
         return super().openapi()

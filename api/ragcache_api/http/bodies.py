@@ -1,4 +1,4 @@
-"""Bodies of requests for an answer, on the service's own routes and on OpenAI's.
+"""Bodies of requests for an answer, on the service's own routes and on OpenAI's chats and texts.
 
 The gateway of a cluster reads requests with the same models, so this module does not need the
 engine. OpenAI's bodies ignore unknown fields, as its clients expect, but refuse fields that are not
@@ -8,11 +8,10 @@ served and would change the answer.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints
 
 from ragcache.modes import ISOLATED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams, Surface
@@ -339,37 +338,8 @@ class CompletionRequest(Surface, GenerationRequest):
         return [*listed]
 
 
-AnsweredRequest = AnswerRequest | PromptRequest | ChatRequest | CompletionRequest
-_ROUTES: dict[str, type[AnsweredRequest]] = {
-    "answers": AnswerRequest,
-    "prompts": PromptRequest,
-    "chat/completions": ChatRequest,
-    "completions": CompletionRequest,
-}
-_BASE = re.compile(r"collections/([^/]+)/((?:chat/)?completions)$")
-
-
-def answered_by(path: str) -> tuple[type[AnsweredRequest] | None, str | None]:
-    """Return the class of the bodies that are posted to a path, and its base URL's collection.
-
-    A path without answers has no class.
-    """
-    route = path.partition("/v1/")[2]
-    base, route = found.groups() if (found := _BASE.match(route)) else (None, route)
-    return _ROUTES.get(route), base
-
-
-def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
-    """Parse a request for an answer, with the collection that it names anywhere.
-
-    Another path or an invalid body gives None.
-    """
-    model, base = answered_by(path)
-    try:
-        parsed = None if model is None else model.model_validate_json(body)
-        return parsed.addressed(base) if isinstance(parsed, GenerationRequest) else parsed
-    except (ValidationError, HTTPProblem):
-        return None
+class TranslatedRequest(ChatRequest):
+    """A chat that came in another interface than OpenAI's chat completions."""
 
 
 def split_model_id(model_id: str) -> tuple[str, str | None]:

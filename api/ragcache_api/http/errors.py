@@ -1,7 +1,8 @@
-"""Errors as responses: one table of statuses, and two shapes.
+"""Errors as responses: one table of statuses, and three shapes.
 
-Errors of OpenAI's interface have OpenAI's shape (`paths.is_openai`). All others have the shape of
-RFC 9457 (`application/problem+json`).
+Errors of OpenAI's interface have OpenAI's shape (`paths.is_openai`), errors of Anthropic's have
+Anthropic's (`paths.is_anthropic`). All others have the shape of RFC 9457
+(`application/problem+json`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ragcache_api.http.paths import is_openai
+from ragcache_api.http.paths import is_anthropic, is_openai
 
 STATUS = {
     "ConfigurationError": 400,
@@ -73,11 +74,19 @@ _TITLES = {
 }
 _OPENAI_CODES = {"prompt-too-long": "context_length_exceeded"}
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_OPENAI_TYPES,
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """The content of an error, which both shapes write."""
+    """The content of an error, which all shapes write."""
 
     status: int
     code: str
@@ -112,6 +121,12 @@ class ErrorInfo:
             "code": _OPENAI_CODES.get(self.code, self.code.replace("-", "_")),
         }
         return {"error": error}
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the body in Anthropic's shape."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, kind)
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
 
 
 class HTTPProblem(HTTPException):
@@ -192,14 +207,16 @@ def wrong_content_type(error: RequestValidationError, kind: str | None) -> HTTPP
 def error_response(info: ErrorInfo, path: str) -> Response:
     """Make the response of an error in the shape of its path.
 
-    OpenAI's interface has no status 422: an invalid request gets 400 there. Every 429 and 503 says
-    when to come again.
+    The interfaces of OpenAI and Anthropic have no status 422: an invalid request gets 400 there.
+    Every 429 and 503 says when to come again.
     """
     if info.status in _TEMPORARY:
         later = {"Retry-After": str(RETRY_SECONDS)} | info.headers
         info = replace(info, headers=later)
+    status = 400 if info.status == 422 else info.status
     if is_openai(path):
-        status = 400 if info.status == 422 else info.status
         return JSONResponse(info.openai(), status, info.headers)
+    if is_anthropic(path):
+        return JSONResponse(info.anthropic(), status, info.headers)
     media_type = "application/problem+json"
     return JSONResponse(info.problem(path), info.status, info.headers, media_type)

@@ -1,7 +1,8 @@
 """Paths of requests: the shape of their errors, and what to call where nothing is served.
 
-Everything under `/v1/` has errors in OpenAI's shape, except the service's own resources. So have
-OpenAI's resources without the `/v1`, which clients call whose base URL lacks it.
+Everything under `/v1/` has errors in OpenAI's shape, except the service's own resources and
+Anthropic's messages, which have Anthropic's. OpenAI's resources have OpenAI's shape also without
+the `/v1`, which clients call whose base URL lacks it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 _VERSION = "v1"
 _OWN = frozenset(("answers", "collections", "jobs", "prompts", "schemas"))
+_ANTHROPIC = "messages"
 _CHATS = "answer with POST /v1/chat/completions"
 _RETRIEVAL = "the service embeds documents and questions itself: ask with POST /v1/chat/completions"
 _DOCUMENTS = "store documents with POST /v1/collections/COLLECTION/documents"
@@ -42,7 +44,7 @@ _RESOURCES = {
     "fine-tunes": _TRAINING,
     "images": _TEXT_ONLY,
     "live": _TEXT_ONLY,
-    "messages": _CHATS,
+    _ANTHROPIC: "Anthropic's clients take a base URL without /v1, and POST /v1/messages",
     "models": _ONE_MODEL,
     "moderations": "the service judges no texts",
     "openai": "use an OpenAI client whose base URL ends in /v1, in place of an Azure client",
@@ -82,10 +84,23 @@ def is_openai(path: str) -> bool:
         [True, True, False]
     """
     versions, parts = _split(path)
+    if is_anthropic(path):
+        return False
     if based := _below_collection(parts):
         return based[0] in _RESOURCES
     name = parts[0] if parts else ""
     return name not in _OWN if versions else name in _RESOURCES or name in _TOKENS
+
+
+def is_anthropic(path: str) -> bool:
+    """Tell whether the errors of a path have Anthropic's shape.
+
+    Example:
+        >>> [is_anthropic(path) for path in ("/v1/messages/count_tokens", "/v1/threads/x/messages")]
+        [True, False]
+    """
+    parts = _split(path)[1]
+    return (_below_collection(parts) or parts)[:1] == [_ANTHROPIC]
 
 
 def explain_unserved(method: str, path: str, methods_of: Callable[[str], Sequence[str]]) -> str:
@@ -121,8 +136,11 @@ def _split(path: str) -> tuple[int, list[str]]:
 
 
 def _below_collection(parts: list[str]) -> list[str]:
-    """Return the segments below a collection, which can be the base URL of OpenAI's clients."""
-    return parts[2:] if parts[:1] == ["collections"] else []
+    """Return the segments below a collection, which can be the base URL of clients.
+
+    Anthropic's clients add a `v1` to it.
+    """
+    return _split("/".join(parts[2:]))[1] if parts[:1] == ["collections"] else []
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -131,6 +131,21 @@ class OpenAIError(ResponseModel):
     error: OpenAIErrorDetail
 
 
+class AnthropicErrorDetail(ResponseModel):
+    """The content of an Anthropic error."""
+
+    type: str
+    """Such as `invalid_request_error`."""
+    message: str
+
+
+class AnthropicError(ResponseModel):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 def compact(value: Any) -> bytes:
     """Write JSON without spaces. Accepts dataclasses; numbers that are not finite become null."""
     return to_json(value, inf_nan_mode="null")
@@ -165,7 +180,16 @@ def problems(*more: int) -> dict[int | str, dict[str, Any]]:
 
 def openai_problems() -> dict[int | str, dict[str, Any]]:
     """Declare the errors of a route of OpenAI's interface."""
-    responses = _error_responses((500, 501, 507), "application/json", OpenAIError)
+    return _client_problems(OpenAIError)
+
+
+def anthropic_problems() -> dict[int | str, dict[str, Any]]:
+    """Declare the errors of a route of Anthropic's interface."""
+    return _client_problems(AnthropicError)
+
+
+def _client_problems(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    responses = _error_responses((500, 501, 507), "application/json", model)
     del responses[422]
     return responses
 
@@ -553,6 +577,7 @@ def referenced_schemas() -> dict[str, Any]:
     models: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = [
         (Problem, "serialization"),
         (OpenAIError, "serialization"),
+        (AnthropicError, "serialization"),
         (DocumentsRequest, "validation"),
     ]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")

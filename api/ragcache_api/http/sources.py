@@ -70,19 +70,47 @@ def annotations_of(answer: Answer, choice: int, text: str) -> list[dict[str, Any
         choice: Index of the choice.
         text: Text of the choice, as the response has it.
     """
-    if not text or answer.choices[choice].finish_reason in ("no_answer", "no_documents"):
+    if not text:
         return []
-    quoted = {span.document for span in answer.spans if span.choice == choice}
     cited = {
-        each.document: _url_of(each) or each.document
-        for each in answer.sources
-        if not quoted or each.document in quoted
+        each.document: _url_of(each) or each.document for each in cited_sources(answer, choice)
     }
     place = {"start_index": 0, "end_index": len(text)}
     return [
         {"type": "url_citation", "url_citation": {**place, "title": name, "url": url}}
         for name, url in cited.items()
     ]
+
+
+def search_citations(answer: Answer) -> list[dict[str, Any]]:
+    """Write the modules of the first choice as Anthropic's citations of search results.
+
+    The text that is cited is the module's. Each module counts as a search result of one block.
+    """
+    places = {each: number for number, each in enumerate(answer.sources)}
+    return [
+        {
+            "type": "search_result_location",
+            "cited_text": each.text,
+            "source": _url_of(each) or each.document,
+            "title": each.document,
+            "search_result_index": places[each],
+            "start_block_index": 0,
+            "end_block_index": 1,
+        }
+        for each in cited_sources(answer, 0)
+    ]
+
+
+def cited_sources(answer: Answer, choice: int) -> list[Citation]:
+    """Return the sources of a choice: for a quotation, those of documents that it occurs in.
+
+    A refusal has none.
+    """
+    if answer.choices[choice].finish_reason in ("no_answer", "no_documents"):
+        return []
+    quoted = {span.document for span in answer.spans if span.choice == choice}
+    return [each for each in answer.sources if not quoted or each.document in quoted]
 
 
 def _url_of(citation: Citation) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_api.cluster.replicas import ReplicaLost
 from ragcache_api.cluster.streams import ResumableResponse, is_resumable
-from ragcache_api.http.bodies import parse_body
+from ragcache_api.http.dispatch import parse_body
 
 START = {
     "type": "http.response.start", "status": 200,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from ragcache_api.http.bodies import ChatRequest, CompletionRequest, parse_body
+from ragcache_api.http.bodies import ChatRequest, CompletionRequest
+from ragcache_api.http.dispatch import parse_body
 from ragcache_api.http.paths import explain_unserved, is_openai
 
 CHAT = "POST /v1/chat/completions"

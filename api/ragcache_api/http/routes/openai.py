@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import time
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ragcache import (
     Answer,
     AnswerSpan,
     AsyncAnswerStream,
-    AsyncRagCache,
-    GenerationParams,
 )
 from ragcache.engine import Choice, LogprobFormat, SampledToken, TokenDelta
-from ragcache.pipeline import Conversation
 from ragcache_api.http.bodies import (
     ChatRequest,
     CompletionRequest,
@@ -33,6 +29,12 @@ from ragcache_api.http.bodies import (
     named_collection,
     split_model_id,
     unsupported,
+)
+from ragcache_api.http.openings import (
+    addressed,
+    open_conversation,
+    open_question,
+    output_format,
 )
 from ragcache_api.http.protocol import (
     ResponseModel,
@@ -54,7 +56,6 @@ from ragcache_api.http.tools import OutputFormat, join_deltas
 DONE = b"data: [DONE]\n\n"
 router = APIRouter()
 _routes = APIRouter(responses=openai_problems())
-Body = TypeVar("Body", bound=GenerationRequest)
 _STREAMED = event_stream("The completion")
 
 
@@ -119,16 +120,12 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     With `collection`, documents of that collection stand before the user's last message, and
     `sources` lists the modules that were read.
     """
-    body = _addressed(body, context)
-    tokenizer, settings = context.service.tokenizer, context.service.settings
-    generation = body.generation(context.deadline, settings.chat_max_tokens)
-    if body.tools:  # checking a schema may take seconds
-        output = await run_in_threadpool(OutputFormat.of, body, tokenizer)
-    else:
-        output = OutputFormat.of(body, tokenizer)
+    body = addressed(body, context)
+    generation = body.generation(context.deadline, context.service.settings.chat_max_tokens)
+    output = await output_format(body, context)
     generation = output.apply(generation)
     messages = [each.plain() for each in body.messages]
-    opening = _conversation(context, body, generation, messages, tools=output.tools)
+    opening = open_conversation(context, body, generation, messages, tools=output.tools)
     writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
     return await _respond(context, "chat", body, [opening], writer)
 
@@ -141,14 +138,14 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
     With `collection`, the prompt is a question to the documents of that collection.
     """
-    body = _addressed(body, context)
+    body = addressed(body, context)
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
     openings = [
-        _question(context, body, generation, str(each))
+        open_question(context, body, generation, str(each))
         if body.collection
-        else _conversation(context, body, generation, each, recognize=not body.scores_prompt)
+        else open_conversation(context, body, generation, each, recognize=not body.scores_prompt)
         for each in prompts
     ]
     writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
@@ -187,12 +184,6 @@ router.include_router(
 )
 
 
-def _addressed(body: Body, context: RequestContext) -> Body:
-    """Return a request for the served model, with the collection that it names anywhere."""
-    context.service.check_served(body.model)
-    return body.addressed(context.base_collection)
-
-
 def _names(context: RequestContext) -> Iterator[str]:
     """Names of the collections that the caller may read."""
     page = context.rag.collections.page(limit=1000)
@@ -209,34 +200,6 @@ def _check_collection(context: RequestContext, collection: str) -> None:
 
 def _model_card(service: Service, name: str) -> ModelCard:
     return ModelCard(id=name, created=int(service.started))
-
-
-def _question(
-    context: RequestContext, body: GenerationRequest, generation: GenerationParams, question: str
-) -> Opening:
-    rag, options = AsyncRagCache(context.rag), body.retrieval() | context.selection
-    collection = body.collection or ""
-    return lambda: rag.stream(question, collection=collection, generation=generation, **options)
-
-
-def _conversation(
-    context: RequestContext,
-    body: GenerationRequest,
-    generation: GenerationParams,
-    messages: Conversation,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    recognize: bool = True,
-) -> Opening:
-    rag, options = AsyncRagCache(context.rag), body.reading()
-    if body.collection is not None:
-        options = body.retrieval() | context.selection | {"collection": body.collection}
-    options |= {
-        "tools": tools,
-        "recognize": recognize,
-        "recognize_recurring": body.recognize_recurring,
-    }
-    return lambda: rag.stream_chat(messages, generation=generation, **options)
 
 
 async def _respond(
