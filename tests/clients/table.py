@@ -111,6 +111,28 @@ LIBRARIES = (
         expects=(ANSWER, SOURCE, ANSWER),
     ),
     Client(
+        "anthropic-python",
+        "anthropic for Python",
+        "https://github.com/anthropics/anthropic-sdk-python",
+        ("anthropic==2.14.0",),
+        expects=(ANSWER, SOURCE, "input_tokens=", ANSWER),
+        note="Anthropic's clients add `/v1/messages` to their base URL.",
+    ),
+    Client(
+        "anthropic-node",
+        "anthropic for Node",
+        "https://github.com/anthropics/anthropic-sdk-typescript",
+        ("@anthropic-ai/sdk@1.13.0",),
+        expects=(ANSWER, SOURCE, ANSWER),
+    ),
+    Client(
+        "langchain-anthropic",
+        "LangChain for Python, by Anthropic's interface",
+        "https://github.com/langchain-ai/langchain",
+        ("langchain-anthropic==1.7.10",),
+        expects=(ANSWER, "cache_read", ANSWER),
+    ),
+    Client(
         "llama-index",
         "LlamaIndex",
         "https://github.com/run-llama/llama_index",

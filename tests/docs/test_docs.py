@@ -266,7 +266,7 @@ def test_langchain_example_for_another_model_runs_with_one(
         assert eval(last, names) == names["Berth"](boat=STRING, quay=STRING)
 
 
-SERVICE_PAGES = ("rest.md", "operate.md")
+SERVICE_PAGES = ("rest.md", "operate.md", "doors.md")
 
 
 @pytest.mark.enable_socket
