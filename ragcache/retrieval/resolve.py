@@ -91,6 +91,7 @@ class CrossEncoderReranker:
         with quiet_loading():
             from sentence_transformers import CrossEncoder
 
+        self.model_name = model
         self._scoring = threading.Lock()  # fast tokenizers are not thread-safe
         self._sigmoid = torch.nn.Sigmoid()
         try:

@@ -22,7 +22,16 @@ from ragcache_api.http.browser import install_pages
 from ragcache_api.http.envelope import Envelope, install_error_handlers
 from ragcache_api.http.paths import is_anthropic, is_openai
 from ragcache_api.http.protocol import referenced_schemas
-from ragcache_api.http.routes import admin, answers, documents, keys, messages, openai, tokens
+from ragcache_api.http.routes import (
+    admin,
+    answers,
+    documents,
+    keys,
+    messages,
+    openai,
+    tokens,
+    vectors,
+)
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
@@ -35,6 +44,7 @@ ROUTERS = (
     openai.router,
     messages.router,
     tokens.router,
+    vectors.router,
     answers.router,
     answers.schemas_router,
     documents.router,

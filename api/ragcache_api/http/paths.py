@@ -15,7 +15,6 @@ _VERSION = "v1"
 _OWN = frozenset(("answers", "collections", "jobs", "prompts", "schemas"))
 _ANTHROPIC = "messages"
 _CHATS = "answer with POST /v1/chat/completions"
-_RETRIEVAL = "the service embeds documents and questions itself: ask with POST /v1/chat/completions"
 _DOCUMENTS = "store documents with POST /v1/collections/COLLECTION/documents"
 _NO_STATE = "the service keeps no conversations: send all messages to POST /v1/chat/completions"
 _TEXT_ONLY = "the service reads and writes text only"
@@ -36,7 +35,7 @@ _RESOURCES = {
     "conversations": _NO_STATE,
     "decisions": "the service judges no texts",
     "edits": _CHATS,
-    "embeddings": _RETRIEVAL,
+    "embeddings": "embed texts with POST /v1/embeddings",
     "engines": _ONE_MODEL,
     "evals": "measure answers with the command `ragcache eval`",
     "files": _DOCUMENTS,
@@ -51,10 +50,10 @@ _RESOURCES = {
     "organization": "make keys with POST /admin/keys",
     "projects": "make keys with POST /admin/keys",
     "realtime": _TEXT_ONLY,
-    "rerank": "the setting `reranker` orders what POST /v1/chat/completions retrieves",
+    "rerank": "order texts with POST /v1/rerank",
     "responses": _CHATS,
     "safety": "the service judges no texts",
-    "score": _RETRIEVAL,
+    "score": "order texts with POST /v1/rerank",
     "skills": "the service runs no code",
     "threads": _NO_STATE,
     "uploads": _DOCUMENTS,
