@@ -28,6 +28,7 @@ from ragcache.db.listing import (
     module_detail,
     module_page,
 )
+from ragcache.db.objects import StoredObject, StoredObjects
 from ragcache.db.records import Records
 from ragcache.db.residency import LocatedStates, Residency
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
@@ -68,6 +69,8 @@ __all__ = [
     "SchemaText",
     "SchemaTexts",
     "SessionWatch",
+    "StoredObject",
+    "StoredObjects",
     "TakenJob",
     "Vectors",
     "collection_page",

@@ -369,3 +369,25 @@ class ApiKeyTable(Base):
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]
+
+
+class ObjectTable(Base):
+    """An object of the interfaces of others, such as a response or a file (`StoredObjects`)."""
+
+    __tablename__ = "objects"
+    __table_args__ = (
+        UniqueConstraint("namespace_id", "kind", "public_id"),
+        Index("objects_by_owner", "namespace_id", "kind", "owner"),
+        Index("objects_by_expiry", "namespace_id", "expires_at"),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
+    kind: Mapped[str]
+    public_id: Mapped[str]
+    owner: Mapped[str] = mapped_column(default="")
+    """Id of the object or name of the collection that it belongs to."""
+    value: Mapped[dict[str, Any]] = mapped_column(JSON)
+    content: Mapped[bytes | None] = mapped_column(LargeBinary)
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    """Unix seconds. Unset without a limit."""

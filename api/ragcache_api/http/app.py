@@ -26,10 +26,13 @@ from ragcache_api.http.routes import (
     admin,
     answers,
     documents,
+    files,
     keys,
     messages,
     openai,
+    responses,
     tokens,
+    vector_stores,
     vectors,
 )
 from ragcache_api.http.service import Service
@@ -42,9 +45,12 @@ _THREADS = 64  # of routes, and as many for retrieval and leases
 ROUTERS = (
     admin.health_router,
     openai.router,
+    responses.router,
     messages.router,
     tokens.router,
     vectors.router,
+    files.router,
+    vector_stores.router,
     answers.router,
     answers.schemas_router,
     documents.router,

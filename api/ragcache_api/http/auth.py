@@ -43,6 +43,7 @@ _THREADS = 4  # that check keys; one at a time reads them from the ledger
 _STORAGE_SECONDS = 1.0  # timeout of the storage of rates
 _REST_SECONDS = 5.0  # pause after a failure of that storage
 UPLOADS = re.compile(r"/v1/collections/[^/]+/documents/?$")
+_LARGE = re.compile(rf"{UPLOADS.pattern}|/v1/files/?$")
 _OPEN = ("/health", "/health/live", "/health/ready")
 KEY_HEADERS = ("x-api-key", "api-key")
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
@@ -97,7 +98,7 @@ class AccessMiddleware:
         if path not in self._open:
             state["caller"] = await self._admit(scope, headers, path)
         end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
-        limit = settings.upload_bytes if UPLOADS.match(path) else settings.body_bytes
+        limit = settings.upload_bytes if _LARGE.match(path) else settings.body_bytes
         check_length(headers.get("content-length"), limit)
         if is_packed(headers.get("content-encoding")):
             scope, receive = unpacked_scope(scope), gunzipped(receive)

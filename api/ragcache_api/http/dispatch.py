@@ -16,6 +16,7 @@ from ragcache_api.http.bodies import (
     PromptRequest,
 )
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.responses import ResponsesRequest, responses_chat
 
 AnsweredRequest = AnswerRequest | PromptRequest | ChatRequest | CompletionRequest
 _ROUTES: dict[str, type[BaseModel]] = {
@@ -24,11 +25,13 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "chat/completions": ChatRequest,
     "completions": CompletionRequest,
     "messages": MessagesRequest,
+    "responses": ResponsesRequest,
 }
 _TRANSLATIONS: dict[type[BaseModel], Callable[..., ChatRequest]] = {
     MessagesRequest: lambda body: chat_of(body).chat,
+    ResponsesRequest: responses_chat,
 }
-_BASE = re.compile(r"collections/([^/]+)/(?:v1/)?((?:chat/)?completions|messages)$")
+_BASE = re.compile(r"collections/([^/]+)/(?:v1/)?((?:chat/)?completions|messages|responses)$")
 
 
 def answered_by(path: str) -> tuple[type[BaseModel] | None, str | None]:

@@ -13,6 +13,7 @@ from anyio import CapacityLimiter
 from fastapi import Depends, Path, Request
 
 from ragcache import RagCache
+from ragcache.db import StoredObjects
 from ragcache.errors import DeadlineExceeded
 from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
@@ -115,6 +116,11 @@ class RequestContext:
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it was read")
         return left
+
+    @property
+    def objects(self) -> StoredObjects:
+        """Responses, files and other objects of the caller's namespace."""
+        return StoredObjects(self.service.shared.database, self.caller.namespace)
 
     @property
     def base_collection(self) -> str | None:

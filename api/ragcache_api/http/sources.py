@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from ragcache import Answer, Citation
+from ragcache.retrieval import Hit
 
+FILE_PREFIX = "file-"
+"""Begin of the ids of uploaded files, which are the ids of their documents in vector stores."""
 _WEB = ("http://", "https://")
 
 
@@ -100,6 +104,50 @@ def search_citations(answer: Answer) -> list[dict[str, Any]]:
         }
         for each in cited_sources(answer, 0)
     ]
+
+
+def file_citations(answer: Answer, text: str) -> list[dict[str, Any]]:
+    """Write the documents of the first choice as OpenAI's `file_citation`s at the end of its text.
+
+    Args:
+        answer: The answer.
+        text: Text of the choice, as the response has it.
+    """
+    files = {each.document: filename_of(each) for each in cited_sources(answer, 0)}
+    return [
+        {"type": "file_citation", "file_id": name, "filename": filename, "index": len(text)}
+        for name, filename in files.items()
+    ]
+
+
+def found_files(sources: Sequence[Citation]) -> list[dict[str, Any]]:
+    """Write what a search found as OpenAI's results of `file_search`."""
+    return [
+        {
+            "file_id": each.document,
+            "filename": filename_of(each),
+            "score": score,
+            "text": each.text,
+            "attributes": {},
+        }
+        for each, score in zip(sources, similarities(sources), strict=True)
+    ]
+
+
+def similarities(found: Sequence[Citation | Hit]) -> list[float]:
+    """Return the similarity of each text to the query, 0 to 1.
+
+    The reranker's score, or else the cosine, or else the BM25 score as a share of the best one.
+    """
+    best = max((each.bm25 or 0.0 for each in found), default=0.0) or 1.0
+    known = ((each.rerank, each.cosine, (each.bm25 or 0.0) / best) for each in found)
+    return [max(0.0, next(value for value in three if value is not None)) for three in known]
+
+
+def filename_of(citation: Citation) -> str:
+    """Return the name of a document's file: its own for an uploaded file, or else its id."""
+    uploaded = citation.document.startswith(FILE_PREFIX) and citation.uri
+    return citation.uri if uploaded else citation.document
 
 
 def cited_sources(answer: Answer, choice: int) -> list[Citation]:
