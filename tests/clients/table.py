@@ -304,7 +304,6 @@ PROGRAMS = (
         ("@openai/codex@0.171.0",),
         group="Programs",
         expects=(ANSWER,),
-        fails="it calls `POST /v1/responses`, which is not served",
     ),
     Client(
         "aider",

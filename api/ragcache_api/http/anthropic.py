@@ -348,7 +348,7 @@ def chat_of(
         options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.output_config is not None and (form := body.output_config.format) is not None:
         options["json_schema"] = form.schema_
-    chat = TranslatedRequest(messages=messages, **options)
+    chat = TranslatedRequest.model_validate({"messages": messages, **options})
     if translation.cited and chat.collection is not None:
         raise unsupported(
             "collection", "an answer cites either documents of the request or a collection"

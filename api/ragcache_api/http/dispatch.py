@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,10 +25,6 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "completions": CompletionRequest,
     "messages": MessagesRequest,
     "responses": ResponsesRequest,
-}
-_TRANSLATIONS: dict[type[BaseModel], Callable[..., ChatRequest]] = {
-    MessagesRequest: lambda body: chat_of(body).chat,
-    ResponsesRequest: responses_chat,
 }
 _BASE = re.compile(r"collections/([^/]+)/(?:v1/)?((?:chat/)?completions|messages|responses)$")
 
@@ -54,7 +49,16 @@ def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
         return None
     try:
         parsed = model.model_validate_json(body)
-        asked: AnsweredRequest = _TRANSLATIONS.get(model, lambda same: same)(parsed)
+        asked = _translated(parsed)
         return asked.addressed(base) if isinstance(asked, GenerationRequest) else asked
     except (ValidationError, HTTPProblem):
         return None
+
+
+def _translated(body: BaseModel) -> AnsweredRequest:
+    if isinstance(body, MessagesRequest):
+        return chat_of(body).chat
+    if isinstance(body, ResponsesRequest):
+        return responses_chat(body)
+    assert isinstance(body, AnsweredRequest)
+    return body

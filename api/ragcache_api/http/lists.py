@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Generic, Literal, Protocol, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,7 +20,8 @@ class Identified(Protocol):
         """Id of the item."""
 
 
-T = TypeVar("T", bound=Identified)
+T = TypeVar("T")
+Item = TypeVar("Item", bound=Identified)
 
 
 class ListOf(ResponseModel, Generic[T]):
@@ -47,7 +48,7 @@ class ListRequest(BaseModel):
     before: Annotated[str | None, Field(max_length=500)] = None
     """Id of the item behind the page."""
 
-    def cut(self, oldest_first: Sequence[T]) -> ListOf[Any]:
+    def cut(self, oldest_first: Sequence[Item]) -> ListOf[Item]:
         """Cut the page out of a whole list. Raises `HTTPProblem` (400) for an unknown id."""
         items = [*oldest_first] if self.order == "asc" else [*reversed(oldest_first)]
         places = {each.id: place for place, each in enumerate(items)}
@@ -60,7 +61,7 @@ class ListRequest(BaseModel):
         more = len(page) > self.limit
         page = page[-self.limit :] if self.before and not self.after else page[: self.limit]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return ListOf[Any](data=page, first_id=first, last_id=last, has_more=more)
+        return ListOf(data=page, first_id=first, last_id=last, has_more=more)
 
 
 ListQuery = Annotated[ListRequest, Query()]

@@ -74,8 +74,8 @@ class PassedItem(ClientModel):
 
 
 def _kind_of(item: Any) -> Any:
-    read = item.get if isinstance(item, Mapping) else lambda name: getattr(item, name, None)
-    kind = read("type") or "message"
+    given = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
+    kind = given or "message"
     return "passed" if kind in ("file_search_call", "reasoning") else kind
 
 
@@ -201,7 +201,7 @@ class ResponsesRequest(Surface, Asking):
     """Read texts that recur in the prompts of the key's namespace from states."""
 
     @property
-    def search(self) -> FileSearchTool | None:
+    def file_search(self) -> FileSearchTool | None:
         """The search that the request asks for."""
         found = (each for each in self.tools or () if isinstance(each, FileSearchTool))
         return next(found, None)
@@ -234,7 +234,7 @@ def responses_chat(
     options = {name: getattr(body, name) for name in names & body.model_fields_set}
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     options |= {"stream": body.stream, "max_tokens": body.max_output_tokens}
-    if (search := body.search) is not None:
+    if (search := body.file_search) is not None:
         options |= _search_options(body, search)
     functions = [each.plain() for each in body.tools or () if isinstance(each, FunctionTool)]
     if functions:
@@ -242,7 +242,8 @@ def responses_chat(
         options["parallel_tool_calls"] = body.parallel_tool_calls
     if body.text is not None and body.text.format is not None:
         options["response_format"] = body.text.format.plain()
-    return TranslatedRequest(messages=[*system, *earlier, *body.messages], **options)
+    messages = [*system, *earlier, *body.messages]
+    return TranslatedRequest.model_validate({"messages": messages, **options})
 
 
 def _search_options(body: ResponsesRequest, search: FileSearchTool) -> dict[str, Any]:

@@ -104,7 +104,10 @@ async def create_message(body: MessagesRequest, context: ContextDep) -> Response
         documents=asked.sources,
         keep=asked.keep,
     )
-    writer = lambda active: _MessageWriter(context, asked, active, output)  # noqa: E731
+
+    def writer(active: ActiveRequest) -> _MessageWriter:
+        return _MessageWriter(context, asked, active, output)
+
     written = AnswerFormat(
         whole=lambda active, answers: writer(active).message(answers[0]),
         events=lambda active, stream: writer(active).events(stream),
@@ -223,7 +226,7 @@ class _MessageWriter:
             "cache_read_input_tokens": kept - created,
             "output_tokens": 0,
         }
-        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
+        nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message=self._fields | nothing | {"usage": begun})
         async with aclosing(deltas_of(self._active, stream)) as deltas:
             async for delta in deltas:

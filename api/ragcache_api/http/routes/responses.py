@@ -129,8 +129,8 @@ async def create_response(body: ResponsesRequest, context: ContextDep) -> Respon
         earlier = (await run_in_threadpool(_previous, context, body.previous_response_id)).value[
             "messages"
         ]
-    if body.search is not None:
-        [store] = body.search.vector_store_ids
+    if body.file_search is not None:
+        [store] = body.file_search.vector_store_ids
         await run_in_threadpool(VectorStores(context).touch, store)
     chat = _translated(body, context, earlier)
     generation = chat.generation(context.deadline, context.service.settings.chat_max_tokens)
@@ -357,7 +357,7 @@ class _ResponseWriter:
 
     def _search_items(self, sources: Sequence[Citation]) -> list[dict[str, Any]]:
         """Return the item of the search, if the request asks for one."""
-        if self._body.search is None:
+        if self._body.file_search is None:
             return []
         asked = [each for each in self._chat.messages if each.role == "user"]
         results = found_files(sources) if RESULTS in (self._body.include or ()) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -233,7 +234,9 @@ def list_stores(context: ContextDep, page: ListQuery) -> ListOf[StoreResponse]:
     stores = VectorStores(context)
     names = page.cut([_Named(id) for id in stores.ids()])
     data = [StoreResponse.model_validate(stores.get(each.id)) for each in names.data]
-    return ListOf[StoreResponse](**names.model_dump() | {"data": data})
+    return ListOf(
+        data=data, first_id=names.first_id, last_id=names.last_id, has_more=names.has_more
+    )
 
 
 @router.get("/{store}")
@@ -368,13 +371,11 @@ def list_batch_files(
     return page.cut(_files(stores, store, batch, filter))
 
 
-class _Named(ResponseModel):
+@dataclass(frozen=True, slots=True)
+class _Named:
     """The id of a vector store, of which a page is cut."""
 
     id: str
-
-    def __init__(self, id: str) -> None:
-        super().__init__(id=id)
 
 
 def _files(

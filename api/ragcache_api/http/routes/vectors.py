@@ -136,7 +136,7 @@ async def embed_texts(body: EmbeddingsRequest, context: ContextDep) -> Response:
     texts = body.texts
     embed = embedder.embed_documents
     if body.input_type == "query":
-        embed = lambda part: [embedder.embed_query(each) for each in part]  # noqa: E731
+        embed = lambda texts: [embedder.embed_query(each) for each in texts]  # noqa: E731
     vectors = await _in_portions(context, embed, texts)
     if body.dimensions not in (None, len(vectors[0])):
         detail = f"{name} gives vectors of {len(vectors[0])} dimensions"
