@@ -6,8 +6,8 @@
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
     │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobCanceled, JobTaken,
-    │   ModeRefused, PromptTooLong, QueueFull, RequestCancelled, TextFailed, UnknownCollection,
-    │   UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
+    │   ModeRefused, PinBudgetExceeded, PromptTooLong, QueueFull, RequestCancelled, TextFailed,
+    │   UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOfOtherVersion, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
@@ -41,6 +41,7 @@ __all__ = [
     "ModelNotFound",
     "NoDocuments",
     "NoState",
+    "PinBudgetExceeded",
     "PromptTooLong",
     "QueueFull",
     "RagCacheError",
@@ -175,6 +176,10 @@ class JobTaken(RequestError):
 
 class ModeRefused(RequestError, ValueError):
     """The mode's answers are too far from the answers of `exact` on this model."""
+
+
+class PinBudgetExceeded(RequestError):
+    """The pins of a caller would exceed its budget."""
 
 
 class PromptTooLong(RequestError, ValueError):

@@ -13,6 +13,7 @@ from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
 from ragcache.pipeline.ingest import Preparing, Progress
+from ragcache.pipeline.observed import Keeper
 from ragcache.retrieval import Selection
 
 
@@ -94,6 +95,8 @@ class ChatOptions(SearchParams):
     keep: Mapping[str, float] = {}
     """Texts of the conversation or `documents` that are read from states from now on, each with the
     seconds for which its states are kept. Texts of fewer than 96 tokens are not kept."""
+    keeper: InstanceOf[Keeper] = Keeper()
+    """The caller that keeps the texts, with its budget. Unlimited by default."""
 
     mode: str | ReuseMode = ROOTED
     """How stored states of recognized modules are read, as in `AskOptions`. Defaults to `rooted`.

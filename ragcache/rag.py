@@ -42,6 +42,7 @@ from ragcache.pipeline import (
     Modules,
     Namespace,
     PendingAnswer,
+    Pins,
     SharedServices,
     Stats,
 )
@@ -530,6 +531,7 @@ class RagCache:
             options.chat_template_kwargs,
             search,
             keep if options.recognize and options.recognize_recurring else {},
+            options.keeper,
         )
         build = lambda mode: self.internals.chat.prepare_prompts(  # noqa: E731
             conversations, replace(call, mode=mode)
@@ -629,6 +631,11 @@ class RagCache:
     def modules(self) -> Modules:
         """The modules of the documents, with their states: list, warm, pin, move, evict."""
         return self.internals.modules
+
+    @property
+    def pins(self) -> Pins:
+        """The callers' pins: states of documents that are kept within a budget, until a time."""
+        return self.internals.pins
 
     @property
     def gate(self) -> ModeGate:

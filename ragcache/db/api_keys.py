@@ -46,6 +46,8 @@ class ApiKeyRow:
     created_at: float
     last_used: float | None
     revoked_at: float | None
+    pin_bytes: int = 0
+    """Most bytes of states that its holder keeps from eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,26 @@ class ApiKeys:
         self._lock = threading.Lock()
 
     def create(
-        self, name: str, role: str = "user", namespace: str = NAMESPACE
+        self, name: str, role: str = "user", namespace: str = NAMESPACE, pin_bytes: int = 0
     ) -> tuple[ApiKeyRow, str]:
-        """Create a key, and return it with its secret. Raises `ConfigurationError`."""
+        """Create a key, and return it with its secret.
+
+        Args:
+            name: Name to list the key under.
+            role: `user` or `admin`.
+            namespace: Namespace that the key opens.
+            pin_bytes: Most bytes of states that its holder keeps from eviction. Operators have no
+                limit.
+
+        Raises:
+            ConfigurationError: The name, the role or the budget cannot be used.
+        """
         if role not in ROLES:
             raise ConfigurationError(f"unknown role {role!r}; roles: {', '.join(ROLES)}")
         if not name.strip() or len(name) > _NAME:
             raise ConfigurationError(f"a key needs a name of 1 to {_NAME} characters")
+        if pin_bytes < 0:
+            raise ConfigurationError(f"pin_bytes is {pin_bytes}; it must be 0 or more")
         check_namespace(namespace)
         secret = _MARK + secrets.token_urlsafe(_SECRET_BYTES)
         prefix, now = secret[:_SHOWN], time.time()
@@ -108,11 +123,12 @@ class ApiKeys:
                 namespace_id=namespace_id(session, namespace),
                 prefix=prefix,
                 digest=_digest(secret),
+                pin_bytes=pin_bytes,
                 created_at=now,
             )
             session.add(row)
             session.flush()
-            made = ApiKeyRow(row.id, name, role, namespace, prefix, now, None, None)
+            made = _row(row, namespace)
         self._forget()
         return made, secret
 
@@ -230,4 +246,5 @@ def _row(key: ApiKeyTable, namespace: str) -> ApiKeyRow:
         key.created_at,
         key.last_used,
         key.revoked_at,
+        key.pin_bytes,
     )

@@ -377,6 +377,15 @@ class Ledger:
         """Pin or unpin states."""
         self._set(keys, pinned=pinned)
 
+    def pinned(self, keys: Iterable[KVKey]) -> set[KVKey]:
+        """Return the keys whose states are pinned."""
+        found: set[KVKey] = set()
+        with self.database.reading() as session:
+            for chunk in chunks(sorted(set(keys))):
+                chosen = StateTable.key.in_(chunk) & StateTable.pinned
+                found.update(session.scalars(select(StateTable.key).where(chosen)))
+        return found
+
     def expire(self, keys: Iterable[KVKey], at: float | None) -> None:
         """Set the expiration of states in Unix seconds. None removes the limit."""
         self._set(keys, expires_at=at)

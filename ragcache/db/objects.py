@@ -8,7 +8,7 @@ removes them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_urlsafe
 from typing import Any
@@ -96,7 +96,7 @@ class StoredObjects:
         with self._database.reading() as session:
             return session.scalar(select(ObjectTable.content).where(rows))
 
-    def list(self, kind: str, owner: str | None = None) -> list[StoredObject]:
+    def list(self, kind: str, owner: str | None = None) -> Sequence[StoredObject]:
         """Return the objects of a kind, or those that an owner has, the oldest first."""
         rows = self._rows(kind)
         return self._read(rows if owner is None else rows.where(ObjectTable.owner == owner))
@@ -120,11 +120,16 @@ class StoredObjects:
             session.execute(delete(ObjectTable).where(self._own(), ObjectTable.owner == owner))
 
     def _rows(self, kind: str) -> Select[Any]:
-        columns = [ObjectTable.public_id, ObjectTable.value, ObjectTable.created_at]
-        more = [ObjectTable.expires_at, ObjectTable.owner]
-        return select(*columns, *more).where(self._where(kind)).order_by(ObjectTable.id)
+        columns: Select[Any] = select(
+            ObjectTable.public_id,
+            ObjectTable.value,
+            ObjectTable.created_at,
+            ObjectTable.expires_at,
+            ObjectTable.owner,
+        )
+        return columns.where(self._where(kind)).order_by(ObjectTable.id)
 
-    def _read(self, rows: Select[Any]) -> list[StoredObject]:
+    def _read(self, rows: Select[Any]) -> Sequence[StoredObject]:
         with self._database.reading() as session:
             return [StoredObject(*row) for row in session.execute(rows)]
 

@@ -366,6 +366,8 @@ class ApiKeyTable(Base):
     """First characters of the secret, for people."""
     digest: Mapped[str] = mapped_column(unique=True)
     """SHA-256 of the secret, which is stored nowhere."""
+    pin_bytes: Mapped[int] = mapped_column(default=0)
+    """Most bytes of states that its holder keeps from eviction."""
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]

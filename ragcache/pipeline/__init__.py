@@ -15,7 +15,8 @@ from ragcache.pipeline.chat_template import ChatTemplate, Message
 from ragcache.pipeline.ingest import Ingestion
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
-from ragcache.pipeline.observed import ObservedModule
+from ragcache.pipeline.observed import Keeper, ObservedModule
+from ragcache.pipeline.pins import Pin, Pins
 from ragcache.pipeline.pml import generated_schema, members
 
 __all__ = [
@@ -29,11 +30,14 @@ __all__ = [
     "Conversation",
     "DocumentSearch",
     "Ingestion",
+    "Keeper",
     "Message",
     "Modules",
     "Namespace",
     "ObservedModule",
     "PendingAnswer",
+    "Pin",
+    "Pins",
     "Reuse",
     "SharedServices",
     "Stats",

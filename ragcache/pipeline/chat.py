@@ -30,7 +30,7 @@ from ragcache.pipeline.chat_template import (
     find_mark,
 )
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.observed import ObservedModules
+from ragcache.pipeline.observed import Keeper, ObservedModules
 from ragcache.pipeline.prompt import (
     AskedQuestion,
     ModuleGroup,
@@ -81,6 +81,8 @@ class ChatCall:
     """Without a search, a conversation is answered as it is."""
     keep: Mapping[str, float] = field(default_factory=dict)
     """Texts that are modules at once, and the seconds for which they are kept."""
+    keeper: Keeper = Keeper()
+    """The caller that keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class ChatPipeline:
         """
         called, search = time.perf_counter(), options.search
         for text, seconds in options.keep.items():
-            self.observed.keep(text, seconds, options.mode)
+            self.observed.keep(text, seconds, options.mode, options.keeper)
         if search is None:
             chats = [self._render(each, options) for each in conversations]
         else:

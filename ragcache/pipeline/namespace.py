@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE, check_namespace, parse_optional_bytes, salt_of
-from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
+from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts, StoredObjects
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
 from ragcache.errors import EngineClosed
@@ -33,6 +33,7 @@ from ragcache.pipeline.module_states import (
 )
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.observed import ObservedModules
+from ragcache.pipeline.pins import Pins
 from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
@@ -191,6 +192,7 @@ class Namespace:
     modules: Modules
     retrievers: Retrievers
     jobs: IngestionJobs
+    pins: Pins
 
     @classmethod
     def build(cls, name: str, shared: SharedServices) -> Namespace:
@@ -218,6 +220,9 @@ class Namespace:
             module_tokens=config.module_tokens,
             is_idle=lambda: not shared.engine.core.busy,
         )
+        modules = Modules(catalog, store, encoder, tokens, observed)
+        pins = Pins(modules, store, StoredObjects(database, name))
+        store.on_heartbeat.append(pins.end_expired)
         return cls(
             name,
             shared,
@@ -244,9 +249,10 @@ class Namespace:
                 Quotations(model),
                 shared.gate,
             ),
-            Modules(catalog, store, encoder, tokens, observed),
+            modules,
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
+            pins,
         )
 
     def encoder_of(self, collection: str) -> ModuleEncoder:

@@ -47,6 +47,16 @@ MOST_WAITING = 64
 _IDLE_SECONDS, _POLL_SECONDS = 5.0, 0.02  # limit and pause of waiting for an idle engine
 
 
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """A caller on whose account states are kept."""
+
+    name: str = ""
+    """Name of the caller, such as the id of its key."""
+    budget_bytes: int | None = None
+    """Most bytes of states that the caller keeps. Unlimited by default."""
+
+
 @dataclass(slots=True)
 class ObservedModule:
     """A text that recurred, and the uses of its states."""
@@ -64,6 +74,8 @@ class ObservedModule:
     """Unix seconds of the last use."""
     kept_until: float = 0.0
     """Unix seconds until which its caller has asked to keep it."""
+    kept_by: str = ""
+    """Name of that caller."""
 
     @property
     def id(self) -> str:
@@ -136,17 +148,19 @@ class ObservedModules:
         self._promote_later(text, spans, found, mode)
         return found
 
-    def keep(self, text: str, seconds: float, mode: ReuseMode) -> None:
+    def keep(self, text: str, seconds: float, mode: ReuseMode, keeper: Keeper) -> None:
         """Make modules of a text at once, and keep them for a time.
 
         Encodes nothing: the next prompt with the text encodes its states and counts their tokens
         as created. A text is left as it is if the mode reads no states on this model, and a text
-        under `MIN_TOKENS` tokens always. Texts beyond the budget are modules, but are not kept.
+        under `MIN_TOKENS` tokens always. Texts beyond a budget, of observed modules or of the
+        caller, are modules that are not kept.
 
         Args:
             text: The text, as prompts have it.
             seconds: Seconds from now.
             mode: The mode that its prompts are read in.
+            keeper: The caller.
         """
         if not self._reads(mode) or not self._gate.passes(mode):
             return
@@ -155,7 +169,7 @@ class ObservedModules:
         for piece in pieces(text, self._module_tokens, count):
             made = self._module_of(piece.strip(), mode)
             if made is not None:
-                self._keep(made, until)
+                self._keep(made, until, keeper)
 
     def tokens_of(self, module: ModuleRow) -> tuple[int, ...]:
         """Return the tokens of an observed module that `find` returned."""
@@ -265,20 +279,28 @@ class ObservedModules:
             self._rebuild()
         self._encoder.store.evict(ended)
 
-    def _keep(self, module: ObservedModule, until: float) -> None:
-        """Keep a module until a time, unless the kept ones would exceed the budget."""
+    def _keep(self, module: ObservedModule, until: float, keeper: Keeper) -> None:
+        """Keep a module until a time, unless the kept ones would exceed a budget."""
         with self._lock:
             known = self._modules.get(module.id)
             now = time.time()
-            kept = sum(each.nbytes for each in self._modules.values() if each.kept_until > now)
-            fits = kept + module.nbytes <= self._budget_bytes
             each = known or module
-            if fits or each.kept_until > now:
+            if each.kept_until > now and each.kept_by == keeper.name:
                 each.kept_until = max(each.kept_until, until)
+            elif each.kept_until <= now and self._has_room(module.nbytes, keeper, now):
+                each.kept_until, each.kept_by = until, keeper.name
             if known is not None:
                 self._modules.move_to_end(known.id)
-                return
-        self._enter(module)
+        if known is None:
+            self._enter(module)
+
+    def _has_room(self, nbytes: int, keeper: Keeper, now: float) -> bool:
+        """Tell whether a caller may keep more bytes."""
+        kept = [each for each in self._modules.values() if each.kept_until > now]
+        own = sum(each.nbytes for each in kept if each.kept_by == keeper.name)
+        every = sum(each.nbytes for each in kept)
+        limit = self._budget_bytes if keeper.budget_bytes is None else keeper.budget_bytes
+        return own + nbytes <= limit and every + nbytes <= self._budget_bytes
 
     def _reads(self, mode: ReuseMode) -> bool:
         """Tell whether prompts in a mode read observed modules on this model."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import LEDGER, STORE, Offer, expand_options
@@ -37,6 +38,9 @@ def create_key(
     options: Annotated[ServiceOptions, LEDGER],
     role: Annotated[str, typer.Option(help="user or admin.")] = "user",
     namespace: Annotated[str, typer.Option(help="The namespace that it opens.")] = "default",
+    pin_bytes: Annotated[
+        str, typer.Option(help="Most bytes of states that a user may pin, such as 256MiB.")
+    ] = "0",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
@@ -45,7 +49,7 @@ def create_key(
         settings.state.mkdir(0o700, parents=True, exist_ok=True)
         settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
     with _keys(settings) as keys:
-        row, secret = keys.create(name, role, namespace)
+        row, secret = keys.create(name, role, namespace, parse_bytes(pin_bytes))
     if as_json:
         ui.print_json({**asdict(row), "secret": secret})
         return

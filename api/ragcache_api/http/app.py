@@ -30,6 +30,7 @@ from ragcache_api.http.routes import (
     keys,
     messages,
     openai,
+    pins,
     responses,
     tokens,
     vector_stores,
@@ -55,6 +56,8 @@ ROUTERS = (
     answers.schemas_router,
     documents.router,
     documents.jobs_router,
+    pins.router,
+    pins.admin_router,
     admin.router,
     keys.router,
 )

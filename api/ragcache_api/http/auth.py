@@ -61,6 +61,8 @@ class Caller:
     """Name under which the caller's requests are counted against the rate."""
     key: int | None = None
     """Id of the API key. Unset while no key exists."""
+    pin_bytes: int = 0
+    """Most bytes of states that a user keeps from eviction."""
 
     @property
     def is_operator(self) -> bool:
@@ -135,7 +137,7 @@ class AccessMiddleware:
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},
             )
-        return Caller(row.role, row.namespace, f"key {row.id}", row.id)
+        return Caller(row.role, row.namespace, f"key {row.id}", row.id, row.pin_bytes)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse calls of other sites' pages while no key exists. Raises `HTTPProblem` (403).

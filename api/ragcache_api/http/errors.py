@@ -30,6 +30,7 @@ STATUS = {
     "UnknownSchema": 404,
     "DocumentsChanged": 409,
     "IdempotencyConflict": 409,
+    "PinBudgetExceeded": 409,
     "DocumentError": 422,
     "PMLError": 422,
     "QueueFull": 429,

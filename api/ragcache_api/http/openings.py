@@ -68,6 +68,7 @@ def open_conversation(
         "recognize_recurring": body.recognize_recurring,
         "documents": documents,
         "keep": keep or {},
+        "keeper": context.keeper,
     }
     return lambda: rag.stream_chat(messages, generation=generation, **options)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from starlette.convertors import PathConvertor, register_url_convertor
 
 _VERSION = "v1"
-_OWN = frozenset(("answers", "collections", "jobs", "prompts", "schemas"))
+_OWN = frozenset(("answers", "collections", "jobs", "pins", "prompts", "schemas"))
 _ANTHROPIC = "messages"
 _CHATS = "answer with POST /v1/chat/completions"
 _DOCUMENTS = "store documents with POST /v1/collections/COLLECTION/documents"

@@ -452,6 +452,10 @@ class ObservedResponse(ResponseModel):
     """Prompts that read the states."""
     used_at: float
     """Unix seconds of the last use."""
+    kept_until: float | None
+    """Unix seconds until which a caller keeps the text. Null for a text that no caller keeps."""
+    kept_by: str | None
+    """The caller, such as `key 3`."""
     excerpt: str
     """The first characters of the text."""
 
@@ -463,6 +467,8 @@ class ObservedResponse(ResponseModel):
             nbytes=module.nbytes,
             hits=module.hits,
             used_at=module.used_at,
+            kept_until=module.kept_until or None,
+            kept_by=module.kept_by or None,
             excerpt=module.row.text[:EXCERPT],
         )
 

@@ -15,6 +15,7 @@ from fastapi import Depends, Path, Request
 from ragcache import RagCache
 from ragcache.db import StoredObjects
 from ragcache.errors import DeadlineExceeded
+from ragcache.pipeline import Keeper
 from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
 from ragcache_api.http.admission import LOOKAHEAD, AdmissionQueue
@@ -116,6 +117,13 @@ class RequestContext:
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it was read")
         return left
+
+    @property
+    def keeper(self) -> Keeper:
+        """The caller as the owner of pins. Administrators have no budget."""
+        caller = self.caller
+        name = "" if caller.key is None else f"key {caller.key}"
+        return Keeper(name, None if caller.role == "admin" else caller.pin_bytes)
 
     @property
     def objects(self) -> StoredObjects:

@@ -26,6 +26,8 @@ class KeyRequest(RequestModel):
     """`user` may ask and ingest; `admin` may also use `/admin`."""
     namespace: PathName = NAMESPACE
     """Namespace that the key opens."""
+    pin_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Most bytes of states that a `user` keeps from eviction. `admin` has no limit."""
 
 
 class KeyResponse(ResponseModel):
@@ -43,6 +45,8 @@ class KeyResponse(ResponseModel):
     """Unix seconds. Null for a key that was never used."""
     revoked_at: float | None
     """Unix seconds. Null for a valid key."""
+    pin_bytes: int
+    """Most bytes of states that a `user` keeps from eviction."""
     current: bool = False
     """Whether this request came with the key."""
 
@@ -81,7 +85,7 @@ def create_key(body: KeyRequest, context: ContextDep, response: Response) -> Key
             "the first key closes the service to requests without one, so it has to be an "
             f"operator's: role `admin`, namespace {NAMESPACE!r}",
         )
-    row, secret = keys.create(body.name, body.role, body.namespace)
+    row, secret = keys.create(body.name, body.role, body.namespace, body.pin_bytes)
     response.headers["Cache-Control"] = "no-store"
     return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
 
