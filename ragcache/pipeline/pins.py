@@ -1,7 +1,7 @@
 """Pins of callers: states of documents that a caller keeps from eviction, within a budget.
 
-An operator pins without a limit (`Modules.pin`). A caller's pin has an owner, a size and an end, and
-its states may be evicted again when the last pin that covers them has ended.
+An operator pins without a limit (`Modules.pin`). A caller's pin has an owner, a size and an end.
+Its states may be evicted again when the last pin that covers them has ended.
 """
 
 from __future__ import annotations

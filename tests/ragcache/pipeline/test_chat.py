@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -546,3 +547,20 @@ def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) 
     [plain] = pipeline.prepare_prompts([chat], ChatCall(recognize=False))
     assert (plain.answer_mode, plain.retrieved.citations, plain.cacheable) == ("exact", (), True)
     assert plain.computed_tokens == exact.computed_tokens
+
+
+def test_given_documents_are_read_as_a_collections_are(rag: RagCache) -> None:
+    question = user("Where is the key of the boathouse?")
+    found = rag.retrieve(question[0]["content"], collection="notes", relative_threshold=0)
+    in_order = replace(found, hits=tuple(sorted(found.hits, key=lambda hit: hit.module.document)))
+    stored = rag.chat(question, collection="notes", selection=in_order, generation=FREE)
+    given = rag.chat(question, documents=DOCUMENTS, generation=FREE)
+    assert tokens(given) == tokens(stored)
+    assert given.reuse.cached_tokens == stored.reuse.cached_tokens > 0
+    assert [each.document for each in given.sources] == ["boats", "keys"]
+    quoted = rag.chat(question, documents=DOCUMENTS, generation=GenerationParams(extractive=True))
+    [span, *_] = [each for each in quoted.spans if each.start is not None]
+    text = {each.id: each.text for each in DOCUMENTS}[span.document]
+    assert text[span.start : span.end] == quoted.text
+    with pytest.raises(InvalidRequest, match="either `collection` or `documents`"):
+        rag.chat(question, documents=DOCUMENTS, collection="notes")

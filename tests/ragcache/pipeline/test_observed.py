@@ -10,7 +10,7 @@ import pytest
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.models import LoadedModel
-from ragcache.pipeline import gate
+from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
 from tests.ragcache.pipeline.test_gate import FAR
 from tests.ragcache.test_recurrence import passage
@@ -173,3 +173,32 @@ def test_operators_end_observed_modules(rag: RagCache) -> None:
     memory = rag.internals.shared.store.memory
     assert not any(memory.is_known(key) for each in (one, other) for key in each.keys)
     assert ask(rag, [3, 1, 2], "And where?").mode == "exact", "fingerprints are forgotten, too"
+
+
+def test_a_marked_text_is_encoded_by_its_first_prompt(rag: RagCache) -> None:
+    first = ask(rag, [1, 2], "How many days?", keep={passage(1, 5): 60.0})
+    again = ask(rag, [3, 1], "Who decides?")
+    [kept] = [each for each in rag.modules.observed.all() if each.kept_until]
+    assert kept.row.text == passage(1, 5)
+    assert first.reuse.created_tokens == again.reuse.cached_tokens == len(kept.token_ids)
+
+
+def test_marked_texts_keep_to_the_budget_of_their_caller(rag: RagCache) -> None:
+    texts = {passage(seed, 5): 60.0 for seed in (1, 2)}
+    rag.chat(chat([1], "How many days?"), generation=FREE, keep=texts, keeper=Keeper("key 1", 0))
+    assert [each.kept_until for each in rag.modules.observed.all()] == [0.0, 0.0]
+    one = max(each.nbytes for each in rag.modules.observed.all())
+    keeper = Keeper("key 1", one)
+    rag.chat(chat([1], "How many days?"), generation=FREE, keep=texts, keeper=keeper)
+    assert sum(each.kept_by == "key 1" for each in rag.modules.observed.all()) == 1
+
+
+@pytest.mark.slow
+def test_kept_texts_outlive_others(tmp_path: Path, model: LoadedModel) -> None:
+    with RagCache.open(
+        tmp_path, model, module_tokens=512, force_modes=True, observed_bytes="300KiB"
+    ) as rag:
+        ask(rag, [1], "How many days?", keep={passage(1, 5): 60.0})
+        for seed in range(2, 8):
+            ask(rag, [seed], "How many days?", keep={passage(seed, 5): 0.0})
+        assert passage(1, 5) in [each.row.text for each in rag.modules.observed.all()]
