@@ -19,7 +19,9 @@ from ragcache.params import GenerationParams, OpenConfig, Params, SearchParams, 
 from ragcache.pipeline.submit import sampling_params
 from ragcache_api.cli.measure import PLANNING
 from ragcache_api.cli.options import ASKING, ENCODING, INGESTING, ONE_ANSWER
+from ragcache_api.http.anthropic import MessagesRequest
 from ragcache_api.http.bodies import AnswerRequest, ChatRequest, CompletionRequest, PromptRequest
+from ragcache_api.http.responses import ResponsesRequest
 from ragcache_api.service_options import ServiceOptions
 from ragcache_api.settings import ServiceSettings
 from ragcache_connectors.langchain import ChatRagCache, RagCacheRetriever
@@ -30,6 +32,8 @@ SURFACES: dict[type[Surface], tuple[type[Params], ...]] = {
     PromptRequest: (GenerationParams,),
     ChatRequest: (GenerationParams, SearchParams),
     CompletionRequest: (GenerationParams, SearchParams),
+    MessagesRequest: (GenerationParams, SearchParams),
+    ResponsesRequest: (GenerationParams, SearchParams),
     ChatRagCache: (GenerationParams, SearchParams),
     RagCacheRetriever: (SearchParams,),
     ServiceSettings: (OpenConfig,),
@@ -44,7 +48,7 @@ def test_every_option_is_offered_or_withheld_with_a_reason(surface: type[Surface
     assert all(surface.withheld.values())
 
 
-@pytest.mark.parametrize("body", [AnswerRequest, PromptRequest, ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("body", [each for each in SURFACES if each.__name__.endswith("Request")])
 def test_the_openapi_document_describes_what_a_body_offers(body: type[Surface]) -> None:
     shown = body.model_json_schema()["properties"]
     assert shown.keys() == body.model_fields.keys() - body.withheld.keys()
