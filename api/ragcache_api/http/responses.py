@@ -75,7 +75,7 @@ class PassedItem(ClientModel):
 
 def _kind_of(item: Any) -> Any:
     given = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
-    kind = given or "message"
+    kind = given if isinstance(given, str) else "message"
     return "passed" if kind in ("file_search_call", "reasoning") else kind
 
 

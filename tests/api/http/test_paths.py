@@ -62,8 +62,8 @@ def test_every_path_of_openais_client_has_its_shape() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        ("POST /v1/responses", f"is not served; answer with {CHAT}"),
-        ("POST /v1/collections/notes/responses", f"is not served; answer with {CHAT}"),
+        ("POST /v1/edits", f"is not served; answer with {CHAT}"),
+        ("POST /v1/collections/notes/edits", f"is not served; answer with {CHAT}"),
         ("PUT /v1/embeddings", "is not served; embed texts with POST /v1/embeddings"),
         ("GET /v1/anything", "is not served; GET /openapi.json lists all routes"),
         ("PUT /v1/chat/completions", "is not served: this path takes POST"),
@@ -84,7 +84,7 @@ def test_a_sentence_says_what_to_call(call: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "POST /v1/responses", "POST /v1/images/edits", "GET /v1/files", "POST /chat/completions",
+        "POST /v1/edits", "POST /v1/images/edits", "GET /v1/batches", "POST /chat/completions",
         "POST /v1/v1/chat/completions", "POST //v1/chat/completions", "PUT /v1/models",
     ],
 )  # fmt: skip

@@ -386,5 +386,5 @@ def _parsed(arguments: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _event(name: str, **fields: Any) -> bytes:
+def _event(name: str, /, **fields: Any) -> bytes:
     return format_event({"type": name, **fields}, name)

@@ -386,7 +386,7 @@ class _ResponseWriter:
             "content": content,
         }
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
         return format_event({"type": name, "sequence_number": number, **fields}, name)
 
