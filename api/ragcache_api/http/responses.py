@@ -208,7 +208,7 @@ class ResponsesRequest(Surface, Asking):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat. Raises `HTTPProblem` (400) for what is no text."""
+        """The input as messages of a chat. Raises `HTTPProblem` (400) for images and files."""
         return [*_messages_of(self.input)]
 
 

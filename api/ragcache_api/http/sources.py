@@ -121,7 +121,7 @@ def file_citations(answer: Answer, text: str) -> list[dict[str, Any]]:
 
 
 def found_files(sources: Sequence[Citation]) -> list[dict[str, Any]]:
-    """Write what a search found as OpenAI's results of `file_search`."""
+    """Write the modules of a search as OpenAI's results of `file_search`."""
     return [
         {
             "file_id": each.document,
@@ -151,7 +151,7 @@ def filename_of(citation: Citation) -> str:
 
 
 def cited_sources(answer: Answer, choice: int) -> list[Citation]:
-    """Return the sources of a choice: for a quotation, those of documents that it occurs in.
+    """Return the sources of a choice. A quotation has the documents that it occurs in.
 
     A refusal has none.
     """

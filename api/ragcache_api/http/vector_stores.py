@@ -1,8 +1,8 @@
-"""Vector stores of OpenAI's interface: collections, with what the interface adds to them.
+"""Vector stores of OpenAI's interface, which are collections with a name, an expiry and files.
 
 The id of a vector store is the name of its collection, and any collection of the namespace is a
-vector store. A file in a store is a document whose id is the file's. Its status is that of the job
-that stores it.
+vector store. A file in a store is a document with the id of the file. Its status follows from the
+job that stores it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from ragcache_api.http.service import RequestContext
 
 FILE, STORE, ATTACHED, BATCH = "file", "vector_store", "vector_store.file", "file_batch"
 _DAY = 86_400.0
-_STATUSES = {"queued": "in_progress", "running": "in_progress", "done": "completed",
-             "canceled": "cancelled"}  # fmt: skip
+_STATUSES = {
+    "queued": "in_progress",
+    "running": "in_progress",
+    "done": "completed",
+    "canceled": "cancelled",
+}
 _ACTIVE_SECONDS = 60.0  # between two notes of a store's last use
 
 
@@ -241,7 +245,7 @@ class VectorStores:
             self._rag.jobs.cancel(job)
 
     def _own(self, id: str) -> StoredObject | None:
-        """Return what the interface added to a collection. Raises `HTTPProblem` (404)."""
+        """Return the object of a store, if there is one. Raises `HTTPProblem` (404)."""
         own = self._objects.get(STORE, id)
         try:
             self._rag.collections.instruction(id)
