@@ -28,7 +28,7 @@ from ragcache_api.http.bodies import (
 from ragcache_api.http.client_fields import ClientModel, UnservedField
 
 if TYPE_CHECKING:
-    from ragcache import SourceDocument
+    from ragcache.documents import SourceDocument
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 _PARAGRAPH = "\n\n"
