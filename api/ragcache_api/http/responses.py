@@ -108,6 +108,14 @@ class FunctionTool(ClientModel):
         return {"type": "function", "function": function | about}
 
 
+class ToolNamespace(ClientModel):
+    """Functions under a common name. Their calls name the namespace, too."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    tools: list[FunctionTool]
+
+
 class RankingOptions(ClientModel):
     """Options of a search."""
 
@@ -129,7 +137,9 @@ class FileSearchTool(ClientModel):
     ranking_options: RankingOptions | None = None
 
 
-ResponsesTool = Annotated[FunctionTool | FileSearchTool, Field(discriminator="type")]
+ResponsesTool = Annotated[
+    FunctionTool | ToolNamespace | FileSearchTool, Field(discriminator="type")
+]
 
 
 class TextFormat(ClientModel):
@@ -207,6 +217,21 @@ class ResponsesRequest(Surface, Asking):
         return next(found, None)
 
     @property
+    def functions(self) -> list[FunctionTool]:
+        """The functions that the model may call, also the ones of namespaces."""
+        found: list[FunctionTool] = []
+        for each in self.tools or ():
+            if not isinstance(each, FileSearchTool):
+                found += each.tools if isinstance(each, ToolNamespace) else [each]
+        return found
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """The namespaces of functions, by their names."""
+        grouped = (each for each in self.tools or () if isinstance(each, ToolNamespace))
+        return {tool.name: each.name for each in grouped for tool in each.tools}
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The input as messages of a chat. Raises `HTTPProblem` (400) for images and files."""
         return [*_messages_of(self.input)]
@@ -236,8 +261,7 @@ def responses_chat(
     options |= {"stream": body.stream, "max_tokens": body.max_output_tokens}
     if (search := body.file_search) is not None:
         options |= _search_options(body, search)
-    functions = [each.plain() for each in body.tools or () if isinstance(each, FunctionTool)]
-    if functions:
+    if functions := [each.plain() for each in body.functions]:
         options |= {"tools": functions, "tool_choice": _choice_of(body.tool_choice)}
         options["parallel_tool_calls"] = body.parallel_tool_calls
     if body.text is not None and body.text.format is not None:

@@ -170,7 +170,10 @@ def test_calls_become_items() -> None:
         told.append(name)
         return b""
 
-    writer = _ItemEvents(event, message)
+    def made_call(call: Any, status: str) -> dict[str, Any]:
+        return {"id": "f", "call_id": call["id"], "status": status, **call["function"]}
+
+    writer = _ItemEvents(event, message, made_call)
     call = {"index": 0, "id": "call_7", "function": {"name": "add", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": '{"a": 1}'}}
     for fields in ({"content": "Yes."}, {"tool_calls": [call]}, {"tool_calls": [more]}):
@@ -184,6 +187,16 @@ def test_calls_become_items() -> None:
         "call_7", '{"a": 1}', "completed",
     )  # fmt: skip
     assert told[-2:] == ["response.function_call_arguments.done", "response.output_item.done"]
+
+
+def test_functions_of_namespaces_are_offered() -> None:
+    add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    tools = [{"type": "namespace", "name": "math", "description": "Numbers.", "tools": [add]}]
+    body = ResponsesRequest.model_validate({"input": "Add.", "tools": tools})
+    offered = responses_chat(body).tools
+    assert offered is not None
+    assert [each.function["name"] for each in offered] == ["add"]
+    assert body.namespaces == {"add": "math"}
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ class _ResponseWriter:
         """Write the whole response."""
         choice = answer.choices[0]
         joined = join_deltas([self._reader.feed(choice.text), self._reader.finish()])
-        calls = [_call_item(call, "completed") for call in joined.get("tool_calls", ())]
+        calls = [self._call(call, "completed") for call in joined.get("tool_calls", ())]
         text = joined["content"] or ""
         items = self._search_items(answer.sources)
         if text or not calls:
@@ -283,7 +283,7 @@ class _ResponseWriter:
         begun["incomplete_details"] = None
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        items = _ItemEvents(self._event, self._message)
+        items = _ItemEvents(self._event, self._message, self._call)
         for found in self._search_items(stream.sources):
             for event in items.search(found):
                 yield event
@@ -386,6 +386,20 @@ class _ResponseWriter:
             "content": content,
         }
 
+    def _call(self, call: Mapping[str, Any], status: str) -> dict[str, Any]:
+        """Write the item of a call, with the namespace of its function."""
+        function = call["function"]
+        space = self._body.namespaces.get(function["name"])
+        return {
+            "id": f"fc_{call['id'].removeprefix('call_')}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": function["arguments"],
+            "status": status,
+            **({} if space is None else {"namespace": space}),
+        }
+
     def _event(self, name: str, /, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
         return format_event({"type": name, "sequence_number": number, **fields}, name)
@@ -394,8 +408,8 @@ class _ResponseWriter:
 class _ItemEvents:
     """The events of a response's items, in the order of its deltas."""
 
-    def __init__(self, event: Any, message: Any) -> None:
-        self._event, self._message = event, message
+    def __init__(self, event: Any, message: Any, call: Any) -> None:
+        self._event, self._message, self._call_item = event, message, call
         self.done: list[dict[str, Any]] = []
         """Items that are complete."""
         self.text = ""
@@ -428,7 +442,7 @@ class _ItemEvents:
         for part in fields.get("tool_calls", ()):
             if "id" in part:
                 yield from self.end(())
-                self.called, self._call = True, _call_item(part, "in_progress")
+                self.called, self._call = True, self._call_item(part, "in_progress")
                 begun = self._call | {"arguments": ""}
                 yield self._event("response.output_item.added", item=begun, **self._place)
                 self._call["arguments"] = ""
@@ -473,18 +487,6 @@ class _ItemEvents:
 
 def _text_part(text: str, annotations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [*annotations], "logprobs": []}
-
-
-def _call_item(call: Mapping[str, Any], status: str) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": f"fc_{call['id'].removeprefix('call_')}",
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": function["name"],
-        "arguments": function["arguments"],
-        "status": status,
-    }
 
 
 def _typed(item: Mapping[str, Any]) -> dict[str, Any]:
