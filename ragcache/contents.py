@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ragcache.answers.confidence import (
     Calibration,
@@ -14,11 +15,21 @@ from ragcache.answers.confidence import (
 )
 from ragcache.config import DEFAULT_K, check_placement, check_texts
 from ragcache.db import CollectionRow, Deletion, DocumentRow, Page, collection_page, document_page
+from ragcache.errors import StoreError, UnreadableDocument
 from ragcache.pipeline import Namespace, generated_schema, members
+from ragcache.pipeline.archive import ArchiveReader
 from ragcache.pipeline.chat_template import resolve_instruction
+from ragcache.pipeline.collection_export import (
+    CollectionExport,
+    CollectionExporter,
+    Report,
+    no_report,
+)
+from ragcache.pipeline.collection_import import CollectionImport, CollectionImporter
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.module_states import scaffold_modules
 from ragcache.store.admin import delete_documents
+from ragcache.store.tiers.base import named_os_error
 from ragcache_schemas import Placement, Schema, expand_slots
 
 
@@ -165,6 +176,90 @@ class Collections:
         ask.scaffolds.keep(collection, [module.id for module in modules], key)
         with encoder.lease([token_ids], origin="warm"):
             return tuple(module.name for module in modules)
+
+    def export_archive(
+        self, collection: str, path: str | Path, *, report: Report = no_report
+    ) -> CollectionExport:
+        """Write a collection to one file: documents, settings, states and checksums.
+
+        The file appears when it is complete. The next call with the same path goes on where an
+        interrupted one stopped (`PATH.part`). States are read from the disk, and take no room in
+        memory.
+
+        Args:
+            collection: The collection.
+            path: The file, which is replaced if it exists.
+            report: Called as `report("exporting", done, total)` with numbers of states.
+
+        Raises:
+            DocumentsChanged: The collection was changed meanwhile.
+            StoreError: The file cannot be written.
+
+        Example:
+            >>> done = rag.collections.export_archive("handbook", "handbook.tar")
+            >>> done.documents
+            1
+        """
+        exporter = CollectionExporter(self._namespace, collection, report)
+        path = Path(path)
+        try:
+            return exporter.write(path)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise named_os_error(error, path) from error
+
+    def stream_archive(self, collection: str) -> Iterator[memoryview]:
+        """Yield the file of `export_archive` in pieces, for a response. Raises its errors."""
+        return CollectionExporter(self._namespace, collection).stream()
+
+    def import_archive(
+        self,
+        path: str | Path,
+        collection: str | None = None,
+        *,
+        encode: bool = False,
+        replace: bool = False,
+        report: Report = no_report,
+    ) -> CollectionImport:
+        """Store the collection of a file of `export_archive`.
+
+        The whole file is verified before anything is stored. Documents appear together at the end.
+        An import that was interrupted leaves states alone, with which the next one goes on.
+
+        Args:
+            path: The file.
+            collection: Name of the collection. Defaults to its name in the file.
+            encode: Encode modules whose states the file lacks. If another model or version made the
+                file, take the texts alone and encode all modules.
+            replace: Replace the documents of a collection that exists.
+            report: Called as `report(stage, done, total)`: `verifying` in bytes, `storing` and
+                `encoding` in states.
+
+        Raises:
+            ArchiveDamaged: The file is incomplete, was changed, or is no archive.
+            ArchiveMismatch: Another model or version made the file, and `encode` is not set.
+            CollectionExists: The collection has documents, and `replace` is not set.
+            UnreadableDocument: There is no such file, or it cannot be read.
+            StoreError: The states cannot be stored.
+
+        Example:
+            >>> done = rag.collections.import_archive("handbook.tar", "copy")
+            >>> done.documents, done.encoded
+            (1, 0)
+        """
+        namespace, path = self._namespace, Path(path)
+        namespace.shared.deferred.release()
+        try:
+            archive = ArchiveReader(path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UnreadableDocument(f"cannot read the archive {path}: {reason}") from error
+        with archive:
+            name = archive.manifest.collection if collection is None else collection
+            return CollectionImporter(
+                namespace, archive, name, encode=encode, replaces=replace, report=report
+            ).run()
 
     def prepare_indexes(self) -> None:
         """Build the indexes of all collections in the background, and return at once.

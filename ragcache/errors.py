@@ -1,13 +1,15 @@
 """Named errors. Each message says what went wrong, where, and how to fix it.
 
     RagCacheError
+    ├── ArchiveError: ArchiveDamaged, ArchiveMismatch
     ├── ConfigurationError
     ├── DocumentError: DocumentsChanged, NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
-    ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
-    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobCanceled, JobTaken,
-    │   ModeRefused, PinBudgetExceeded, PromptTooLong, QueueFull, RequestCancelled, TextFailed,
-    │   UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
+    ├── RequestError: CollectionExists, ConstraintFailed, DeadlineExceeded, EmptyQuestion,
+    │   EncodingOutOfMemory, EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest,
+    │   JobCanceled, JobTaken, ModeRefused, PinBudgetExceeded, PromptTooLong, QueueFull,
+    │   RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey, UnknownModule,
+    │   UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOfOtherVersion, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
@@ -20,6 +22,10 @@ on ragcache.
 from __future__ import annotations
 
 __all__ = [
+    "ArchiveDamaged",
+    "ArchiveError",
+    "ArchiveMismatch",
+    "CollectionExists",
     "ConfigurationError",
     "ConstraintFailed",
     "DeadlineExceeded",
@@ -74,6 +80,18 @@ class RagCacheError(Exception):
     """The base class of all errors that ragcache raises deliberately."""
 
 
+class ArchiveError(RagCacheError):
+    """The archive of a collection cannot be imported."""
+
+
+class ArchiveDamaged(ArchiveError, ValueError):
+    """The archive was cut off or changed, or is none."""
+
+
+class ArchiveMismatch(ArchiveError, ValueError):
+    """Another model or another version of ragcache made the archive."""
+
+
 class ConfigurationError(RagCacheError, ValueError):
     """A setting or an argument cannot be used."""
 
@@ -118,6 +136,10 @@ class RequestError(RagCacheError):
     """A request cannot be answered."""
 
     __str__ = Exception.__str__  # KeyError would quote the message
+
+
+class CollectionExists(RequestError, ValueError):
+    """A collection of this name has documents already."""
 
 
 class ConstraintFailed(RequestError):

@@ -1,7 +1,7 @@
 """The database, SQLite or PostgreSQL: documents, modules, jobs, API keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, CollectionVersion, Vectors
+from ragcache.db.catalog import Catalog, CollectionContents, CollectionVersion, Vectors
 from ragcache.db.database import Database
 from ragcache.db.documents import (
     Deletion,
@@ -39,6 +39,7 @@ __all__ = [
     "ApiKeyRow",
     "ApiKeys",
     "Catalog",
+    "CollectionContents",
     "CollectionRow",
     "CollectionVersion",
     "Database",

@@ -56,7 +56,7 @@ from ragcache.db.tables import (
     TokenTable,
     VectorTable,
 )
-from ragcache.errors import DocumentError, UnknownCollection
+from ragcache.errors import CollectionExists, DocumentError, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -90,6 +90,19 @@ class CollectionVersion(NamedTuple):
         mine, its = self.revision, other.revision
         same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
         return same and mine >= its
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionContents:
+    """All documents of a collection, and its settings."""
+
+    documents: Iterable[NewDocument]
+    instruction: str | None
+    """As in `CollectionVersion`."""
+    calibrations: str | None
+    """As in `CollectionVersion`."""
+    scaffolds: Mapping[KVKey, Sequence[str]]
+    """Names of modules that were encoded together, by the key of their joint states."""
 
 
 class Catalog:
@@ -189,6 +202,50 @@ class Catalog:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
                 freed += jobs.complete(session, job)
+            return retire(session, freed)
+
+    def fill_collection(
+        self, collection: str, contents: CollectionContents, job: RunningJob, *, replaces: bool
+    ) -> list[KVKey]:
+        """Store all documents of a collection in one transaction, which ends a job.
+
+        Args:
+            collection: The collection, which is created if there is none.
+            contents: Its documents and settings.
+            job: Job that makes the change.
+            replaces: Delete the documents of the collection first.
+
+        Returns:
+            Keys as `replace_documents` does.
+
+        Raises:
+            CollectionExists: The collection has documents, and `replaces` is not set.
+            JobCanceled: The job was canceled.
+            JobTaken: Another process runs the job.
+        """
+        with self._database.transaction() as session:
+            owner = self._change(session, collection)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            names = list(session.scalars(rows))
+            if names and not replaces:
+                raise CollectionExists(
+                    f"the collection {collection!r} has {len(names):,} documents; import into "
+                    "another collection, or replace them"
+                )
+            freed = delete_rows(session, owner, names)
+            changed = update(CollectionTable).where(CollectionTable.id == owner)
+            settings = {"instruction": contents.instruction, "calibrations": contents.calibrations}
+            session.execute(changed.values(settings))
+            for document in contents.documents:
+                insert_rows(session, owner, document, self._tokenizer, self._embedder)
+            for key, scaffold in contents.scaffolds.items():
+                own = from_modules(ModuleTable.name, ModuleTable.id)
+                named = own.where(DocumentTable.collection_id == owner)
+                found = rows_of(session, named, ModuleTable.name, set(scaffold))
+                ids = {row.name: row.id for row in found}
+                members = [ids[name] for name in scaffold]
+                session.add(ScaffoldTable(collection_id=owner, key=key, members=members))
+            freed += jobs.complete(session, job)
             return retire(session, freed)
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:

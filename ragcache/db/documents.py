@@ -41,6 +41,8 @@ class NewModule:
     """Metadata of the module itself."""
     places: Sequence[tuple[int, int]] = ()
     """Positions of runs of its text, as pairs of characters: in the module, in the document."""
+    other_keys: Sequence[KVKey] = ()
+    """Keys of its states under other encodings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ def insert_rows(
     for stored, module in zip(modules, document.modules, strict=True):
         tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
         session.add(TokenTable(module_id=stored.id, tokenizer=tokenizer, token_ids=tokens))
-        session.add(EncodingTable(module_id=stored.id, key=module.key))
+        for key in (module.key, *module.other_keys):
+            session.add(EncodingTable(module_id=stored.id, key=key))
         if module.vector is not None and embedder is not None:
             vector = module.vector.astype("<f4").tobytes()
             session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))

@@ -263,7 +263,7 @@ class Ingestor:
         report = changes.report(loaded, sync=sync)
         prepared = self._prepare(job, changes.changed, preparing)
         modules = [module for _, each in prepared for module in each]
-        self._check_window([module.token_ids for module in modules])
+        self.check_window([module.token_ids for module in modules])
         skipped = [asdict(each) for each in loaded.skipped]
         self._jobs.describe(job, len(modules), {**report, "skipped": skipped})
         encoded, stores = 0, bool(prepared or report["removed"] or changes.moved)
@@ -431,7 +431,8 @@ class Ingestor:
         parts = (document.digest, metadata, str(SPLIT_VERSION), size)
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
-    def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
+    def check_window(self, modules: Sequence[Sequence[int]]) -> None:
+        """Raise `ConfigurationError` if a module leaves no room for an answer."""
         window = self.encoder.model.causal.window
         taken = len(self.encoder.preamble_ids) + self.config.max_tokens
         longest = max(map(len, modules), default=0)

@@ -220,6 +220,12 @@ class ModuleEncoder(StateEncoder):
         """
         return self._wanted(token_ids, encoding, start).key
 
+    def request_of(self, length: int, encoding: Encoding) -> LeaseRequest:
+        """Return the properties of states of a module of `length` tokens that are stored."""
+        before, _ = self.surroundings.place(length, encoding)
+        root = self._root_key(before) if before else self.preamble_key
+        return self._request("ingest", encoding, root)
+
     def lease(
         self,
         modules: Sequence[Sequence[int]],

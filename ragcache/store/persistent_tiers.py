@@ -196,6 +196,15 @@ class PersistentTiers:
                 return index, states
         return None
 
+    def peek(self, key: KVKey) -> StoredStates | None:
+        """Read the states of a key as `read` does, without memory of the tiers before."""
+        while True:
+            with self._flights.begin([key]) as flight:
+                if flight.mine:
+                    found = self.read(key, lambda _: None)  # no memory: map the blob
+                    return None if found is None else found[1]
+            flight.wait_for_others()
+
     def _get(self, index: TierIndex, key: KVKey, room: Room) -> StoredStates:
         if not index.tier.traits.mapped:
             return index.tier.get(key)

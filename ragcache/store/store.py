@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from sqlalchemy import func, select
 
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
-from ragcache.db.ledger import Ledger, StateRow
+from ragcache.db.ledger import Ledger, StateMetadata, StateRow
 from ragcache.db.references import ROOT_MODE, is_unowned, owned_among, retire
 from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
@@ -32,7 +32,7 @@ from ragcache.errors import (
     StoreFull,
 )
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import KVDtype
+from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequest
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
@@ -245,6 +245,26 @@ class KVStore:
         with self.lease([key], request or LeaseRequest("ingest")) as lease:
             while lease.claim():
                 lease.put(key, states)
+
+    def add_states(
+        self, found: Mapping[KVKey, StoredStates], request: LeaseRequest | None = None
+    ) -> None:
+        """Write states from elsewhere to every persistent tier that lacks them.
+
+        They take no room in memory, and push nothing out of it. Keys that another process has
+        claimed are skipped. Raises `StoreError`.
+        """
+        of = request or LeaseRequest("ingest")
+        for key, states in found.items():
+            self.memory.describe(key, StateMetadata(states.length, of.mode, of.root, of.model))
+        self.persistent.add(found, self.ledger.advance_clock())
+
+    def peek(self, key: KVKey) -> StoredStates | None:
+        """Read verified states from a persistent tier, without a use, a lease or room in memory.
+
+        Returns None if no tier can return them.
+        """
+        return self.persistent.peek(key)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Begin to read states from lower tiers into the first one, if it has room.

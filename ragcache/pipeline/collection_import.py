@@ -1,0 +1,385 @@
+"""Collections that arrive: an archive is verified, then stored.
+
+The archive is verified as a whole before anything is stored. States then belong to an ingestion
+job, as in an ingestion, and the documents appear in one transaction with the end of the job: a
+process that dies in between leaves no document, and the next import goes on with its states.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ragcache.answers.confidence import read_calibrations
+from ragcache.config import salt_of
+from ragcache.db import (
+    CollectionContents,
+    NewDocument,
+    NewModule,
+    RunningJob,
+    collection_target,
+)
+from ragcache.documents import SourceDocument
+from ragcache.documents.source import check_metadata, check_storable
+from ragcache.errors import ArchiveDamaged, ArchiveMismatch, CollectionExists, DocumentError
+from ragcache.modes import AFTER_PREAMBLE, Encoding
+from ragcache.pipeline.archive import ArchivedDocument, ArchiveReader, Manifest, damaged
+from ragcache.pipeline.collection_export import Report, fingerprints, joined
+from ragcache.pipeline.ingest import check_collection
+from ragcache.pipeline.module_states import ModuleEncoder, portions
+from ragcache.pipeline.namespace import Namespace
+from ragcache.retrieval import embedder_name
+from ragcache.states import KVKey
+from ragcache.states.quantization import model_dtype
+from ragcache_schemas import sanitize_text
+
+_LONGEST_HEADER = 1 << 16  # bytes of a blob's header
+_WRITERS = 2  # threads that store states: one reads while another waits for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionImport:
+    """Summary of an import."""
+
+    collection: str
+    documents: int
+    modules: int
+    states: int
+    """Number of states that were stored."""
+    known: int
+    """Number of states of the archive that the folder held already."""
+    encoded: int
+    """Number of modules that were encoded here."""
+    missing: int
+    """Number of modules without states, which the first questions encode."""
+
+
+class _ArchivedStates(NamedTuple):
+    """States of an archive."""
+
+    key: KVKey
+    """Key in the archive, which is salted with the namespace of the export."""
+    encoding: Encoding
+    length: int
+    """Number of tokens."""
+
+
+class _ReusedMemory:
+    """Memory for one read at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 [nbytes], which the next call overwrites."""
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes]
+
+
+@dataclass(slots=True)
+class _Contents:
+    """Contents of a verified archive, of which nothing but tokens stays in memory."""
+
+    encoder: ModuleEncoder
+    """Encoder of the collection."""
+    takes_states: bool
+    tokens: list[list[array[int]]] = field(default_factory=list)
+    """Tokens of the modules of each document."""
+    states: dict[KVKey, _ArchivedStates] = field(default_factory=dict)
+    """States of the archive by their keys in this folder."""
+    scaffolds: dict[KVKey, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class CollectionImporter:
+    """Stores the collection of an archive."""
+
+    namespace: Namespace
+    archive: ArchiveReader
+    collection: str
+    encode: bool
+    """Whether to encode modules whose states the archive lacks, or cannot give to this model."""
+    replaces: bool
+    """Whether the archive replaces the documents of the collection."""
+    report: Report
+
+    def run(self) -> CollectionImport:
+        """Verify the archive, then store its states and its documents.
+
+        Raises:
+            ArchiveDamaged: The archive was cut off or changed, or is hostile. Nothing is stored.
+            ArchiveMismatch: Another model or version made it, and `encode` is not set.
+            CollectionExists: The collection has documents already.
+            JobCanceled: The import was canceled.
+            StoreError: The states cannot be stored.
+        """
+        check_collection(self.collection)
+        self._check_free()
+        contents = self._verify()
+        jobs = self.namespace.shared.store.jobs.within(self.namespace.name)
+        with jobs.turn(collection_target(self.collection)) as job:
+            jobs.describe(job, sum(map(len, contents.tokens)), {})
+            stored = self._store_states(job, contents)
+            encoded, missing = self._encode(job, contents)
+            self._store_documents(RunningJob(job, jobs.session), contents)
+        return CollectionImport(
+            self.collection,
+            documents=len(contents.tokens),
+            modules=sum(map(len, contents.tokens)),
+            states=stored,
+            known=len(contents.states) - stored,
+            encoded=encoded,
+            missing=missing,
+        )
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self.archive.manifest
+
+    def _check_free(self) -> None:
+        known = self.namespace.catalog.collections().get(self.collection, 0)
+        if known and not self.replaces:
+            raise CollectionExists(
+                f"the collection {self.collection!r} has {known:,} documents; import into another "
+                "collection, or replace them"
+            )
+
+    def _verify(self) -> _Contents:
+        """Read the whole archive once, and compare it with the model of this folder."""
+        encoder = self.namespace.ask.encoder.with_instruction(self._manifest.instruction)
+        reasons = self._differences(encoder)
+        if reasons and not self.encode:
+            raise ArchiveMismatch(
+                f"{self.archive.name} cannot be used here: {'; '.join(reasons)}. Open the folder "
+                "with the same model, or give --encode to take the texts and encode them here"
+            )
+        self._check_calibrations()
+        contents = _Contents(encoder, takes_states=not reasons)
+        theirs = replace(encoder, salt=salt_of(self._manifest.namespace))
+        tokens: dict[str, Sequence[int]] = {}
+        members = {name for each in self._manifest.scaffolds for name in each}
+        ids: set[str] = set()
+        dimensions: set[int] = set()
+        for document in self.archive.documents():
+            self._check_document(document, ids, dimensions)
+            contents.tokens.append([])
+            for number, module in enumerate(document.modules, 1):
+                found = encoder.model.encode_untrusted(module.text)
+                contents.tokens[-1].append(array("i", found))
+                name = f"{document.id}#{number}"
+                if name in members:
+                    tokens[name] = found
+                for encoding in module.states:
+                    states = _ArchivedStates(theirs.key(found, encoding), encoding, len(found))
+                    contents.states[encoder.key(found, encoding)] = states
+        self.namespace.ingestor.check_window(
+            [each for document in contents.tokens for each in document]
+        )
+        held = set(self.archive.state_keys)
+        for names in self._manifest.scaffolds:
+            if not tokens.keys() >= set(names):
+                raise self._damaged("a scaffold names modules that it does not hold")
+            joint = joined(tokens, names)
+            contents.scaffolds[encoder.key(joint)] = names
+            if (key := theirs.key(joint)) in held:
+                states = _ArchivedStates(key, AFTER_PREAMBLE, len(joint))
+                contents.states[encoder.key(joint)] = states
+        if contents.takes_states:
+            self._verify_states({each.key: each.length for each in contents.states.values()})
+        else:
+            contents.states.clear()
+        return contents
+
+    def _differences(self, encoder: ModuleEncoder) -> list[str]:
+        """Return why the archive's states cannot be used with this model."""
+        theirs, ours = self._manifest.fingerprints, fingerprints(encoder)
+        told = {
+            "states_format": f"its states have format {theirs.states_format}, and this ragcache "
+            f"has format {ours.states_format}",
+            "model": f"it was made with the model {self._manifest.model} (fingerprint "
+            f"{theirs.model:.12}), and this folder is open with {encoder.model.name} "
+            f"({ours.model:.12})",
+            "tokenizer": f"its tokenizer differs (fingerprints {theirs.tokenizer:.12} and "
+            f"{ours.tokenizer:.12})",
+            "scheme": f"its positions are {theirs.scheme}, and this model's {ours.scheme}",
+            "preamble": "its prompts begin with another text, because the chat template or its "
+            "variables differ",
+        }
+        return [text for name, text in told.items() if getattr(theirs, name) != getattr(ours, name)]
+
+    def _check_calibrations(self) -> None:
+        try:
+            read_calibrations(self._manifest.calibrations)
+        except Exception as error:
+            raise self._damaged(f"its calibrations are not readable ({error!r:.200})") from error
+
+    def _check_document(
+        self, document: ArchivedDocument, ids: set[str], dimensions: set[int]
+    ) -> None:
+        """Check that the database can hold a document, and that its id is new.
+
+        Adds its id and the dimensions of its vectors to the sets.
+        """
+        texts = [document.text, *(module.text for module in document.modules)]
+        try:
+            check_storable([SourceDocument(document.id, "", document.uri, document.attributes)])
+            for module in document.modules:
+                check_metadata(module.details, document.id)
+        except DocumentError as error:
+            raise self._damaged(str(error)) from error
+        if document.id in ids:
+            raise self._damaged(f"two documents are both called {document.id!r:.80}")
+        if any(sanitize_text(text) != text or not text.strip() for text in texts[1:]):
+            raise self._damaged(
+                f"a module of {document.id!r:.80} has control characters or no text"
+            )
+        if any(len(run) != 2 for module in document.modules for run in module.places):
+            raise self._damaged(f"a module of {document.id!r:.80} has places that are no pairs")
+        try:
+            vectors = [_vector(module.vector) for module in document.modules]
+        except ValueError as error:
+            raise self._damaged(f"a vector of {document.id!r:.80} is none ({error})") from error
+        dimensions |= {len(vector) for vector in vectors if vector is not None}
+        if len(dimensions) > 1:
+            raise self._damaged("its vectors have different dimensions")
+        ids.add(document.id)
+
+    def _verify_states(self, lengths: dict[KVKey, int]) -> None:
+        """Verify all states: their checksums, and that they are of these tokens and this model."""
+        held = self.archive.state_keys
+        if lost := lengths.keys() - set(held):
+            raise self._damaged(f"it lacks the states {min(lost)}")
+        if set(held) - lengths.keys():
+            raise self._damaged("it holds states that belong to none of its modules")
+        causal, done = self.namespace.shared.model.causal, 0
+        memory = _ReusedMemory()
+        total = sum(map(self.archive.states_nbytes, held))
+        for key in held:
+            nbytes, length = self.archive.states_nbytes(key), lengths[key]
+            if nbytes > _LONGEST_HEADER + 2 * causal.bytes_per_token * (length + 2):  # as int8
+                raise self._damaged(f"the states {key} are larger than their module's")
+            states = self.archive.read_states(key, memory.allocate)
+            shape = (causal.num_layers, causal.num_kv_heads, length)
+            shapes = tuple(states.keys.shape), tuple(states.values.shape)
+            if shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
+                raise self._damaged(f"the states {key} have other shapes than their module's")
+            if model_dtype(states) != causal.states_dtype:
+                raise self._damaged(f"the states {key} have another dtype than the model's")
+            done += nbytes
+            self.report("verifying", done, total)
+
+    def _store_states(self, job: int, contents: _Contents) -> int:
+        """Store the states that no tier has, and return how many."""
+        store = self.namespace.shared.store
+        jobs = store.jobs.within(self.namespace.name)
+        keys = list(contents.states)
+        jobs.expect(job, keys)  # so that nobody retires them meanwhile
+        store.look_up(keys)
+        lacking = [key for key in keys if not store.persistent.holds(key)]
+
+        def store_portion(portion: Sequence[KVKey]) -> int:
+            jobs.expect(job, portion)  # ends the import if it was canceled
+            for key in portion:
+                self._store(contents, key)
+            return len(portion)
+
+        stored = 0
+        with ThreadPoolExecutor(_WRITERS, "ragcache-import") as writers:
+            try:
+                for count in writers.map(store_portion, portions(lacking)):
+                    stored += count
+                    self.report("storing", stored, len(lacking))
+            except BaseException:
+                writers.shutdown(cancel_futures=True)
+                raise
+        return stored
+
+    def _store(self, contents: _Contents, key: KVKey) -> None:
+        archived = contents.states[key]
+        states = self.archive.read_states(archived.key)
+        request = contents.encoder.request_of(archived.length, archived.encoding)
+        self.namespace.shared.store.add_states({key: states}, request)
+
+    def _encode(self, job: int, contents: _Contents) -> tuple[int, int]:
+        """Encode modules without states, if wanted.
+
+        Returns how many were encoded, and how many still have no states.
+        """
+        store, ingestor = self.namespace.shared.store, self.namespace.ingestor
+        jobs = store.jobs.within(self.namespace.name)
+        every = {contents.encoder.key(ids): ids for each in contents.tokens for ids in each}
+        tokens = {key: ids for key, ids in every.items() if not store.memory.is_known(key)}
+        if not self.encode:
+            return 0, len(tokens)
+        done = 0
+        for portion in portions(list(tokens)):
+            jobs.expect(job, portion)
+            with ingestor.turns.turn(self.namespace.name):
+                modules = [tokens[key] for key in portion]
+                contents.encoder.lease(modules, origin="ingest").release()
+            done += len(portion)
+            self.report("encoding", done, len(tokens))
+        return done, 0
+
+    def _store_documents(self, job: RunningJob, contents: _Contents) -> None:
+        """Make the documents visible, in one transaction that ends the job."""
+        namespace, shared = self.namespace, self.namespace.shared
+        own = (
+            None if self._manifest.instruction == shared.instruction else self._manifest.instruction
+        )
+        new = CollectionContents(
+            self._rows(contents), own, self._manifest.calibrations, contents.scaffolds
+        )
+        freed = namespace.catalog.fill_collection(self.collection, new, job, replaces=self.replaces)
+        shared.store.discard(freed)
+        namespace.ingestor.retriever.indexes.update(self.collection)
+
+    def _rows(self, contents: _Contents) -> Iterator[NewDocument]:
+        embedder = self.namespace.shared.embedder
+        same = embedder is not None and embedder_name(embedder) == self._manifest.embedder
+        for document, tokens in zip(self.archive.documents(), contents.tokens, strict=True):
+            modules = []
+            for number, (module, ids) in enumerate(zip(document.modules, tokens, strict=True), 1):
+                keys = [contents.encoder.key(ids, each) for each in module.states]
+                own = contents.encoder.key(ids)
+                modules.append(
+                    NewModule(
+                        f"{document.id}#{number}",
+                        module.text,
+                        ids,
+                        own,
+                        _vector(module.vector) if same else None,
+                        module.details,
+                        [(run[0], run[1]) for run in module.places],
+                        [key for key in keys if key != own] if contents.takes_states else (),
+                    )
+                )
+            yield NewDocument(
+                document.id,
+                document.uri,
+                document.digest,
+                modules,
+                document.attributes,
+                document.text,
+            )
+
+    def _damaged(self, reason: str) -> ArchiveDamaged:
+        return damaged(self.archive.name, reason)
+
+
+def _vector(text: str | None) -> np.ndarray | None:
+    """Return an archived embedding, float32 [D]. Raises `ValueError` if it is none."""
+    if text is None:
+        return None
+    vector = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    if not len(vector) or not np.isfinite(vector).all():
+        raise ValueError("a vector is empty or not finite")
+    return vector
