@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ragcache.answers.confidence import (
     Calibration,
@@ -215,7 +216,7 @@ class Collections:
 
     def import_archive(
         self,
-        path: str | Path,
+        source: str | Path | BinaryIO,
         collection: str | None = None,
         *,
         encode: bool = False,
@@ -228,7 +229,7 @@ class Collections:
         An import that was interrupted leaves states alone, with which the next one goes on.
 
         Args:
-            path: The file.
+            source: The file: its path, or an open file of the operating system.
             collection: Name of the collection. Defaults to its name in the file.
             encode: Encode modules whose states the file lacks. If another model or version made the
                 file, take the texts alone and encode all modules.
@@ -248,18 +249,23 @@ class Collections:
             >>> done.documents, done.encoded
             (1, 0)
         """
-        namespace, path = self._namespace, Path(path)
-        namespace.shared.deferred.release()
-        try:
-            archive = ArchiveReader(path)
-        except OSError as error:
-            reason = error.strerror or error
-            raise UnreadableDocument(f"cannot read the archive {path}: {reason}") from error
-        with archive:
-            name = archive.manifest.collection if collection is None else collection
-            return CollectionImporter(
-                namespace, archive, name, encode=encode, replaces=replace, report=report
-            ).run()
+        self._namespace.shared.deferred.release()
+        if isinstance(source, str | Path):
+            try:
+                file: BinaryIO = Path(source).open("rb")  # noqa: SIM115  # closed below
+            except OSError as error:
+                reason = error.strerror or error
+                raise UnreadableDocument(f"cannot read the archive {source}: {reason}") from error
+            with file:
+                return self.import_archive(
+                    file, collection, encode=encode, replace=replace, report=report
+                )
+        name = Path(source.name).name if isinstance(source.name, str) else "the archive"
+        archive = ArchiveReader(source, name)
+        target = archive.manifest.collection if collection is None else collection
+        return CollectionImporter(
+            self._namespace, archive, target, encode=encode, replaces=replace, report=report
+        ).run()
 
     def prepare_indexes(self) -> None:
         """Build the indexes of all collections in the background, and return at once.

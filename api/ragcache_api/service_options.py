@@ -68,6 +68,8 @@ class ServiceOptions(OpenConfig):
     """The most bytes of a request's body."""
     upload_bytes: Positive = 64 * 2**20
     """The most bytes of an upload."""
+    archive_bytes: Positive = 64 * 2**30
+    """The most bytes of an archive that an operator uploads."""
     rate: str | None = None
     """Requests of a key or address, as `100/minute`."""
     rate_storage: str | None = None

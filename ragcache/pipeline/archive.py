@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -327,36 +327,29 @@ class ArchiveReader:
     """An open archive whose structure has been checked.
 
     Example:
-        >>> with ArchiveReader(Path("handbook.ragcache")) as archive:      # doctest: +SKIP
-        ...     archive.manifest.collection
+        >>> with open("handbook.tar", "rb") as file:      # doctest: +SKIP
+        ...     ArchiveReader(file, file.name).manifest.collection
         'handbook'
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open an archive, check its members against its index, and read its manifest.
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        """Check the members of an archive against its index, and read its manifest.
 
         Contents of documents and states are checked when they are read.
+
+        Args:
+            file: The open file, which stays the caller's.
+            name: Its name in errors.
 
         Raises:
             ArchiveDamaged: The file is no archive, is incomplete or was changed.
             ArchiveMismatch: Another version of the format made it.
             OSError: The file cannot be read.
         """
-        self.name = path.name
-        self._file = os.open(path, os.O_RDONLY)
-        try:
-            self._members = self._scan()
-            self.manifest = self._read_manifest()
-            self._checksums = self._check_index()
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def __enter__(self) -> ArchiveReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        self.name, self._file = name, file.fileno()
+        self._members = self._scan()
+        self.manifest = self._read_manifest()
+        self._checksums = self._check_index()
 
     @property
     def state_keys(self) -> list[KVKey]:

@@ -18,6 +18,8 @@ from ragcache_api.cli.console import errors, print_error
 _AFTER_CTRL_C = {
     "bench": "nothing was written",
     "chat": "the conversation is not kept, the collection is as it was",
+    "export": "what was written is kept; the same command goes on",
+    "import": "states that were stored are kept, no document is; the same command goes on",
     "ingest": "what was encoded is kept, no document is half stored; the same command goes on",
     "modules": "what was changed stays so; the same command goes on",
     "rm": "a document is removed whole or not at all; `ragcache documents` lists what is left",
@@ -51,6 +53,8 @@ _COMMANDS = {
     ),
     "rm": ("documents.remove", "Remove documents, or a collection, with their states."),
     "warm": ("documents.warm", "Encode the states that no tier has any more."),
+    "export": ("transfer.export_collection", "Write a collection with its states to one file."),
+    "import": ("transfer.import_collection", "Store the collection of a file."),
     "prompt": ("ask.prompt", "Answer a PML prompt over a schema that was added before."),
     "eval": ("evaluate.evaluate_command", "Mark the answers to known questions, mode by mode."),
     "doctor": ("admin.doctor", "Check the installation, the model and the state folder."),

@@ -85,6 +85,8 @@ STORE = Offer((*LEDGER.names, "remote"))
 """Options of commands that read or change stored states."""
 ENCODING = Offer(("model", "dtype", "instruction", "state"))
 """Options of commands that encode stored documents."""
+TRAVELING = Offer((*ENCODING.names, "embedding"))
+"""Options of commands that export and import collections."""
 INGESTING = Offer((*ENCODING.names, "embedding", "module_tokens", "ocr"))
 """Options of commands that store documents."""
 ASKING = Offer((*ENCODING.names, "embedding", "reranker", "force_modes"))

@@ -42,7 +42,7 @@ from ragcache_api.cluster.replicas import (
 )
 from ragcache_api.cluster.streams import ResumableResponse, error_event, is_resumable
 from ragcache_api.http.access_log import AccessLog
-from ragcache_api.http.auth import UPLOADS, AccessMiddleware, Caller
+from ragcache_api.http.auth import ARCHIVES, UPLOADS, AccessMiddleware, Caller
 from ragcache_api.http.bodies import (
     AnswerRequest,
     ChatRequest,
@@ -152,6 +152,9 @@ class Gateway:
         elif found := _REPLICAS.match(path):
             scope["state"]["caller"].require_operator()
             response = JSONResponse(await self._replicas(scope["method"], found))
+        elif ARCHIVES.match(path):
+            text = "archives do not pass a gateway; `ragcache export` and `import` read the ledger"
+            raise HTTPProblem(501, "no-archives", text)
         else:
             await self._forward(scope, receive, send)
             return

@@ -25,6 +25,7 @@ from ragcache_api.http.protocol import referenced_schemas
 from ragcache_api.http.routes import (
     admin,
     answers,
+    archives,
     documents,
     files,
     keys,
@@ -59,6 +60,7 @@ ROUTERS = (
     pins.router,
     pins.admin_router,
     admin.router,
+    archives.router,
     keys.router,
 )
 

@@ -44,6 +44,8 @@ _STORAGE_SECONDS = 1.0  # timeout of the storage of rates
 _REST_SECONDS = 5.0  # pause after a failure of that storage
 UPLOADS = re.compile(r"/v1/collections/[^/]+/documents/?$")
 _LARGE = re.compile(rf"{UPLOADS.pattern}|/v1/files/?$")
+ARCHIVES = re.compile(r"/admin/collections/[^/]+/archive/?$")
+_ARCHIVE_SECONDS = 86_400.0  # in which an archive must have come
 _OPEN = ("/health", "/health/live", "/health/ready")
 KEY_HEADERS = ("x-api-key", "api-key")
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
@@ -99,8 +101,12 @@ class AccessMiddleware:
         state = scope.setdefault("state", {})
         if path not in self._open:
             state["caller"] = await self._admit(scope, headers, path)
-        end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), settings.deadline)
-        limit = settings.upload_bytes if _LARGE.match(path) else settings.body_bytes
+        limit, seconds = settings.body_bytes, settings.deadline
+        if _LARGE.match(path):
+            limit = settings.upload_bytes
+        elif ARCHIVES.match(path):
+            limit, seconds = settings.archive_bytes, _ARCHIVE_SECONDS
+        end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), seconds)
         check_length(headers.get("content-length"), limit)
         if is_packed(headers.get("content-encoding")):
             scope, receive = unpacked_scope(scope), gunzipped(receive)

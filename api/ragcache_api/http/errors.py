@@ -19,6 +19,8 @@ from starlette.responses import JSONResponse, Response
 from ragcache_api.http.paths import is_anthropic, is_openai
 
 STATUS = {
+    "ArchiveError": 422,
+    "ArchiveMismatch": 409,
     "ConfigurationError": 400,
     "RequestError": 400,
     "UnsupportedModel": 400,
@@ -28,6 +30,7 @@ STATUS = {
     "UnknownKey": 404,
     "UnknownModule": 404,
     "UnknownSchema": 404,
+    "CollectionExists": 409,
     "DocumentsChanged": 409,
     "IdempotencyConflict": 409,
     "PinBudgetExceeded": 409,
