@@ -1,6 +1,6 @@
 """The archive of a collection: an uncompressed tar file, which is written and read as a stream.
 
-    manifest.json              what made it: fingerprints of model and tokenizer, the schema
+    manifest.json              fingerprints of model and tokenizer, instruction, schema
     documents/00000000.json    a document with the texts of its modules, one file each
     states/KEY.safetensors     states, byte for byte as the disk tier has them
     index.json                 names, sizes and checksums of all files before it
@@ -19,6 +19,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -79,7 +80,7 @@ class ArchivedDocument(_Record):
     modules: list[ArchivedModule] = Field(min_length=1)
 
 
-class Fingerprints(_Record):
+class ArchiveFingerprints(_Record):
     """Everything outside of a collection that its states depend on."""
 
     states_format: int
@@ -94,7 +95,7 @@ class Fingerprints(_Record):
 
 
 class Manifest(_Record):
-    """What an archive holds and what made it."""
+    """Contents of an archive, and the versions and models that made it."""
 
     format: Literal["ragcache-collection"] = "ragcache-collection"
     version: int = VERSION
@@ -105,7 +106,7 @@ class Manifest(_Record):
     """Revision of the collection that was exported."""
     model: str
     """Name of the model."""
-    fingerprints: Fingerprints
+    fingerprints: ArchiveFingerprints
     module_schema: str
     """PML schema whose prompt a question to the collection is."""
     instruction: str
@@ -222,10 +223,11 @@ def write_entries(path: Path, entries: Iterable[ArchiveEntry]) -> int:
         OSError: The file cannot be written.
     """
     part = path.with_name(f"{path.name}.part")
-    index = ArchiveIndex()
+    index, left = ArchiveIndex(), iter(entries)
+    first = next(left)  # an unknown collection makes no file
     with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         end, written, kept = file.seek(0, io.SEEK_END), 0, True
-        for entry in entries:
+        for entry in chain([first], left):
             if kept:
                 member = _find_kept(file.fileno(), written, end, entry, index)
                 if member is not None:

@@ -16,7 +16,7 @@ from ragcache.pipeline.archive import (
     ArchivedDocument,
     ArchivedModule,
     ArchiveEntry,
-    Fingerprints,
+    ArchiveFingerprints,
     Manifest,
     Parts,
     document_name,
@@ -60,10 +60,10 @@ class CollectionExport:
     """Size of the archive."""
 
 
-def fingerprints(encoder: ModuleEncoder) -> Fingerprints:
+def fingerprints(encoder: ModuleEncoder) -> ArchiveFingerprints:
     """Return what the states of a collection depend on, for the encoder of the collection."""
     causal = encoder.model.causal
-    return Fingerprints(
+    return ArchiveFingerprints(
         states_format=FORMAT_VERSION,
         model=causal.fingerprint,
         tokenizer=encoder.model.tokenizer_fingerprint,

@@ -179,7 +179,14 @@ def page_blocks(page: str, kind: str) -> list[str]:
     return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
 
 
-PYTHON_GUIDES = ("ask.md", "extractive.md", "confidence.md", "documents.md", "evaluate.md")
+PYTHON_GUIDES = (
+    "ask.md",
+    "extractive.md",
+    "confidence.md",
+    "documents.md",
+    "evaluate.md",
+    "transfer.md",
+)
 
 
 @pytest.mark.slow
@@ -288,7 +295,7 @@ def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) ->
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("page", [*SERVICE_PAGES, "../start.md"])
+@pytest.mark.parametrize("page", [*SERVICE_PAGES, "../start.md", "transfer.md"])
 def test_commands_of_pages_exist(page: str) -> None:
     blocks = "\n".join(page_blocks(page, "sh"))
     lines = [shlex.split(line) for line in blocks.splitlines() if line.startswith("ragcache ")]
