@@ -76,7 +76,7 @@ async def import_archive(
     """Store the collection of an archive, whose whole content is verified first.
 
     The documents appear together at the end. After an interruption, the same upload stores only
-    what is missing. With `encode`, modules without states are encoded: all of them, if another
+    the states that the folder lacks. With `encode`, modules without states are encoded: all of them, if another
     model made the archive. With `replace`, the archive replaces the collection's documents.
     """
     with tempfile.TemporaryFile(dir=_folder(context)) as file:
