@@ -76,8 +76,8 @@ async def import_archive(
     """Store the collection of an archive, whose whole content is verified first.
 
     The documents appear together at the end. After an interruption, the same upload stores only
-    the states that the folder lacks. With `encode`, modules without states are encoded: all of them, if another
-    model made the archive. With `replace`, the archive replaces the collection's documents.
+    states that the folder lacks. With `encode`, modules without states are encoded: all of them, if
+    another model made the archive. With `replace`, the archive replaces the collection's documents.
     """
     with tempfile.TemporaryFile(dir=_folder(context)) as file:
         await _receive(context.request, file)
