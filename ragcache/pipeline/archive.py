@@ -143,7 +143,7 @@ class ArchiveEntry:
     load: Callable[[], Parts | None]
     """Returns the content, or None if it is no longer there."""
     key: KVKey | None = None
-    """Key of the states. None for JSON."""
+    """Key of the states, unless it is JSON."""
 
 
 def text_entry(name: str, content: BaseModel) -> ArchiveEntry:

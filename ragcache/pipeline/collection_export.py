@@ -61,7 +61,7 @@ class CollectionExport:
 
 
 def fingerprints(encoder: ModuleEncoder) -> ArchiveFingerprints:
-    """Return what the states of a collection depend on, for the encoder of the collection."""
+    """Return the fingerprints of a collection's states, from the encoder of the collection."""
     causal = encoder.model.causal
     return ArchiveFingerprints(
         states_format=FORMAT_VERSION,
