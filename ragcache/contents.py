@@ -71,6 +71,10 @@ class Collections:
         self._namespace.shared.store.ledger.flush()
         return self._namespace.catalog.preview_deletion(collection, document_ids)
 
+    def names(self) -> list[str]:
+        """Return the names of all collections, sorted."""
+        return sorted(self._namespace.catalog.versions())
+
     def page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
         """List a page of the collections by name, with their sizes.
 

@@ -258,7 +258,7 @@ def _close_all() -> None:
     for opened in [each for _, each in sorted(_closed_at_exit.items(), reverse=True)]:
         try:
             opened.close()
-        except Exception:
+        except Exception:  # the others are closed, too
             logger.exception("%r could not be closed at exit", opened)
 
 

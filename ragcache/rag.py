@@ -427,8 +427,13 @@ class RagCache:
     ) -> list[PendingAnswer]:
         mode = ReuseMode.parse(options.mode)
         selection = _single_selection(options.selection, len(questions))
-        build = lambda mode: self.internals.ask.prepare_prompts(  # noqa: E731
-            questions, options.collection, options, mode, options.chat_template_kwargs, selection
+        build = partial(
+            self.internals.ask.prepare_prompts,
+            questions,
+            options.collection,
+            options,
+            template_kwargs=options.chat_template_kwargs,
+            selection=selection,
         )
         return self.internals.submitter.build_and_run(build, mode, options.generation)
 
@@ -533,10 +538,10 @@ class RagCache:
             keep if options.recognize and options.recognize_recurring else {},
             options.keeper,
         )
-        build = lambda mode: self.internals.chat.prepare_prompts(  # noqa: E731
-            conversations, replace(call, mode=mode)
+        prepare = self.internals.chat.prepare_prompts
+        return self.internals.submitter.build_and_run(
+            lambda mode: prepare(conversations, replace(call, mode=mode)), mode, generation
         )
-        return self.internals.submitter.build_and_run(build, mode, generation)
 
     @TakesOptions(PromptOptions)
     def prompt(self, text: str, options: PromptOptions) -> Answer:
@@ -574,11 +579,12 @@ class RagCache:
         return AnswerStream(*self._start_prompts([text], options))
 
     def _start_prompts(self, texts: Sequence[str], options: PromptOptions) -> list[PendingAnswer]:
-        build = lambda mode: [  # noqa: E731
-            self.internals.pml.build(text, mode, options.source) for text in texts
-        ]
-        mode = ReuseMode.parse(options.mode)
-        return self.internals.submitter.build_and_run(build, mode, options.generation)
+        build = self.internals.pml.build
+        return self.internals.submitter.build_and_run(
+            lambda mode: [build(text, mode, options.source) for text in texts],
+            ReuseMode.parse(options.mode),
+            options.generation,
+        )
 
     @TakesOptions(SearchOptions)
     def retrieve(self, query: str, options: SearchOptions) -> Selection:

@@ -107,7 +107,10 @@ def split_document(
         tokenize: Function from a text to its token ids.
         progress: Called with the number of characters of each portion that was split.
     """
-    count = lambda text: len(tokenize(text))  # noqa: E731
+
+    def count(text: str) -> int:
+        return len(tokenize(text))
+
     modules: list[SplitModule] = []
     above: list[Heading] = []
     done = 0
@@ -281,7 +284,10 @@ def _cut_prose(
         length_function=count,
         strip_whitespace=False,
     )
-    fits = lambda piece: count(piece.strip() + _END) <= limit  # noqa: E731
+
+    def fits(piece: str) -> bool:
+        return count(piece.strip() + _END) <= limit
+
     position = 0
     hidden = text if language else hide_comments(text)
     for piece in (part for each in splitter.split_text(hidden) for part in _fitting(each, fits)):
@@ -313,7 +319,10 @@ def _cut_table(table: str, offset: int, size: int, limit: int, count: Count) -> 
     if room < size // 2:  # a header too wide to repeat
         yield from _cut_prose(table, offset, size, limit, count, "")
         return
-    fits = lambda rows: count((header + rows).strip() + _END) <= size  # noqa: E731
+
+    def fits(rows: str) -> bool:
+        return count((header + rows).strip() + _END) <= size
+
     group: list[str] = []
     used, begin = 0, offset + len(header)
     for row in [*lines[2:], ""]:

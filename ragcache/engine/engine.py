@@ -306,7 +306,7 @@ class LLMEngine:
         def deliver() -> None:
             try:
                 message()
-            except Exception as error:
+            except Exception as error:  # its caller is told, and others are served
                 logger.exception("a request could not be taken")
                 channel.fail(_step_failed(error))
             except BaseException as error:

@@ -262,7 +262,7 @@ def check_family(kind: type[Any], config: Any) -> None:
             differences.append(trial_difference(tiny))
             if differences[-1] <= TOLERANCE:
                 return
-    except Exception as error:
+    except Exception as error:  # code of models raises any type
         raise UnsupportedModel(
             f"models of type {config.model_type!r} are not served with quantized weights: their "
             f"code reads weights itself ({type(error).__name__}: {error}). Leave quantization out"

@@ -66,7 +66,7 @@ def try_family(kind: type[Any], config: Any) -> None:
             differences.append(trial_difference(tiny_model(kind, tiny, seed)))
             if differences[-1] <= TOLERANCE:
                 break
-    except Exception as error:
+    except Exception as error:  # code of models raises any type
         raise UnsupportedModel(
             f"the family of {config.model_type!r} models could not be tried on a tiny random "
             f"model: {type(error).__name__}: {error}. If the tiny configuration does not fit, name "

@@ -41,6 +41,7 @@ Owner = TypeVar("Owner")
 First = TypeVar("First")
 Second = TypeVar("Second")
 Result = TypeVar("Result")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Params(BaseModel):
@@ -110,6 +111,12 @@ class Params(BaseModel):
         return self.given().items()
 
 
+def with_signature(function: FunctionT, signature: inspect.Signature) -> FunctionT:
+    """Set the signature of a function, which `help`, editors and Typer read, and return it."""
+    function.__signature__ = signature  # type: ignore[attr-defined]  # unknown to mypy
+    return function
+
+
 class TakesOptions(Generic[P, OptionsT]):
     """Decorator of a method whose last parameter, `options`, is an option set.
 
@@ -151,11 +158,7 @@ class TakesOptions(Generic[P, OptionsT]):
             return method(*given, **named, options=self._options(**options))
 
         keywords = inspect.signature(self._options).parameters.values()
-        # `help` reads the signature; mypy knows no `__signature__` of functions.
-        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*before, *keywords]
-        )
-        return called
+        return with_signature(called, signature.replace(parameters=[*before, *keywords]))
 
 
 class Surface(BaseModel):

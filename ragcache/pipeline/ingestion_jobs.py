@@ -246,15 +246,19 @@ class IngestionJobs:
         collection = job.target.removeprefix(collection_target(""))
         try:
             self.deferred.release()
-            check_open = lambda *_: self.workers.check_open()  # noqa: E731
-            sync = bool(job.options.get("sync"))
-            self.ingestor.store_sources(job.id, collection, _loaded_of(job), check_open, sync=sync)
+            self.ingestor.store_sources(
+                job.id,
+                collection,
+                _loaded_of(job),
+                lambda *_: self.workers.check_open(),
+                sync=bool(job.options.get("sync")),
+            )
             self.ingestor.retriever.indexes.prepare(collection)
         except (EngineClosed, JobCanceled, JobTaken) as error:
             logger.warning("%s", error)
         except RagCacheError as error:  # expected: the job's row holds the reason
             self.rows.fail(job.id, error)
-        except Exception as error:
+        except Exception as error:  # the thread goes on with the next job
             logger.exception("job %s failed", job.id)
             self.rows.fail(job.id, error)
 

@@ -241,8 +241,7 @@ class ObservedModules:
             self._gate.measure([mode])
             if not self._gate.passes(mode):
                 return
-            count = lambda part: len(self._tokens(part))  # noqa: E731
-            for piece in pieces(text, self._module_tokens, count):
+            for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):
                 self._add(piece.strip(), mode)
         except EngineClosed:
             pass

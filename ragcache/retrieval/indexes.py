@@ -369,7 +369,7 @@ class CollectionIndexes:
         except LedgerUnavailable as error:
             _log.warning("the index of %r is built by a later question: %s", collection, error)
             return False
-        except Exception:
+        except Exception:  # searches go on in what there is
             _log.exception("the index of %r was not completed; what there is serves", collection)
             return False
         return True

@@ -217,8 +217,9 @@ class MemoryTiers:
         with self.lock:
             leaving = dict.fromkeys(self.expired(index, time.time()), "ttl")
             need -= sum(index.entries.get(key).nbytes for key in leaving)
-            stays = lambda key: key in leaving or self._stays(key)  # noqa: E731
-            chosen = index.entries.choose_victims(need, stays)
+            chosen = index.entries.choose_victims(
+                need, lambda key: key in leaving or self._stays(key)
+            )
             return None if chosen is None else leaving | dict.fromkeys(chosen, "pressure")
 
     def place(

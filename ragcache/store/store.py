@@ -482,7 +482,7 @@ def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
     except StoreError as error:
         store.counters.unreadable += 1
         logger.warning("%s; the store goes on", error)
-    except Exception:
+    except Exception:  # the thread goes on, whatever a round raised
         store.counters.unreadable += 1
         logger.exception("the upkeep of the store failed; it goes on")
 

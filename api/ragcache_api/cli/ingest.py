@@ -56,17 +56,14 @@ def ingest(
     Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, paths)
-    with ui.open_rag(options) as rag, _progress() as shown, _unread(strict=strict):
-        done = rag.ingest(
-            collection,
-            paths,
-            include=include or (),
-            exclude=exclude or (),
-            strict=strict,
-            **shown,
-        )
-        advice = _advise_size(rag, done)
-    _report(done, advice, as_json=as_json)
+    _store(
+        lambda rag, **reading: rag.ingest(collection, paths, **reading),
+        options,
+        include,
+        exclude,
+        strict=strict,
+        as_json=as_json,
+    )
 
 
 @expand_options
@@ -89,15 +86,28 @@ def sync(
         raise UnreadableDocument(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
+    _store(
+        lambda rag, **reading: rag.sync(collection, folder, **reading),
+        options,
+        include,
+        exclude,
+        strict=strict,
+        as_json=as_json,
+    )
+
+
+def _store(
+    run: Callable[..., Ingestion],
+    options: ServiceOptions,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    *,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Run an ingestion with its progress, and report it."""
     with ui.open_rag(options) as rag, _progress() as shown, _unread(strict=strict):
-        done = rag.sync(
-            collection,
-            folder,
-            include=include or (),
-            exclude=exclude or (),
-            strict=strict,
-            **shown,
-        )
+        done = run(rag, include=include or (), exclude=exclude or (), strict=strict, **shown)
         advice = _advise_size(rag, done)
     _report(done, advice, as_json=as_json)
 

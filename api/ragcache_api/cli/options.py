@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ragcache.errors import ConfigurationError
 from ragcache.params import GenerationParams, Params, SearchParams
-from ragcache.params.base import bounds
+from ragcache.params.base import bounds, with_signature
 from ragcache_api.service_options import ServiceOptions
 
 
@@ -118,10 +118,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, **built)
 
     parameters = sorted([*plain, *added], key=lambda each: each.kind)
-    # Typer reads the signature and the annotations; mypy knows no `__signature__` of functions.
-    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {each.name: each.annotation for each in parameters}
-    return expanded
+    return with_signature(expanded, signature.replace(parameters=parameters))
 
 
 def _option_set(annotation: Any) -> tuple[type[Params], list[str]] | None:

@@ -306,7 +306,7 @@ class RemoteCalls:
             return attempts(lambda: self._within(operation))
         except FileNotFoundError:
             raise
-        except Exception as error:
+        except Exception as error:  # each file system raises errors of its own
             if _may_pass(error):
                 self._rests_until = self.clock() + self.retry.rest
                 raise RemoteUnavailable(

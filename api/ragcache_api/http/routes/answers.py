@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from time import monotonic
 from typing import Annotated
 
@@ -49,8 +50,12 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
     """
     generation = own_generation(body, context.deadline)
     options = body.retrieval() | context.selection
-    opening = lambda: AsyncRagCache(context.rag).stream(  # noqa: E731
-        body.question, collection=body.collection, generation=generation, **options
+    opening = partial(
+        AsyncRagCache(context.rag).stream,
+        body.question,
+        collection=body.collection,
+        generation=generation,
+        **options,
     )
     return await respond(context, _FORMAT, "answer", body.collection, opening, stream=body.stream)
 
@@ -59,8 +64,12 @@ async def answer_question(body: AnswerRequest, context: ContextDep) -> Response:
 async def answer_prompt(body: PromptRequest, context: ContextDep) -> Response:
     """Answer a PML prompt over a stored schema, with the same events as `/v1/answers`."""
     generation = own_generation(body, context.deadline)
-    opening = lambda: AsyncRagCache(context.rag).stream_prompt(  # noqa: E731
-        body.prompt, mode=body.mode, source="prompt", generation=generation
+    opening = partial(
+        AsyncRagCache(context.rag).stream_prompt,
+        body.prompt,
+        mode=body.mode,
+        source="prompt",
+        generation=generation,
     )
     return await respond(context, _FORMAT, "prompt", "", opening, stream=body.stream)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from time import time
 from typing import Any, ClassVar, Literal
 
@@ -126,7 +127,7 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
     generation = output.apply(generation)
     messages = [each.plain() for each in body.messages]
     opening = open_conversation(context, body, generation, messages, tools=output.tools)
-    writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
+    writer = partial(_ChatWriter, context, body, output=output)
     return await _respond(context, "chat", body, [opening], writer)
 
 
@@ -148,8 +149,9 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
         else open_conversation(context, body, generation, each, recognize=not body.scores_prompt)
         for each in prompts
     ]
-    writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
-    return await _respond(context, "completion", body, openings, writer)
+    return await _respond(
+        context, "completion", body, openings, partial(_TextWriter, context, body)
+    )
 
 
 @_routes.get("/models")
@@ -158,7 +160,7 @@ def list_models(context: ContextDep) -> ModelList:
     served, base = context.service.served_name, context.base_collection
     ids = [served]
     if base is None:
-        ids += [f"{served}@{name}" for name in _names(context)]
+        ids += [f"{served}@{name}" for name in context.rag.collections.names()]
     else:
         _check_collection(context, base)
     return ModelList(data=[_model_card(context.service, each) for each in ids])
@@ -182,15 +184,6 @@ router.include_router(
     tags=["openai_collection"],
     dependencies=[Depends(declare_base_collection)],
 )
-
-
-def _names(context: RequestContext) -> Iterator[str]:
-    """Names of the collections that the caller may read."""
-    page = context.rag.collections.page(limit=1000)
-    yield from (row.name for row in page.items)
-    while page.next is not None:
-        page = context.rag.collections.page(page.next, 1000)
-        yield from (row.name for row in page.items)
 
 
 def _check_collection(context: RequestContext, collection: str) -> None:
