@@ -31,18 +31,20 @@ MOST_SPANS = 64
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _REPETITIVE = 8  # characters a fingerprint below which a text has many equal runs
-_WAYS = 4  # fingerprints of a bucket
-_BITS, _MOST_BITS = 12, 20  # buckets of a table: 4,096 (256 KiB) to a million (64 MiB)
-_LOAD = 0.4  # share of filled places from which a table grows
+_WAYS = 8  # fingerprints of a bucket
+_BITS, _MOST_BITS = 11, 19  # buckets of a table: 2,048 (256 KiB) to half a million (64 MiB)
+_LOAD = 0.2  # share of filled places from which a table grows
 
 # Tags in which prompts wrap texts, and private characters, which stand for control tokens.
 _SEAM = re.compile(
     r"</?(?:source|document|doc|context|chunk|passage|file|content|result|excerpt|item|page"
     r"|tool_response)s?(?:[ _/][^<>\n]{0,500})?>|[\ue000-\uf8ff]+"
 )
+_LONGEST_SEAM = 512
 _EDGES = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+|(?<=[。！？])", r"\s")
 _BEFORE, _AFTER = re.compile("[>\ue000-\uf8ff]"), re.compile("[<\ue000-\uf8ff]")
-_ENDS = re.compile(r"\n+|(?<=[.!?])[ \t]+|(?<=[。！？])")
+_ENDS = re.compile(r"\n+|(?<=[.!?:\])])[ \t]+|(?<=[。！？])")
+_STOPS = np.frombuffer(".!?:])".encode("utf-32-le"), dtype="<u4")
 _PRIVATE = 0xE000, 0xF8FF
 
 _Counts = npt.NDArray[np.int32]
@@ -87,7 +89,8 @@ class RecurrenceTable:
             text: The prompt.
 
         Returns:
-            Spans of at least `MIN_CHARACTERS` that do not overlap, by position.
+            Spans of at least `MIN_CHARACTERS`, by position. The ends of two may overlap by less than
+        `GRAM` characters, which two texts happened to have in common.
         """
         if len(text) < MIN_CHARACTERS:
             return []
@@ -95,7 +98,7 @@ class RecurrenceTable:
         places = chosen_places(text, hashes)
         chosen = hashes[places]
         slots, seen = self._find(chosen)
-        spans = self._spans(places[seen], slots[seen]) if seen.any() else []
+        spans = self._spans(places, slots, seen) if seen.any() else []
         self._remember(places[~seen], chosen[~seen])
         return spans
 
@@ -109,13 +112,25 @@ class RecurrenceTable:
         """Return the buckets of fingerprints. Winnowing prefers small hashes: they are mixed."""
         return (hashes * _MIX >> self._shift).astype(np.int64)
 
-    def _spans(self, places: Numbers, slots: Numbers) -> list[Span]:
-        """Return maximal runs of places that earlier prompts have at the same distances."""
+    def _spans(
+        self, places: Numbers, slots: Numbers, seen: npt.NDArray[np.bool_]
+    ) -> list[Span]:
+        """Return maximal runs of places that earlier prompts have at the same distances.
+
+        Places up to `GRAM` apart leave no character between their runs. Of a longer gap, one
+        unknown place may have been forgotten. Two are another text.
+        """
+        unknown = np.cumsum(~seen)[seen]
+        places, slots = places[seen], slots[seen]
         prompts, moved = self._prompt[slots], self._place[slots] - places
         order = np.lexsort((places, moved, prompts))
         places, prompts, moved = places[order], prompts[order], moved[order]
+        apart = np.diff(places)
         breaks = np.flatnonzero(
-            (np.diff(prompts) != 0) | (np.diff(moved) != 0) | (np.diff(places) > GAP)
+            (np.diff(prompts) != 0)
+            | (np.diff(moved) != 0)
+            | (apart > GAP)
+            | ((apart > GRAM) & (np.diff(unknown[order]) > 1))
         )
         firsts, lasts = np.append(0, breaks + 1), np.append(breaks, len(places) - 1)
         begins, ends, moved = places[firsts], places[lasts] + GRAM, moved[firsts]
@@ -132,7 +147,18 @@ class RecurrenceTable:
         self._put(hashes, np.full(len(hashes), self._prompts, dtype=np.int32), places)
 
     def _put(self, hashes: Hashes, prompts: _Counts, places: Numbers | _Counts) -> None:
-        """Give each fingerprint the oldest place of its bucket."""
+        """Give each fingerprint the oldest place of its bucket.
+
+        Fingerprints that others of the same prompt overwrite are put again.
+        """
+        for _ in range(_WAYS):
+            self._put_once(hashes, prompts, places)
+            again = ~self._find(hashes)[1]
+            if not again.any():
+                return
+            hashes, prompts, places = hashes[again], prompts[again], places[again]
+
+    def _put_once(self, hashes: Hashes, prompts: _Counts, places: Numbers | _Counts) -> None:
         buckets = self._buckets(hashes)
         ages = self._prompt.reshape(-1, _WAYS)[buckets].astype(np.int64)
         first = (hashes & np.uint64(_WAYS - 1)).astype(np.int64)  # two of one prompt seldom collide
@@ -160,8 +186,8 @@ def chosen_places(text: str, hashes: Hashes) -> Numbers:
     """Return the places of the fingerprints of a text, in order.
 
     A place is chosen if its hash is the least of `GRAM` neighbors, or if its run of characters
-    begins or ends at the edge of a line, a tag or a control token. Of equal runs in a repetitive
-    text, the first is chosen.
+    begins or ends at the edge of a line, a sentence, a tag or a control token. Of equal runs in a
+    repetitive text, the first is chosen.
 
     Args:
         text: The text, of at least `MIN_CHARACTERS`.
@@ -171,8 +197,10 @@ def chosen_places(text: str, hashes: Hashes) -> Numbers:
     chosen = _sliding(np.maximum, np.pad(least, GRAM - 1)) == hashes
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     private = (codes >= _PRIVATE[0]) & (codes <= _PRIVATE[1])
-    opens = np.flatnonzero((codes == ord("\n")) | (codes == ord("<")) | private)
-    closes = np.flatnonzero((codes == ord("\n")) | (codes == ord(">")) | private) + 1
+    ends = np.append(False, (codes[1:] == ord(" ")) & np.isin(codes[:-1], _STOPS)) | private
+    ends |= codes == ord("\n")
+    opens = np.flatnonzero(ends | (codes == ord("<")))
+    closes = np.flatnonzero(ends | (codes == ord(">"))) + 1
     chosen[closes[closes < len(chosen)]] = True
     chosen[opens[opens >= GRAM] - GRAM] = True
     places = np.flatnonzero(chosen)
@@ -201,11 +229,11 @@ def _shared_beginning(begins: Numbers, ends: Numbers) -> int:
 
 
 def _apart(longest: Iterator[tuple[int, int]]) -> list[Span]:
-    """Return spans without their overlaps with longer ones, by position."""
+    """Return spans without their long overlaps with longer ones, by position."""
     taken: list[Span] = []
     for begin, end in longest:
         for other in taken:
-            if begin < other.end and other.begin < end:
+            if begin <= other.end - GRAM and other.begin + GRAM <= end:
                 begin, end = (
                     (begin, other.begin) if begin < other.begin else (max(begin, other.end), end)
                 )
@@ -221,12 +249,15 @@ def natural_spans(text: str, span: Span) -> Iterator[Span]:
     ends of lines and sentences.
     """
     begin = span.begin
-    seams = [(match.start(), match.end()) for match in _SEAM.finditer(text, *span)]
+    around = max(span.begin - _LONGEST_SEAM, 0), min(span.end + _LONGEST_SEAM, len(text))
+    seams = [match.span() for match in _SEAM.finditer(text, *around)]
     for end, after in [*seams, (span.end, span.end)]:
-        found = _within_edges(text, begin, end)
+        if after <= begin:
+            continue
+        found = _within_edges(text, begin, min(end, span.end))
         if found.end - found.begin >= MIN_CHARACTERS:
             yield found
-        begin = after
+        begin = max(begin, after)
 
 
 def _within_edges(text: str, begin: int, end: int) -> Span:
