@@ -89,8 +89,8 @@ class RecurrenceTable:
             text: The prompt.
 
         Returns:
-            Spans of at least `MIN_CHARACTERS`, by position. The ends of two may overlap by less than
-        `GRAM` characters, which two texts happened to have in common.
+            Spans of at least `MIN_CHARACTERS`, by position. Two may overlap by less than `GRAM`
+            characters, which their texts have in common with others.
         """
         if len(text) < MIN_CHARACTERS:
             return []
@@ -112,9 +112,7 @@ class RecurrenceTable:
         """Return the buckets of fingerprints. Winnowing prefers small hashes: they are mixed."""
         return (hashes * _MIX >> self._shift).astype(np.int64)
 
-    def _spans(
-        self, places: Numbers, slots: Numbers, seen: npt.NDArray[np.bool_]
-    ) -> list[Span]:
+    def _spans(self, places: Numbers, slots: Numbers, seen: npt.NDArray[np.bool_]) -> list[Span]:
         """Return maximal runs of places that earlier prompts have at the same distances.
 
         Places up to `GRAM` apart leave no character between their runs. Of a longer gap, one

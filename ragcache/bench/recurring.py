@@ -5,132 +5,47 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ragcache.bench.harness import Progress
+from ragcache.bench.recurring_turns import WORDS, RecurringSetting, Turn, draw_turns
 from ragcache.db import ModuleRow
 from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
 from ragcache.pipeline.answer import Answer
-from ragcache.pipeline.chat_template import Message
 from ragcache.rag import RagCache
 from ragcache.recognition import Fingerprints, FingerprintTable, find
 from ragcache.recurrence import RecurrenceTable
 
-TEMPLATES = {
-    "open-webui": (
-        "### Task:\nRespond to the user query using the provided context.\n\n<context>\n",
-        '<source id="{number}" name="{name}.md">{text}</source>\n',
-        "</context>\n\nQuery: {question}",
-    ),
-    "langchain": (
-        "Use the following pieces of context to answer the question.\n\n",
-        "{text}\n\n",
-        "Question: {question}\nHelpful Answer:",
-    ),
-    "agent": (
-        "Continue with the task. These files were read:\n",
-        "Contents of {name}.md:\n```\n{text}\n```\n",
-        "Task: {question}",
-    ),
-}
-"""Beginning, chunk and end of the last message that three kinds of clients write."""
+READING, COMPUTING = "reading", "computing"
+"""Namespaces of both sides."""
 
-WORDS = (
-    "access annual approval archive budget calendar contract daily department deposit employee "
-    "equipment expense form harbor holiday invoice leave letter manager meeting monthly notice "
-    "office order parking payment period policy project purchase record remote report request "
-    "review room safety salary schedule security service storage supplier team training travel "
-    "vehicle visitor workshop"
-).split()
-
-
-@dataclass(frozen=True, slots=True)
-class RecurringSetting:
-    """The conversations. Each turn pastes other chunks, in random order, behind its history."""
-
-    chunks: int = 24
-    each: int = 3
-    """Chunks of a turn, drawn by Zipf's law."""
-    sentences: int = 18
-    """Sentences of a chunk, about 12 tokens each."""
-    exponent: float = 0.9
-    conversations: int = 8
-    turns: int = 4
-    new_tokens: int = 8
-    known_spans: int = 100_000
-    """Chunks that were seen before detection is timed."""
-    seed: int = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One prompt of a conversation."""
-
-    messages: list[Message]
-    chunk_characters: int
-    """Characters of the pasted chunks."""
-
-
-def bench_recurring(
-    setting: RecurringSetting, model: LoadedModel, progress: Progress = lambda _: None
-) -> dict[str, Any]:
-    """Answer the same conversations twice, turn by turn: with and without recurring texts.
-
-    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. The
-    states of new recurring texts are encoded between two turns, as they are while users read.
-
-    Returns:
-        `read_share`: share of the chunks' tokens that are read from states. `ttft_speedup`: median
-        ratio of the times to the first token. `rate_ratio`: ratio of the times of all turns.
-        `equal_answers_share`: share of equal answers. `detect_ms_32k_100000`: milliseconds of
-        detection in a prompt of 32,000 characters, with 100,000 chunks known.
-    """
-    generation = GenerationParams(max_tokens=setting.new_tokens, ignore_eos=True, extractive=False)
-    runs: list[_Run] = []
-    with ExitStack() as stack:
-        sides = {}
-        for name in ("reading", "computing"):
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            sides[name] = stack.enter_context(
-                RagCache.open(
-                    folder,
-                    model,
-                    embedding="none",
-                    force_modes=True,
-                    recognize_recurring=name == "reading",
-                )
-            )
-        turns = list(draw_turns(setting))
-        for number, turn in enumerate(turns):
-            progress(f"turn {number + 1} of {len(turns)}")
-            answers: dict[str, Answer] = {}
-            for name in sorted(sides, reverse=number % 2 == 1):
-                answers[name] = sides[name].chat(turn.messages, generation=generation)
-            sides["reading"].internals.shared.observing.submit(lambda: None).result()
-            runs.append(_Run(turn, answers["reading"], answers["computing"]))
-    progress("timing detection")
-    context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
-    return {**_figures(runs[len(runs) // 2 :]), **_detection(setting), **context}
+NEW_TOKENS = 8
+"""Tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """A turn, and its answers on both sides."""
+
     turn: Turn
+    chunk_tokens: int
+    repeated_tokens: int
+    """Tokens of the chunks that two earlier prompts had."""
     reading: Answer
     computing: Answer
 
     @property
-    def chunk_tokens(self) -> float:
-        """Tokens of the pasted chunks, estimated by their share of the prompt's characters."""
-        characters = sum(len(str(message["content"])) for message in self.turn.messages)
-        return self.turn.chunk_characters / characters * self.computing.reuse.prompt_tokens
+    def read_tokens(self) -> int:
+        """Tokens that are computed without states of recurring texts alone."""
+        return self.computing.reuse.computed_tokens - self.reading.reuse.computed_tokens
 
     @property
     def speedup(self) -> float:
@@ -141,56 +56,127 @@ class _Run:
         return self.reading.choices[0].token_ids == self.computing.choices[0].token_ids
 
 
-def _figures(runs: Sequence[_Run]) -> dict[str, Any]:
-    computed, read = (
-        sum(answer.timings.total for answer in side)
-        for side in zip(*((each.computing, each.reading) for each in runs), strict=True)
-    )
-    cached = sum(each.reading.reuse.cached_tokens for each in runs)
-    return {
-        "read_share": cached / sum(each.chunk_tokens for each in runs),
-        "ttft_speedup": statistics.median(each.speedup for each in runs),
-        "rate_ratio": computed / read,
-        "equal_answers_share": statistics.mean(each.equal for each in runs),
-        "turns": len(runs),
-    }
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Turns that were answered one by one or at once, and the seconds of each side."""
+
+    runs: list[_Run]
+    at_once: bool
+    seconds: dict[str, float]
 
 
-def draw_turns(setting: RecurringSetting) -> Iterator[Turn]:
-    """Yield the first turn of every conversation, then the second one of each, and so on."""
-    rng = random.Random(setting.seed)
-    chunks = [draw_chunk(rng, setting.sentences) for _ in range(setting.chunks)]
-    weights = [1 / (rank + 1) ** setting.exponent for rank in range(setting.chunks)]
-    histories: list[list[Message]] = [[] for _ in range(setting.conversations)]
-    styles = list(TEMPLATES.values())
-    for turn in range(setting.turns):
-        for number, history in enumerate(histories):
-            picked: list[int] = []
-            while len(picked) < setting.each:
-                [one] = rng.choices(range(setting.chunks), weights)
-                picked += [one] if one not in picked else []
-            begin, part, end = styles[number % len(styles)]
-            pasted = "".join(
-                part.format(number=place + 1, name=f"file{one}", text=chunks[one])
-                for place, one in enumerate(picked)
+def bench_recurring(
+    setting: RecurringSetting,
+    model: LoadedModel,
+    progress: Progress = lambda _: None,
+    turns: Sequence[Turn] | None = None,
+) -> dict[str, Any]:
+    """Answer the same conversations twice, turn by turn: with and without recurring texts.
+
+    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. The
+    states of new recurring texts are encoded between two waves, as they are while users read.
+
+    Args:
+        setting: The conversations.
+        model: The model, on its device.
+        progress: Called with the step.
+        turns: Turns of another trace. Defaults to `draw_turns(setting)`.
+
+    Returns:
+        `read_share`: share of the chunks' tokens that are read from states and not computed.
+        `recurring_share`: share that two earlier prompts had, which is the most that can be read.
+        `ttft_speedup`: median ratio of the times to the first token. `rate_ratio`: ratio of the
+        times of all turns. `equal_answers_share`: share of equal answers. `detect_ms_32k_100000`:
+        milliseconds of detection in a prompt of 32,000 characters, with 100,000 chunks known.
+    """
+    turns = list(draw_turns(setting)) if turns is None else turns
+    count = cache(lambda text: len(model.encode_untrusted(text)))
+    waves: list[_Wave] = []
+    seen: Counter[str] = Counter()
+    with _sides(model, sum(map(count, {each for turn in turns for each in turn.chunks}))) as sides:
+        for number, start in enumerate(range(0, len(turns), setting.concurrent)):
+            part = turns[start : start + setting.concurrent]
+            progress(f"turn {start + len(part)} of {len(turns)}")
+            alone = setting.concurrent == 1 or (2 * start >= len(turns) and number % 2 == 0)
+            waves.append(_answer(part, sides, alone, number, count, seen))
+            sides[READING].internals.shared.observing.submit(lambda: None).result()
+    progress("timing detection")
+    context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
+    return {**_figures(waves[len(waves) // 2 :]), **_detection(setting), **context}
+
+
+@contextmanager
+def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
+    """Open two namespaces of one folder, with room for the states of so many tokens."""
+    room = int(1.2 * tokens * model.causal.bytes_per_token) + 2**28
+    with (
+        TemporaryDirectory() as folder,
+        RagCache.open(
+            folder,
+            model,
+            embedding="none",
+            force_modes=True,
+            observed_bytes=room,
+            host_bytes=2 * room,
+            warm_up=model.causal.device.type == "cuda",
+        ) as rag,
+    ):
+        yield {name: rag.within(name) for name in (READING, COMPUTING)}
+
+
+def _answer(
+    part: Sequence[Turn],
+    sides: dict[str, RagCache],
+    alone: bool,
+    number: int,
+    count: Callable[[str], int],
+    seen: Counter[str],
+) -> _Wave:
+    """Answer the turns of wave `number` on both sides, each turn alone or all at once."""
+    generation = GenerationParams(max_tokens=NEW_TOKENS, ignore_eos=True, extractive=False)
+    answers: dict[str, list[Answer]] = {name: [] for name in sides}
+    seconds: dict[str, float] = {}
+    for name in sorted(sides, reverse=number % 4 < 2):
+        begin = time.perf_counter()
+        for together in [[turn] for turn in part] if alone else [part]:
+            answers[name] += sides[name].chat_batch(
+                [turn.messages for turn in together],
+                generation=generation,
+                recognize_recurring=name == READING,
             )
-            question = f"What does the text say about the {rng.choice(WORDS)}, number {turn}?"
-            content = begin + pasted + end.format(question=question)
-            message: Message = {"role": "user", "content": content}
-            size = sum(len(chunks[one]) for one in picked)
-            yield Turn([*history, message], size)
-            history += [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": f"It says something about {rng.choice(WORDS)}."},
-            ]
+        seconds[name] = time.perf_counter() - begin
+    runs = []
+    for turn, *both in zip(part, answers[READING], answers[COMPUTING], strict=True):
+        repeated = sum(count(text) for text in turn.chunks if seen[text] > 1)
+        runs.append(_Run(turn, sum(map(count, turn.chunks)), repeated, *both))
+        seen.update(turn.chunks)
+    return _Wave(runs, not alone, seconds)
 
 
-def draw_chunk(rng: random.Random, sentences: int) -> str:
-    """Draw a text of paragraphs of six sentences."""
-    every = [
-        f"The {' '.join(rng.choices(WORDS, k=9))} {rng.randrange(100)}." for _ in range(sentences)
-    ]
-    return "\n\n".join(" ".join(every[at : at + 6]) for at in range(0, sentences, 6))
+def _figures(waves: Sequence[_Wave]) -> dict[str, Any]:
+    runs = [run for wave in waves for run in wave.runs]
+    alone = [run for wave in waves if not wave.at_once for run in wave.runs]
+    timed = [wave for wave in waves if wave.at_once] or waves
+    tokens = sum(run.chunk_tokens for run in runs)
+    first = {
+        name: statistics.median(getattr(run, name).timings.first_token for run in alone)
+        for name in (READING, COMPUTING)
+    }
+    rates = {
+        name: sum(len(wave.runs) for wave in timed) / sum(wave.seconds[name] for wave in timed)
+        for name in (READING, COMPUTING)
+    }
+    return {
+        "read_share": sum(run.read_tokens for run in runs) / tokens,
+        "recurring_share": sum(run.repeated_tokens for run in runs) / tokens,
+        "ttft_speedup": statistics.median(run.speedup for run in alone),
+        "ttft_seconds": first,
+        "rate_ratio": rates[READING] / rates[COMPUTING],
+        "requests_per_second": rates,
+        "equal_answers_share": statistics.mean(run.equal for run in runs),
+        "turns": len(runs),
+        "prompt_tokens": statistics.mean(run.computing.reuse.prompt_tokens for run in runs),
+    }
 
 
 def _detection(setting: RecurringSetting) -> dict[str, float]:

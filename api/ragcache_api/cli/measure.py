@@ -162,18 +162,51 @@ def serve(
 @bench_app.command("recurring")
 def recurring(
     model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
-    conversations: Annotated[int, typer.Option(min=1, help="conversations.")] = 8,
-    chunks: Annotated[int, typer.Option(min=1, help="chunks that are pasted by Zipf's law.")] = 24,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda.")] = "cpu",
+    reduced: Annotated[bool, typer.Option(help="Few chunks, for a CPU.")] = False,
+    conversations: Annotated[int | None, typer.Option(min=1, help="conversations.")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="turns of a conversation.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="chunks that are pasted by Zipf's law.")
+    ] = None,
+    each: Annotated[int | None, typer.Option(min=1, help="chunks of a turn.")] = None,
+    concurrent: Annotated[
+        int, typer.Option(min=1, help="prompts at once, for the rate of requests.")
+    ] = 1,
+    agent: Annotated[
+        bool, typer.Option(help="An agent's sessions, which keep the files that they read.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="A recorded trace, instead of drawn conversations.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Chats whose client pastes chunks, with and without states of recurring texts."""
-    from ragcache.bench.recurring import RecurringSetting, bench_recurring
+    from ragcache.bench.recurring import bench_recurring
+    from ragcache.bench.recurring_turns import (
+        RecurringSetting,
+        draw_agent_turns,
+        draw_turns,
+        read_turns,
+    )
     from ragcache.models import load_model
 
-    setting = RecurringSetting(conversations=conversations, chunks=chunks)
-    result = run_benchmark(lambda progress: bench_recurring(setting, load_model(model), progress))
+    sizes = {"conversations": conversations, "turns": turns, "chunks": chunks, "each": each}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    make = RecurringSetting.reduced if reduced else RecurringSetting
+    setting = make(**given, concurrent=concurrent)
+    if setting.each > setting.chunks:
+        raise ConfigurationError(
+            f"a turn cannot have {setting.each} of {setting.chunks} chunks; give --each or --chunks"
+        )
+    drawn = draw_agent_turns(setting) if agent else draw_turns(setting)
+    asked = list(drawn if trace is None else read_turns(trace))
+    result = run_benchmark(
+        lambda progress: bench_recurring(setting, load_model(model, device=device), progress, asked)
+    )
     rows = [
         ("tokens of chunks read from states", f"{100 * result['read_share']:.0f}%"),
+        ("in two earlier prompts", f"{100 * result['recurring_share']:.0f}%"),
         ("first token", f"{result['ttft_speedup']:.1f}x sooner"),
         ("requests a second", f"{result['rate_ratio']:.1f}x"),
         ("equal answers", f"{100 * result['equal_answers_share']:.0f}%"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,17 @@ import torch
 
 from ragcache.bench.decode import DecodeSetting, bench_decode
 from ragcache.bench.harness import LlamaShape
-from ragcache.bench.recurring import RecurringSetting, bench_recurring, draw_turns
+from ragcache.bench.recurring import bench_recurring
+from ragcache.bench.recurring_turns import (
+    RecurringSetting,
+    Turn,
+    draw_agent_turns,
+    draw_turns,
+    read_turns,
+)
 from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of
 from ragcache.bench.ttft import TtftSetting, bench_ttft
+from ragcache.errors import ConfigurationError
 from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel
 
@@ -149,7 +159,7 @@ def test_the_knee_is_where_the_latency_crosses_the_limit() -> None:
 
 
 RECURRING = RecurringSetting(
-    chunks=3, each=2, sentences=12, conversations=3, turns=4, new_tokens=2, known_spans=200
+    chunks=3, each=2, sentences=12, conversations=3, turns=4, known_spans=200
 )
 
 
@@ -157,18 +167,48 @@ def test_conversations_paste_chunks_behind_their_history() -> None:
     turns = list(draw_turns(RECURRING))
     assert len(turns) == 12
     assert [len(turn.messages) for turn in turns] == [1] * 3 + [3] * 3 + [5] * 3 + [7] * 3
-    assert all(0 < turn.chunk_characters < len(str(turn.messages[-1]["content"])) for turn in turns)
+    for turn in turns:
+        *history, last = (str(message["content"]) for message in turn.messages)
+        assert all(chunk in last for chunk in turn.chunks)
+        assert not any(chunk in earlier for chunk in turn.chunks for earlier in history)
     assert turns == list(draw_turns(RECURRING)), "equal seeds draw equal turns"
 
 
+def test_an_agent_keeps_the_files_that_it_has_read() -> None:
+    turns = list(draw_agent_turns(RECURRING))
+    assert len(turns) == 12
+    for before, after in pairwise(turns[:4]):
+        assert after.messages[: len(before.messages)] == before.messages
+    assert all(
+        chunk in str(turn.messages[-1]["content"]) for turn in turns for chunk in turn.chunks
+    )
+    assert len({chunk for turn in turns for chunk in turn.chunks}) > RECURRING.chunks, "edits"
+
+
+def test_a_recorded_trace_is_read_line_by_line(tmp_path: Path) -> None:
+    turn = Turn([{"role": "user", "content": "A text. What?"}], ("A text.",))
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(asdict(turn)) + "\n[]\n")
+    turns = read_turns(file)
+    assert next(turns) == turn
+    with pytest.raises(ConfigurationError, match="line 2"):
+        next(turns)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        list(read_turns(tmp_path / "missing.jsonl"))
+
+
 @pytest.mark.slow
-def test_recurring_chunks_are_read_in_the_second_half(tiny_reader: LoadedModel) -> None:
+@pytest.mark.parametrize("concurrent", [1, 2])
+def test_recurring_chunks_are_read_in_the_second_half(
+    concurrent: int, tiny_reader: LoadedModel
+) -> None:
     steps: list[str] = []
-    result = bench_recurring(RECURRING, tiny_reader, steps.append)
+    setting = replace(RECURRING, concurrent=concurrent)
+    result = bench_recurring(setting, tiny_reader, steps.append)
     assert result["turns"] == 6
-    assert 0.5 < result["read_share"] <= 1.1
+    assert 0.8 < result["read_share"] <= result["recurring_share"] + 0.02
     assert result["ttft_speedup"] > 0
     assert result["rate_ratio"] > 0
     assert 0 <= result["equal_answers_share"] <= 1
     assert result["detect_ms_32k_100000"] > 0
-    assert len(steps) == 13
+    assert len(steps) == 12 // concurrent + 1
