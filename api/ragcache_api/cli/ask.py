@@ -32,17 +32,8 @@ def ask(
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
     mode: ui.ModeOption = ROOTED,
     stream: ui.StreamOption = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            envvar="RAGCACHE_SERVER",
-            help="The URL of a running service that answers; "
-            "its model, embedding, instruction and documents count.",
-        ),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(envvar="RAGCACHE_API_KEY", help="The service's API key.")
-    ] = None,
+    server: ui.ServerOption = None,
+    key: ui.KeyOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a question from the documents of a collection.

@@ -61,6 +61,17 @@ def mode_option(help: str) -> OptionInfo:
 
 
 ModeOption = Annotated[ReuseMode, mode_option(describe_kinds())]
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAGCACHE_SERVER",
+        help="The URL of a running service that answers; "
+        "its model, embedding, instruction and documents count.",
+    ),
+]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar="RAGCACHE_API_KEY", help="The service's API key.")
+]
 StreamOption = Annotated[
     bool | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""Answers of a running service, for `ragcache ask --server`: no model is loaded here."""
+"""Answers of a running service, for `ragcache ask` and `chat --server`: no model is loaded here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from ragcache.errors import ConfigurationError, ServiceFailed
+from ragcache.errors import ConfigurationError, PromptTooLong, ServiceFailed
 
 _SECONDS = 600.0  # maximum silence; a service sends a comment every 15 s
 
@@ -28,7 +28,7 @@ _OPENER = build_opener(_NoRedirect)
 
 
 class ServedAnswer:
-    """The answer of `POST /v1/answers`. Iterate over it for pieces of its text."""
+    """The answer of a running service. Iterate over it for pieces of its text."""
 
     def __init__(self, response: HTTPResponse) -> None:
         self._response = response
@@ -36,7 +36,7 @@ class ServedAnswer:
 
     @classmethod
     def ask(cls, server: str, key: str | None, body: Mapping[str, Any]) -> ServedAnswer:
-        """Send a question.
+        """Send a question to `/v1/answers`.
 
         Args:
             server: The URL of the service.
@@ -47,45 +47,35 @@ class ServedAnswer:
             ConfigurationError: The URL is invalid.
             ServiceFailed: The service cannot be reached, or refuses the question.
         """
-        if urlsplit(server).scheme not in ("http", "https"):
-            raise ConfigurationError(
-                f"--server takes a URL such as http://127.0.0.1:8000, not {server!r}"
-            )
-        given = {name: value for name, value in body.items() if value is not None}
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        request = Request(
-            f"{server.rstrip('/')}/v1/answers",
-            json.dumps(given | {"stream": True}).encode(),
-            headers,
-        )
-        try:
-            return cls(cast("HTTPResponse", _OPENER.open(request, timeout=_SECONDS)))
-        except HTTPError as error:
-            with closing(error):
-                raise ServiceFailed(_refusal(server, error)) from None
-        except (URLError, OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise ServiceFailed(
-                f"no service answers at {server} ({reason}); start one with `ragcache serve`, or "
-                "ask without --server"
-            ) from None
+        return cls(_post(server, "/v1/answers", key, body))
+
+    @staticmethod
+    def chat(server: str, key: str | None, body: Mapping[str, Any]) -> ServedAnswer:
+        """Send a conversation to `/v1/chat/completions`, like `ask`.
+
+        Raises:
+            PromptTooLong: The conversation does not fit the model's window.
+        """
+        return _ServedChat(_post(server, "/v1/chat/completions", key, body))
 
     def __iter__(self) -> Iterator[str]:
         try:
             with closing(self._response):
-                for name, value in _events(self._response):
-                    if name == "token":
-                        yield value["text"]
-                    elif name == "answer":
-                        self.values = value
-                    elif name == "error":
-                        raise ServiceFailed(f"the service failed: {_problem(value)}")
+                yield from self._pieces()
         except (OSError, HTTPException) as error:
             raise ServiceFailed(f"the connection ended before the answer did: {error}") from error
         if not self.values:
             raise ServiceFailed("the connection ended before the answer did")
+
+    def _pieces(self) -> Iterator[str]:
+        """Yield pieces of the text, and set `values` at the end."""
+        for name, value in _events(self._response):
+            if name == "token":
+                yield value["text"]
+            elif name == "answer":
+                self.values = value
+            elif name == "error":
+                raise _failure(value)
 
     def result(self) -> Any:
         """Wait for the whole answer."""
@@ -101,6 +91,53 @@ class ServedAnswer:
         )
 
 
+class _ServedChat(ServedAnswer):
+    """The answer of `POST /v1/chat/completions`."""
+
+    def _pieces(self) -> Iterator[str]:
+        text = ""
+        for _, value in _events(self._response):
+            if "error" in value:
+                raise _failure(value["error"])
+            for choice in value["choices"]:
+                if piece := choice["delta"].get("content"):
+                    text += piece
+                    yield piece
+            if "ragcache" in value:
+                sources = [
+                    {"document": each["source"]["id"], **each["metadata"][0]}
+                    for each in value.get("sources") or ()
+                ]
+                self.values = {"text": text, "sources": sources, **value["ragcache"]}
+
+
+def _post(server: str, path: str, key: str | None, body: Mapping[str, Any]) -> HTTPResponse:
+    """Send a request for an answer in events."""
+    if urlsplit(server).scheme not in ("http", "https"):
+        raise ConfigurationError(
+            f"--server takes a URL such as http://127.0.0.1:8000, not {server!r}"
+        )
+    given = {name: value for name, value in body.items() if value is not None}
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = json.dumps(given | {"stream": True}).encode()
+    try:
+        opened = _OPENER.open(
+            Request(f"{server.rstrip('/')}{path}", data, headers), timeout=_SECONDS
+        )
+        return cast("HTTPResponse", opened)
+    except HTTPError as error:
+        with closing(error):
+            raise _refusal(server, error) from None
+    except (URLError, OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise ServiceFailed(
+            f"no service answers at {server} ({reason}); start one with `ragcache serve`, or go "
+            "on without --server"
+        ) from None
+
+
 def _events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[tuple[str, Any]]:
     """Yield names and values of server-sent events with one line of data each."""
     name = ""
@@ -108,19 +145,25 @@ def _events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[tuple[str, Any]]:
         field, _, value = line.decode("utf-8").rstrip("\r\n").partition(": ")
         if field == "event":
             name = value
-        elif field == "data":
+        elif field == "data" and value != "[DONE]":
             yield name, json.loads(value)
 
 
-def _refusal(server: str, error: HTTPError) -> str:
-    """Return a service's reason for refusing a request."""
+def _refusal(server: str, error: HTTPError) -> ServiceFailed | PromptTooLong:
+    """Return the error of a request that a service refuses."""
     text = error.read(100_000)
     try:
-        reason = _problem(json.loads(text))
-    except ValueError:
-        reason = f"status {error.code}; is this a ragcache service?"
-    return f"{server}: {reason}"
+        value = json.loads(text)
+        return _failure(value.get("error", value), f"{server}: ")
+    except (ValueError, AttributeError):
+        return ServiceFailed(f"{server}: status {error.code}; is this a ragcache service?")
 
 
-def _problem(value: Mapping[str, Any]) -> str:
-    return str(value.get("detail") or value.get("title") or value)
+def _failure(
+    value: Mapping[str, Any], place: str = "the service failed: "
+) -> ServiceFailed | PromptTooLong:
+    """Return the error that a service describes, in its own shape or in OpenAI's."""
+    reason = value.get("detail") or value.get("message") or value.get("title") or value
+    if value.get("code") == "context_length_exceeded":
+        return PromptTooLong(str(reason))
+    return ServiceFailed(f"{place}{reason}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Path, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
@@ -29,7 +29,7 @@ from ragcache.pipeline import ObservedModule
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
 from ragcache_api.http.bodies import CollectionName
-from ragcache_api.http.sources import without_path
+from ragcache_api.http.sources import public_uri, without_path
 
 T = TypeVar("T")
 
@@ -260,7 +260,7 @@ class ModuleTextResponse(ModuleResponse):
 
     text: str
     uri: str
-    """Address of its document."""
+    """Address of its document, or the document's id where the address is a path of the server."""
     metadata: dict[str, Any]
     """Metadata of its document and of the module."""
     states: list[HeldState]
@@ -592,15 +592,26 @@ def referenced_schemas() -> dict[str, Any]:
 
 
 class DocumentResponse(ResponseModel):
-    """A stored document, without its text."""
+    """A stored document."""
 
     id: str = Field(validation_alias="source_id")
     uri: str
+    """Address of the document, or its id where the address is a path of the server."""
     digest: str
     """Digest of the text, the metadata and the settings of the splitter."""
     modules: int
     """Number of modules that the text is split into."""
     metadata: dict[str, Any] = Field(validation_alias="attributes")
+
+    @field_serializer("uri")
+    def _public_uri(self, uri: str) -> str:
+        return public_uri(uri, self.id)
+
+
+class DocumentTextResponse(DocumentResponse):
+    """A stored document with its text, if it was asked for."""
+
+    text: str | None = None
 
 
 class JobResponse(RowResponse):

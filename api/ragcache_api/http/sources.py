@@ -43,10 +43,17 @@ class CompletionSource(BaseModel):
     """Similarity to the question, 0 to 1: the reranker's score, or else the cosine."""
 
 
+def public_uri(uri: str, document: str) -> str:
+    """Return the address of a document, or its id where the address tells a path of the server.
+
+    The id of a file is its path below the folder that was ingested.
+    """
+    return document if uri.startswith(("file:", "/")) else uri
+
+
 def without_path(citation: Citation) -> Citation:
-    """Return a source whose address tells no path of the server: its document's id instead."""
-    local = citation.uri.startswith(("file:", "/"))
-    return replace(citation, uri=citation.document) if local else citation
+    """Return a source whose address tells no path of the server."""
+    return replace(citation, uri=public_uri(citation.uri, citation.document))
 
 
 def source_of(citation: Citation) -> dict[str, Any]:

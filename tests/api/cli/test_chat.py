@@ -10,7 +10,7 @@ import pytest
 from ragcache import GenerationParams, RagCache
 from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
-from ragcache_api.cli.chat import Talk
+from ragcache_api.cli.chat import LocalTalk
 from tests.api.cli.conftest import QUESTION, Run
 
 
@@ -80,7 +80,7 @@ def test_the_oldest_question_leaves_a_full_window(
     ingested: Path, quick_reader: LoadedModel, capsys: pytest.CaptureFixture[str], words: int
 ) -> None:
     with RagCache.open(ingested, quick_reader) as rag:
-        talk = Talk(rag, None, {}, "rooted", GenerationParams(max_tokens=200, stop=["."]))
+        talk = LocalTalk(rag, None, {}, "rooted", GenerationParams(max_tokens=200, stop=["."]))
         long = {"role": "user", "content": "word " * words}
         talk.said = [long, {"role": "assistant", "content": "a"}]
         talk.say("Hello")

@@ -1,18 +1,30 @@
-"""`ragcache ask --server`: a running service answers, and no model is loaded."""
+"""`ragcache ask` and `chat --server`: a running service answers, and no model is loaded."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ServiceFailed
+from ragcache.models import LoadedModel
+from ragcache_api.cli.chat import ServedTalk
 from ragcache_api.cli.served import ServedAnswer
-from tests.api.cli.conftest import Run, error_of, json_of
+from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
+from tests.api.cli.test_chat import type_lines
+from tests.api.http.conftest import serving
 
 ANSWER = {
     "id": "a1", "question": "Where?", "text": "red cupboard", "finish_reason": "stop",
@@ -106,3 +118,80 @@ def test_a_service_that_is_not_there_is_named(socket_enabled: None) -> None:
         ServedAnswer.ask("http://127.0.0.1:9", None, {})
     with pytest.raises(ConfigurationError, match="takes a URL"):
         ServedAnswer.ask("localhost", None, {})
+
+
+@pytest.fixture
+def service(ingested: Path, quick_reader: LoadedModel, socket_enabled: None) -> Iterator[str]:
+    """The URL of a real service over the notes."""
+    with RagCache.open(ingested, quick_reader) as rag, serving(rag) as (_, url):
+        yield url
+
+
+def test_a_service_talks(run: Run, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--server", service, "--max-tokens", 4, "--min-confidence", 0, "-k", 1)
+    type_lines(monkeypatch, QUESTION, "How many days of leave are there?", "", "never read")
+    status, out, err = run("chat", "-c", "notes", *asked)
+    assert (status, err) == (0, "")
+    assert [f"{name}.md#1" in out for name in ("keys", "leave", "boats")] == [True, True, False]
+    assert out.count("mode recognized:rooted · prompt") == 2
+    type_lines(monkeypatch, "Say something.")
+    status, out, err = run("chat", "--server", service, "--max-tokens", 2)
+    assert (status, err) == (0, "")
+    assert " · prompt " in out
+
+
+def test_a_chat_ends_where_its_first_message_fails(
+    run: Run, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, QUESTION, QUESTION)
+    error = error_of(run("chat", "-c", "absent", "--server", service), "ServiceFailed")
+    assert "absent" in error
+    type_lines(monkeypatch, QUESTION)
+    error_of(run("chat", "--server", "http://127.0.0.1:9"), "ServiceFailed")
+
+
+def test_later_failures_leave_the_conversation(
+    service: str, capsys: pytest.CaptureFixture[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "Hello", "word " * 9000, QUESTION)
+    status, out, err = run("chat", "-c", "notes", "--server", service, "--max-tokens", 2)
+    assert status == 0
+    assert "the oldest question is forgotten" in err
+    assert "PromptTooLong: " in err
+    assert "keys.md#1" in out
+    talk = ServedTalk(service, None, {"max_tokens": 2})
+    talk.said = [
+        {"role": "user", "content": "word " * 9000},
+        {"role": "assistant", "content": "a"},
+    ]
+    talk.say("Hello")
+    assert talk.said[0] == {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_chat_and_its_request(socket_enabled: None) -> None:
+    command = (sys.executable, "-m", "ragcache_api.cli.main", "chat", "--server")
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        listening.settimeout(60)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        chat = subprocess.Popen(
+            (*command, url), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=os.environ,
+        )  # fmt: skip
+        assert chat.stdin is not None
+        chat.stdin.write("Where?\n")
+        chat.stdin.flush()
+        with closing(listening.accept()[0]) as request:
+            request.settimeout(60)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+            delta = {"choices": [{"index": 0, "delta": {"content": "It hangs"}}]}
+            assert b"POST /v1/chat/completions" in request.recv(65536)
+            request.sendall(head + b"data: " + json.dumps(delta).encode() + b"\n\n")
+            assert chat.stdout is not None
+            assert chat.stdout.read(8) == "It hangs"
+            chat.send_signal(signal.SIGINT)
+            while request.recv(65536):  # the body; then the end of the connection
+                pass
+        _, err = chat.communicate(timeout=60)
+    assert chat.returncode == 130
+    assert err == "\ninterrupted: the conversation is not kept, the collection is as it was\n"

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
-from ragcache import RagCache, SourceDocument
+from ragcache import GenerationParams, RagCache, SourceDocument
 from ragcache.documents import ReadOptions
 from ragcache.errors import LedgerUnavailable, UnknownJob
 from ragcache.params import OpenConfig
@@ -99,6 +99,29 @@ def test_lists_come_in_pages(client: TestClient) -> None:
     assert [each["id"] for each in pages] == [f"p{n}" for n in range(5)]
     newest = [each.json()["id"] for each in reversed(made)]
     assert [each["id"] for each in listed(client, "/v1/jobs")][:3] == newest
+
+
+def test_listings_tell_no_paths_of_the_server(client: TestClient, rag: RagCache) -> None:
+    assert rag.documents.get("notes", ["leave.md"])[0].uri.startswith("file:///")
+    rows = listed(client, "/v1/collections/notes/documents")
+    assert all(each["uri"] == each["id"] for each in rows)
+    assert client.get("/v1/collections/notes/documents/leave.md").json()["uri"] == "leave.md"
+    [module] = listed(client, "/admin/modules", document="leave.md", collection="notes")
+    assert client.get(f"/admin/modules/{module['id']}").json()["uri"] == "leave.md"
+
+
+def test_spans_of_an_answer_point_into_the_text_of_a_document(
+    client: TestClient, rag: RagCache
+) -> None:
+    shown = GenerationParams(min_confidence=0, max_tokens=4)
+    answer = rag.ask(LEAVE, collection="notes", k=1, generation=shown)
+    span = answer.spans[0]
+    path = f"/v1/collections/notes/documents/{span.document}"
+    assert client.get(path).json()["text"] is None
+    text = client.get(path, params={"text": True}).json()["text"]
+    assert "26 days" in text
+    assert text[span.start : span.end] == answer.text
+    assert client.get("/v1/collections/notes/documents/absent?text=true").status_code == 404
 
 
 HEADERS = {"Idempotency-Key": "herons"}

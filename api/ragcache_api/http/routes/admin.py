@@ -59,6 +59,7 @@ from ragcache_api.http.protocol import (
 from ragcache_api.http.requests import ActiveRequest, stopping
 from ragcache_api.http.routes.answers import find_schema
 from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep
+from ragcache_api.http.sources import public_uri
 from ragcache_schemas import write_schema
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
@@ -148,7 +149,7 @@ def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
     return ModuleTextResponse(
         **asdict(detail.listing),
         text=detail.text,
-        uri=detail.uri,
+        uri=public_uri(detail.uri, detail.listing.document),
         metadata=dict(detail.attributes),
         states=list(detail.states),
     )

@@ -33,6 +33,7 @@ from ragcache_api.http.protocol import (
     DeletionResponse,
     DocumentResponse,
     DocumentsRequest,
+    DocumentTextResponse,
     Flag,
     InstructionRequest,
     InstructionResponse,
@@ -183,11 +184,16 @@ def list_documents(
 
 @router.get("/{collection}/documents/{document:id}")
 def get_document(
-    collection: Collection, document: Document, context: ContextDep
-) -> DocumentResponse:
-    """Return a document, without its text."""
-    for row in context.rag.documents.get(collection, [document]):
-        return DocumentResponse.model_validate(row)
+    collection: Collection, document: Document, context: ContextDep, text: Flag = False
+) -> DocumentTextResponse:
+    """Return a document. With `text`, also its text, into which the spans of answers point."""
+    documents = context.rag.documents
+    for row in documents.get(collection, [document]):
+        response = DocumentTextResponse.model_validate(row)
+        if not text:
+            return response
+        texts = documents.texts(collection, [document])
+        return response.model_copy(update={"text": texts.get(document)})
     raise _unknown(collection, document)
 
 
