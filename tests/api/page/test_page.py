@@ -127,6 +127,65 @@ def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Cl
     assert (asked["kind"], asked["collection"]) == ("answer", "handbook")
 
 
+def test_a_quotation_is_marked_in_its_document(page: Page, rag: RagCache) -> None:
+    text = "# Mooring 🛶\n\n" + "The quay is long.\n\n" * 200 + "The pelican ferry is orange.\n"
+    rag.ingest("boats", [SourceDocument("sheets/ferry 1.md", text)])
+    page.open("ask?collection=boats")
+    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "boats")
+    page.find("[name=question]").send_keys("Which color has the pelican ferry?", Keys.ENTER)
+    quoted = page.find("[data-figure=quotation] mark").text
+    page.click("[data-figure=quotation] button", "sheets/ferry 1.md, characters")
+    mark = page.find(".modal .reader mark")
+    assert (page.find(".modal h2").text, mark.text) == ("sheets/ferry 1.md", quoted)
+    assert page.find(".modal .reader").text.count("The quay is long.") == 200
+    box, at = page.find(".modal .reader").rect, mark.rect
+    assert box["y"] <= at["y"] <= box["y"] + box["height"] - at["height"], "it is in sight"
+    page.click(".modal [type=submit]", "Close")
+    page.click("[aria-label='Modules used'] td a")
+    assert "The pelican ferry is orange." in page.find(".modal pre").text
+    page.click(".modal .link", "Whole document")
+    page.find(".modal h2", "sheets/ferry 1.md")
+    page.open("modules?collection=boats&document=sheets%2Fferry+1.md")
+    page.click(".filters button", "Read it")
+    assert page.find(".modal pre").text.startswith("# Mooring 🛶")
+    assert page.faults() == []
+
+
+def test_questions_are_filtered_and_keep_their_collection(page: Page, rag: RagCache) -> None:
+    sheets = [
+        SourceDocument(f"{year}.md", f"The ferry of {year} is {color}.", metadata={"year": year})
+        for year, color in ((2019, "orange"), (2024, "green"))
+    ]
+    rag.ingest("boats", sheets)
+    open_view(page, "ask")
+    page.find("[name=collection] option[value=boats]").click()
+    assert page.window.current_url.endswith("#/ask?collection=boats")
+    filters = page.find("[name=filters]")
+    filters.send_keys("[1]")
+    page.find("[name=question]").send_keys("Which color is the ferry?", Keys.ENTER)
+    assert "JSON object" in filters.get_attribute("validationMessage")
+    assert not page.all(".question")
+    filters.clear()
+    filters.send_keys('{"year": {"$lt": 2020}}')
+    page.click(".askform [type=submit]")
+    page.find(".headline")
+    assert [each.text for each in page.all("[aria-label='Modules used'] td a")] == ["2019.md#1"]
+    page.window.refresh()
+    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "boats")
+
+
+def test_an_answer_is_in_sight_on_a_telephone(page: Page) -> None:
+    page.resize(390, 667)
+    page.open("ask?collection=handbook")
+    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
+    assert not any(each.is_displayed() for each in page.all("[name=mode]"))
+    page.find("[name=question]").send_keys("How long is the grace period?", Keys.ENTER)
+    page.find(".headline")
+    said = page.find(".said")
+    top = page.window.execute_script("return arguments[0].getBoundingClientRect().top", said)
+    assert 0 < top < 667 - 80
+
+
 def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
     page.click(".grid tr[data-id] .name")

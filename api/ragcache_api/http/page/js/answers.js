@@ -1,6 +1,7 @@
 // One answer as it comes: text, sources, tokens, times.
 import { partsBar, tokenBars } from "./charts/bars.js";
 import { legend } from "./charts/frame.js";
+import { openModule } from "./document.js";
 import { h, show } from "./dom.js";
 import { count, percent, plural, seconds } from "./format.js";
 import { empty, panel, plainTable, tierChip } from "./parts.js";
@@ -20,7 +21,7 @@ const SCORES = [
 ];
 
 /** Draws into `stage`; answers what takes the events of the stream. */
-export function account(stage, question) {
+export function account(stage, { question, collection }) {
   const nodes = laidOut(stage, question);
   const cursor = h("i", { class: "caret" });
   const times = [];
@@ -31,7 +32,7 @@ export function account(stage, question) {
     show(nodes.gaps, gapChart(times, nodes.gaps.clientWidth));
   };
   return {
-    sources: (list) => show(nodes.sources, sourceTable(list)),
+    sources: (list) => show(nodes.sources, sourceTable(list, collection)),
     token({ text, at }) {
       cursor.before(text);
       times.push(at);
@@ -42,10 +43,10 @@ export function account(stage, question) {
         nodes.text,
         answer.text.trim() || h("span", { class: "muted" }, "The model said nothing."),
         cursor,
-        quotations(answer),
+        quotations(collection, answer),
         sureness(answer),
       );
-      show(nodes.sources, sourceTable(answer.sources));
+      show(nodes.sources, sourceTable(answer.sources, collection));
       show(nodes.cost, cost(answer.reuse, answer.mode));
       show(nodes.times, waterfall(answer.timings));
     },
@@ -70,6 +71,7 @@ function laidOut(stage, question) {
   ];
   const answer = panel("Answer", { kind: "answer" }, h("p", { class: "question" }, question), text);
   show(stage, answer, h("div", { class: "panels" }, panels));
+  answer.scrollIntoView({ block: "nearest" });
   return { text, sources, cost, gaps, times };
 }
 
@@ -88,18 +90,23 @@ function sureness({ confidence, finish_reason: reason }) {
   );
 }
 
-function sourceTable(sources) {
+function sourceTable(sources, collection) {
   if (!sources.length) return empty("No modules", "The answer used none.");
   const columns = [
     {
       title: "Module",
       wide: true,
-      cell: ({ module, uri, page, headings }) => [
+      cell: ({ document, module, uri, page, headings, text }) => [
         h(
           "a",
           {
             href: `#/modules?search=${encodeURIComponent(module)}`,
             title: [uri || module, ...(headings ?? [])].join(" › "),
+            onclick: (event) => {
+              if (!text) return; // a module of a PML prompt
+              event.preventDefault();
+              openModule(collection, { document, module, text });
+            },
           },
           module,
         ),

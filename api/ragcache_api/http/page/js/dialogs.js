@@ -30,6 +30,10 @@ function opened(title, fields, { action, danger = false, kind = "", final = fals
   });
 }
 
+/** Shows `body` until it is closed. */
+export const shown = (title, body) =>
+  opened(title, body, { action: "Close", kind: "wide", final: true });
+
 /** Whether the user agrees to `action`. */
 export async function confirmed(title, body, { action, danger = false }) {
   return (await opened(title, body, { action, danger })) !== null;

@@ -1,6 +1,7 @@
 // One module in full, at the right of the table.
 import { modulePath } from "./actions.js";
 import { get, withQuery } from "./api.js";
+import { openDocument } from "./document.js";
 import { h, show } from "./dom.js";
 import { ago, bytes, count, date } from "./format.js";
 import { icon } from "./icons.js";
@@ -79,7 +80,15 @@ function content(module, acts) {
         h("h3", {}, "States"),
         states([...module.states].sort((a, b) => TIERS.indexOf(a.tier) - TIERS.indexOf(b.tier))),
       ],
-    module.text && [h("h3", {}, "Text"), h("pre", { class: "text", tabindex: "0" }, module.text)],
+    module.text && [
+      h("h3", {}, "Text"),
+      h("pre", { class: "text", tabindex: "0" }, module.text),
+      h(
+        "button",
+        { class: "link", onclick: () => openDocument(module.collection, module.document) },
+        "Whole document",
+      ),
+    ],
   ];
 }
 
@@ -101,7 +110,7 @@ function facts(module) {
       ),
     ],
     ["Collection", module.collection],
-    ["Address", module.uri],
+    ["Address", module.uri === module.document ? null : module.uri],
     ["Tokens", count(module.tokens)],
     ["Size", bytes(module.nbytes)],
     ["Tiers", module.tiers.length ? tierChips(module.tiers) : "none: encoded when needed"],

@@ -1,11 +1,12 @@
 // Where an extractive answer stands in the documents: its line, with the answer marked.
+import { openDocument } from "./document.js";
 import { h } from "./dom.js";
 
 const MOST = 3;
 const CONTEXT = 240; // characters: a longer line is cut there, be it within a word
 
-/** The first places of the answer's first choice. */
-export function quotations({ text, spans = [] }) {
+/** The first places of the answer's first choice; each opens its document. */
+export function quotations(collection, { text, spans = [] }) {
   const listed = spans.filter(({ choice }) => choice === 0).slice(0, MOST);
   return listed.map((span) =>
     h(
@@ -14,7 +15,16 @@ export function quotations({ text, spans = [] }) {
       before(span.prefix),
       h("mark", {}, text),
       after(span.suffix),
-      ` (${place(span)})`,
+      " ",
+      h(
+        "button",
+        {
+          class: "link",
+          title: "Read it in the document",
+          onclick: () => openDocument(collection, span.document, span),
+        },
+        place(span),
+      ),
     ),
   );
 }

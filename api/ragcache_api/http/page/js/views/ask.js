@@ -1,5 +1,5 @@
 // A question, its answer as it comes, and what the answer cost.
-import { events, everything, request } from "../api.js";
+import { events, everything, request, withQuery } from "../api.js";
 import { h, show } from "../dom.js";
 import { icon } from "../icons.js";
 import { empty } from "../parts.js";
@@ -32,7 +32,11 @@ function mount({ body, signal, parameters }) {
   );
   const collection = h(
     "select",
-    { name: "collection", required: true },
+    {
+      name: "collection",
+      required: true,
+      onchange: ({ target }) => remember(target.value),
+    },
     h("option", { value: "" }, "Choose a collection"),
   );
   everything("../v1/collections", { signal })
@@ -47,6 +51,10 @@ function mount({ body, signal, parameters }) {
   show(body, form(collection, stage, signal), stage);
 }
 
+// The address names the collection, so that it is chosen again.
+const remember = (collection) =>
+  history.replaceState(null, "", withQuery("#/ask", { collection }));
+
 function offered(select, names, wanted) {
   select.append(...names.map((value) => h("option", { value }, value)));
   if (names.includes(wanted)) select.value = wanted;
@@ -60,7 +68,13 @@ function form(collection, stage, signal) {
     "form",
     { class: "askform panel" },
     questionBox(go),
-    choices(collection, stop, go),
+    h(
+      "div",
+      { class: "row" },
+      field("Collection", collection),
+      h("span", { class: "buttons" }, stop, go),
+    ),
+    options(),
   );
   node.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -79,6 +93,7 @@ function asked(form) {
     collection: form.get("collection"),
     k: Number(form.get("k")),
     mode: form.get("mode"),
+    filters: JSON.parse(form.get("filters").trim() || "null"),
     stream: true,
   };
 }
@@ -100,18 +115,41 @@ function questionBox(go) {
   });
 }
 
-function choices(collection, stop, go) {
-  const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
+const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
+
+// On a telephone they are folded, so that the answer is in sight.
+function options() {
   const k = h("input", { name: "k", type: "number", min: 1, max: 64, value: 4 });
   const modes = MODES.map(([value, label]) => h("option", { value }, label));
+  const filters = h("input", {
+    name: "filters",
+    autocomplete: "off",
+    spellcheck: "false",
+    placeholder: '{"year": {"$gte": 2020}}',
+    oninput: ({ target }) => target.setCustomValidity(objection(target.value.trim())),
+  });
   return h(
-    "div",
-    { class: "row" },
-    field("Collection", collection),
-    field("Modules (k)", k),
-    field("Mode", h("select", { name: "mode" }, modes)),
-    h("span", { class: "buttons" }, stop, go),
+    "details",
+    { open: matchMedia("(min-width: 641px)").matches },
+    h("summary", {}, "Options"),
+    h(
+      "div",
+      { class: "row" },
+      field("Modules (k)", k),
+      field("Mode", h("select", { name: "mode" }, modes)),
+      field("Filters on metadata", filters),
+    ),
   );
+}
+
+function objection(text) {
+  try {
+    const given = JSON.parse(text || "{}");
+    if (given && typeof given === "object" && !Array.isArray(given)) return "";
+  } catch {
+    // the message below says it
+  }
+  return 'Filters are a JSON object, such as {"page": 2}.';
 }
 
 function busy(go, stop, on) {
@@ -120,7 +158,7 @@ function busy(go, stop, on) {
 }
 
 async function answered(stage, body, signal) {
-  const shown = account(stage, body.question);
+  const shown = account(stage, body);
   try {
     const response = await request("POST", "../v1/answers", {
       body,

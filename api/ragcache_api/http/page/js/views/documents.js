@@ -141,7 +141,7 @@ function columns(away) {
       id: "uri",
       title: "From",
       width: "32%",
-      cell: ({ uri }) => h("span", { class: "muted" }, moduleName(uri)),
+      cell: ({ id, uri }) => uri !== id && h("span", { class: "muted" }, moduleName(uri)),
     },
     {
       id: "modules",

@@ -1,6 +1,7 @@
 // Every module: found, sorted, pinned, warmed, expired, moved, evicted.
 import { expire, move, pin, reread, unpin, warm } from "../actions.js";
 import { everything, get, withQuery } from "../api.js";
+import { openDocument } from "../document.js";
 import { afterPause, h, show } from "../dom.js";
 import { drawer } from "../drawer.js";
 import { evictCollection, evictModules } from "../evicting.js";
@@ -197,6 +198,13 @@ function filterBar(view) {
     filter("Tier", "Every tier", TIERS, filters.tier, (value) => changed("tier", value)),
     h("label", { class: "check" }, pinned, "Pinned only"),
     filters.document && onlyDocument(filters.document, () => changed("document", "")),
+    filters.document &&
+      filters.collection &&
+      h(
+        "button",
+        { type: "button", onclick: () => openDocument(filters.collection, filters.document) },
+        "Read it",
+      ),
   );
 }
 
