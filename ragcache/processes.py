@@ -8,6 +8,7 @@ after the other, so that only the first call pays for its start.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import resource
 import signal
@@ -19,8 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_CALL = struct.Struct("!dQQ")  # seconds, bytes of memory, length of the payload
+_CALL = struct.Struct("!ddQQ")  # two limits of seconds, bytes of memory, length of the payload
 _REPLY = struct.Struct("!?Q")  # whether the worker ends now, length of the reply
+WAITING = 10
+"""Most seconds of a call for each second of processor time that it may take."""
+
 _OUT_OF_MEMORY = 77  # exit status
 _NEAR = 0.75  # share of the limit of memory
 _KEPT_BYTES = 2**28  # of memory; a worker that has taken more ends after its call
@@ -56,13 +60,18 @@ class WorkerPool:
     def _forget(self) -> None:
         self._turns, self._idle = threading.Semaphore(self._size), list[_Worker]()
 
-    def call(self, payload: bytes, *, seconds: float, memory: int) -> bytes:
+    def call(
+        self, payload: bytes, *, seconds: float, memory: int, wall_seconds: float = math.inf
+    ) -> bytes:
         """Pass work to a worker, and return its reply.
 
         Args:
             payload: The argument of the worker's `handle`.
-            seconds: Most seconds of the work. Waiting for a turn does not count.
+            seconds: Most seconds of processor time of the work, which other processes do not use
+                up.
             memory: Most bytes of the worker's address space.
+            wall_seconds: Most seconds of the work, at most `WAITING` times `seconds`. Waiting for
+                a turn does not count.
 
         Raises:
             WorkerTimeout: The work took longer.
@@ -72,7 +81,8 @@ class WorkerPool:
         with self._turns:
             worker = self._take()
             try:
-                reply, ends = worker.call(payload, seconds, memory)
+                wall = min(wall_seconds, WAITING * seconds)
+                reply, ends = worker.call(payload, seconds, wall, memory)
             except BaseException:
                 worker.kill()
                 raise
@@ -109,13 +119,15 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the parent
         )
 
-    def call(self, payload: bytes, seconds: float, memory: int) -> tuple[bytes, bool]:
+    def call(
+        self, payload: bytes, seconds: float, wall_seconds: float, memory: int
+    ) -> tuple[bytes, bool]:
         """Return the reply, and whether the worker has ended after it. Raises `WorkerFailed`."""
         source, sink = self.process.stdin, self.process.stdout
         assert source is not None
         assert sink is not None
         try:
-            source.write(_CALL.pack(seconds, memory, len(payload)))
+            source.write(_CALL.pack(seconds, wall_seconds, memory, len(payload)))
             source.write(payload)
             source.flush()
             head = sink.read(_REPLY.size)
@@ -126,12 +138,13 @@ class _Worker:
             reply = sink.read(length)
             if len(reply) == length:
                 return reply, ends
-        raise self._failure(seconds, memory)
+        raise self._failure(seconds, wall_seconds, memory)
 
-    def _failure(self, seconds: float, memory: int) -> WorkerFailed:
+    def _failure(self, seconds: float, wall_seconds: float, memory: int) -> WorkerFailed:
         status = self.process.wait()
-        if status == -signal.SIGALRM:
-            return WorkerTimeout(f"it takes more than {seconds:g} s")
+        if status in (-signal.SIGPROF, -signal.SIGALRM):
+            limit = seconds if status == -signal.SIGPROF else wall_seconds
+            return WorkerTimeout(f"it takes more than {limit:g} s")
         if status == _OUT_OF_MEMORY:
             return WorkerOutOfMemory(f"it takes more than {memory:,} bytes of memory")
         ended = f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -181,14 +194,16 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     while len(head := source.read(_CALL.size)) == _CALL.size:
-        seconds, memory, length = _CALL.unpack(head)
+        seconds, wall_seconds, memory, length = _CALL.unpack(head)
         payload = source.read(length)
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
         try:
             reply = handle(payload)
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         ends = _peak("VmHWM") > _KEPT_BYTES
         sink.write(_REPLY.pack(ends, len(reply)))

@@ -8,6 +8,7 @@ file's own; other files of the same call are read by the next worker.
 from __future__ import annotations
 
 import json
+import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +45,13 @@ class ReadOptions:
     """Limits of reading one file, and the recognition of its pages."""
 
     seconds: float
-    """Most seconds."""
+    """Most seconds of processor time of the process that reads."""
     memory: int
     """Most bytes of memory of the process that reads."""
     max_bytes: int
     """Most bytes that an archive may unpack to, and most characters of the text."""
+    wall_seconds: float = math.inf
+    """Most seconds, at most `WAITING` times `seconds`."""
     ocr: PageOcr | None = None
     """Recognizes the text of a PDF's pages that have none. Runs in the calling process."""
 
@@ -60,7 +63,7 @@ class ReadOptions:
         """
         memory, max_bytes = parse_bytes(config.document_memory), parse_bytes(config.document_bytes)
         ocr = resolve_ocr(config.ocr, config.document_seconds)
-        return cls(config.document_seconds, memory, max_bytes, ocr)
+        return cls(config.document_seconds, memory, max_bytes, ocr=ocr)
 
 
 def read_file(name: str, raw: bytes, limits: ReadOptions, uri: str = "") -> SourceDocument:
@@ -103,7 +106,12 @@ def _call(head: Sequence[Any], raw: bytes, limits: ReadOptions) -> bytes:
     """Return the reply of a worker to an operation on a file."""
     payload = json.dumps(head).encode() + b"\n" + raw
     try:
-        reply = _WORKERS.call(payload, seconds=limits.seconds, memory=limits.memory)
+        reply = _WORKERS.call(
+            payload,
+            seconds=limits.seconds,
+            memory=limits.memory,
+            wall_seconds=limits.wall_seconds,
+        )
     except WorkerFailed as error:
         raise UnreadableDocument(_explain(error)) from error
     kind, _, content = reply.partition(b"\n")

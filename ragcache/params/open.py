@@ -72,7 +72,7 @@ class OpenConfig(TierOptions, Params):
     document_memory: Size = "1GiB"
     """Most memory of the process that reads a file that is not plain text."""
     document_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Most seconds of reading a file that is not plain text."""
+    """Most seconds of processor time of reading a file that is not plain text."""
     ocr: Any = None
     """Recognition of text on pages of PDFs that have none: `tesseract`, or a function that returns
     the text of a PNG picture. Off by default."""

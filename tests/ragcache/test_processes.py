@@ -31,6 +31,11 @@ class Calls:
     def __call__(self, payload: bytes, seconds: float = 60, memory: int = 2**30) -> bytes:
         return self.pool.call(payload, seconds=seconds, memory=memory)
 
+    def waiting(self, seconds: float) -> bytes:
+        """A call that waits, without any work, for a second."""
+        payload = b"__import__('time').sleep(1) or b'slept'"
+        return self.pool.call(payload, seconds=0.5, memory=2**30, wall_seconds=seconds)
+
 
 @pytest.fixture
 def call() -> Iterator[Calls]:
@@ -60,6 +65,13 @@ def test_a_call_ends_at_its_limit(
     with pytest.raises(error, match=message):
         call(work, seconds)
     assert call(PID) != before
+
+
+@pytest.mark.slow
+def test_time_without_work_counts_by_the_clock_only(call: Calls) -> None:
+    assert call.waiting(60) == b"slept"
+    with pytest.raises(WorkerTimeout, match="more than 0.3 s"):
+        call.waiting(0.3)
 
 
 def test_a_worker_that_took_much_memory_ends(call: Calls) -> None:

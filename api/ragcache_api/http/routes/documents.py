@@ -284,8 +284,7 @@ def _parse_files(
             left = until - monotonic()
             if left <= 0:
                 raise UnreadableDocument("the time of the upload was over before it was read")
-            within = replace(limits, seconds=min(limits.seconds, left))
-            documents.append(read_file(name, raw, within))
+            documents.append(read_file(name, raw, replace(limits, wall_seconds=left)))
         except (UnreadableDocument, MissingExtra) as error:
             skipped.append(SkippedFile(name, str(error), failed=True))
     if not documents:
