@@ -40,7 +40,7 @@ class Citation:
     uri: str
     """Origin of the document, such as a `file:` URI."""
     score: float
-    """Score of the search. A hybrid search fuses ranks, not scores."""
+    """Score of the search, as in `Hit.score`. A hybrid search fuses ranks, not scores."""
     tier: str = "computed"
     """Origin of the states: a tier such as `host` or `disk`, `encoded` (computed for this request
     and kept) or `computed` (mode `exact`)."""

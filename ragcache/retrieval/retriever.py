@@ -42,7 +42,9 @@ class Hit:
 
     module: ModuleRow
     score: float
-    """Score on the scale of `SearchParams.threshold`."""
+    """Score of the search: `bm25` in a sparse search, `cosine` in a dense one, and in a hybrid one
+    the sum of `1 / (RANK_CONSTANT + rank)` over the rankings by words and by vectors.
+    `SearchParams.threshold` is on the same scale. A reranker orders hits by `rerank` instead."""
     bm25: float | None = None
     """BM25 score, if the search by words found the module."""
     cosine: float | None = None

@@ -305,7 +305,10 @@ def doctor(
     options: Annotated[ServiceOptions, Offer(("model", "dtype", "state"))],
     as_json: ui.JsonOption = False,
 ) -> None:
-    """Check the installation, the model with its dtypes, and the state folder."""
+    """Check the installation, the model with its dtypes, and the state folder.
+
+    Failed checks come first, then what the answers depend on most.
+    """
     settings = ui.read_settings(options)
 
     @cache
@@ -322,13 +325,13 @@ def doctor(
         )
 
     checks = {
+        "embedded reader" if settings.model is None else "model": lambda: _check_model(loaded()),
+        "state folder": lambda: _check_state(settings),
+        "retrieval": lambda: _check_retrieval(settings.embedding),
+        "modes": lambda: _check_modes(loaded(), settings),
+        "dtype": lambda: _check_dtype(loaded()),
         "machine": _check_machine,
         "attention backend": _check_backend,
-        "embedded reader" if settings.model is None else "model": lambda: _check_model(loaded()),
-        "dtype": lambda: _check_dtype(loaded()),
-        "modes": lambda: _check_modes(loaded(), settings),
-        "retrieval": lambda: _check_retrieval(settings.embedding),
-        "state folder": lambda: _check_state(settings),
     }
     results = {name: _run_check(check) for name, check in checks.items()}
     if as_json:
@@ -338,7 +341,7 @@ def doctor(
         from importlib.metadata import version
 
         ui.console.print(f"ragcache {version('ragcache')}")
-        for name, (ok, detail) in results.items():
+        for name, (ok, detail) in sorted(results.items(), key=lambda each: each[1][0]):
             mark = "[green]ok[/]" if ok else "[red]failed[/]"
             ui.console.print(f"{mark} {name}: {escape(detail)}")
     if not all(ok for ok, _ in results.values()):
@@ -424,11 +427,12 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     if not results:
         return f"not measured: a window of {model.causal.window} tokens is too small"
     proposed = propose_mode(results)
-    said = "; ".join(map(str, results)) + (
-        "; no mode that reads states gives 9 of 10 answers as exact does"
+    advice = (
+        "no mode that reads states gives 9 of 10 answers as exact does"
         if proposed is None
-        else f"; proposed as the default: {proposed.mode}"
+        else f"proposed as the default: {proposed.mode}"
     )
+    said = "; ".join([advice, *map(str, results)])
     if any(each.mode == str(ROOTED) and not each.passes for each in results):
         raise ModeRefused(said)
     return said

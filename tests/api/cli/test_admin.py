@@ -225,6 +225,7 @@ def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     names = {"machine", "attention backend", "embedded reader", "dtype", "retrieval"}
     names |= {"modes", "state folder"}
     assert set(checks) == names
+    assert list(checks)[:2] == ["embedded reader", "state folder"], "what matters most comes first"
     assert all(check["ok"] for check in checks.values())
     assert checks["state folder"]["detail"].startswith("3 modules in ")
 
@@ -289,4 +290,6 @@ def test_doctor_reports_a_damaged_state_folder(run: Run, tmp_path: Path) -> None
     assert status == 1
     checks = json.loads(out)
     assert [name for name, check in checks.items() if not check["ok"]] == ["state folder"]
-    assert "failed state folder" in run("doctor")[1]
+    lines = run("doctor")[1].splitlines()
+    assert lines[1].startswith("failed state folder"), "what has failed comes first"
+    assert lines[2].startswith("ok embedded reader")
