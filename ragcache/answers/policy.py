@@ -7,10 +7,11 @@ its answers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ragcache.answers.confidence import (
     UNCALIBRATED,
@@ -150,7 +151,8 @@ def answer_policies(
     worded = None
     if prompt.kind == "chat" and model.extractive and not (confidence or params.forms):
         worded = WordedPolicy(params.refusal)
-    return tuple(each for each in (confidence, quotation, worded) if each is not None)
+    formed = ReaderFormPolicy.for_prompt(prompt, params) if model.extractive else None
+    return tuple(each for each in (confidence, quotation, worded, formed) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,63 @@ class WordedPolicy(AnswerPolicy):
             for each in answer.output.choices
         )
         return replace(answer, output=replace(answer.output, choices=choices))
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderFormPolicy(AnswerPolicy):
+    """Refuses JSON that the embedded reader cannot fill.
+
+    The reader was trained to quote a few words. It fills one string of a schema about as well as it
+    quotes, and writes noise where a form leaves it the names.
+    """
+
+    @classmethod
+    def for_prompt(
+        cls, prompt: AnsweredPrompt, params: GenerationParams
+    ) -> ReaderFormPolicy | None:
+        """Return the policy of answers from documents in a JSON schema; other answers have none.
+
+        Raises:
+            InvalidRequest: Any JSON object is asked for.
+        """
+        if params.json_object:
+            raise InvalidRequest(
+                "the embedded reader quotes a few words, and cannot invent a JSON object; give a "
+                "json_schema with one string to fill, or a model: --model "
+                "Qwen/Qwen2.5-1.5B-Instruct"
+            )
+        return cls() if params.json_schema is not None and prompt.selection else None
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Return the answer.
+
+        Raises:
+            InvalidRequest: A string of a complete answer has no word.
+        """
+        for choice in answer.output.choices:
+            if choice.finish_reason == "stop" and not isinstance(choice.stopped_by, str):
+                blank = _string_without_words(json.loads(choice.text), "the answer")
+                if blank is not None:
+                    raise InvalidRequest(
+                        f"the embedded reader found no words for {blank} of the JSON schema; it "
+                        "quotes a few words and fills one string at most. Give a model: --model "
+                        "Qwen/Qwen2.5-1.5B-Instruct"
+                    )
+        return answer
+
+
+def _string_without_words(value: Any, name: str) -> str | None:
+    """Return the name of a string without a letter or digit in a JSON value, if there is one."""
+    if isinstance(value, str):
+        return None if any(map(str.isalnum, value)) else name
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    found = (_string_without_words(each, repr(key)) for key, each in items)
+    return next((each for each in found if each is not None), None)
 
 
 def refused(choice: Choice, refusal: str) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -185,6 +186,35 @@ def test_extractive_answers_keep_to_no_grammar_and_call_no_tools(rag: RagCache) 
     rag.schemas.add('<schema name="trip"><module name="sea">The tide is out.</module></schema>')
     with pytest.raises(InvalidRequest, match="PML prompt"):
         rag.prompt('<prompt schema="trip"><sea/>When?</prompt>', generation=wanted)
+
+
+def schema_of(**properties: object) -> GenerationParams:
+    """Options of an answer in JSON with these properties."""
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    return GenerationParams(json_schema={**schema, "additionalProperties": False}, max_tokens=40)
+
+
+def test_the_reader_refuses_json_that_it_cannot_fill(rag: RagCache) -> None:
+    nothing = {"type": "string", "maxLength": 0}
+    with pytest.raises(InvalidRequest, match=r"no words for 'place' of .* --model"):
+        rag.ask(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
+    stream = rag.stream(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
+    with pytest.raises(InvalidRequest, match="'place'"):
+        list(stream)
+    listed = schema_of(places={"type": "array", "items": nothing, "minItems": 1, "maxItems": 1})
+    with pytest.raises(InvalidRequest, match="no words for 0 of"):
+        rag.ask(QUESTIONS[0], collection="all", generation=listed)
+    words = schema_of(place={"enum": ["red cupboard"]}, sure={"type": "boolean"})
+    answer = rag.ask(QUESTIONS[0], collection="all", generation=words)
+    assert json.loads(answer.text)["place"] == "red cupboard"
+
+
+def test_the_reader_refuses_json_without_a_schema(rag: RagCache) -> None:
+    formed = GenerationParams(json_object=True)
+    with pytest.raises(InvalidRequest, match="give a json_schema with one string to fill, or a mo"):
+        rag.ask(QUESTIONS[0], collection="all", generation=formed)
+    with pytest.raises(InvalidRequest, match="cannot invent a JSON object"):
+        rag.chat([{"role": "user", "content": "Hello"}], generation=formed)
 
 
 def test_without_the_ledger_quotations_have_their_offsets(rag: RagCache) -> None:
