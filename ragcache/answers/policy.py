@@ -226,8 +226,8 @@ def _string_without_words(value: Any, name: str) -> str | None:
     """Return the name of a string without a letter or digit in a JSON value, if there is one."""
     if isinstance(value, str):
         return None if any(map(str.isalnum, value)) else name
-    items = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value) if isinstance(value, list) else items
+    parts = dict(enumerate(value)) if isinstance(value, list) else value
+    items = parts.items() if isinstance(parts, dict) else ()
     found = (_string_without_words(each, repr(key)) for key, each in items)
     return next((each for each in found if each is not None), None)
 

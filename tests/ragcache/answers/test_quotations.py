@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,27 +195,35 @@ def schema_of(**properties: object) -> GenerationParams:
     return GenerationParams(json_schema={**schema, "additionalProperties": False}, max_tokens=40)
 
 
-def test_the_reader_refuses_json_that_it_cannot_fill(rag: RagCache) -> None:
+@pytest.fixture
+def reading(quick_reader: LoadedModel, tmp_path: Path) -> Iterator[RagCache]:
+    """A document, opened with the embedded reader."""
+    with RagCache.open(tmp_path / "state", quick_reader) as opened:
+        opened.ingest("all", [DOCUMENTS[2]])
+        yield opened
+
+
+def test_the_reader_refuses_json_that_it_cannot_fill(reading: RagCache) -> None:
     nothing = {"type": "string", "maxLength": 0}
     with pytest.raises(InvalidRequest, match=r"no words for 'place' of .* --model"):
-        rag.ask(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
-    stream = rag.stream(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
+        reading.ask(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
+    stream = reading.stream(QUESTIONS[0], collection="all", generation=schema_of(place=nothing))
     with pytest.raises(InvalidRequest, match="'place'"):
         list(stream)
     listed = schema_of(places={"type": "array", "items": nothing, "minItems": 1, "maxItems": 1})
     with pytest.raises(InvalidRequest, match="no words for 0 of"):
-        rag.ask(QUESTIONS[0], collection="all", generation=listed)
+        reading.ask(QUESTIONS[0], collection="all", generation=listed)
     words = schema_of(place={"enum": ["red cupboard"]}, sure={"type": "boolean"})
-    answer = rag.ask(QUESTIONS[0], collection="all", generation=words)
+    answer = reading.ask(QUESTIONS[0], collection="all", generation=words)
     assert json.loads(answer.text)["place"] == "red cupboard"
 
 
-def test_the_reader_refuses_json_without_a_schema(rag: RagCache) -> None:
+def test_the_reader_refuses_json_without_a_schema(reading: RagCache) -> None:
     formed = GenerationParams(json_object=True)
     with pytest.raises(InvalidRequest, match="give a json_schema with one string to fill, or a mo"):
-        rag.ask(QUESTIONS[0], collection="all", generation=formed)
+        reading.ask(QUESTIONS[0], collection="all", generation=formed)
     with pytest.raises(InvalidRequest, match="cannot invent a JSON object"):
-        rag.chat([{"role": "user", "content": "Hello"}], generation=formed)
+        reading.chat([{"role": "user", "content": "Hello"}], generation=formed)
 
 
 def test_without_the_ledger_quotations_have_their_offsets(rag: RagCache) -> None:
