@@ -306,6 +306,14 @@ PROGRAMS = (
         expects=(ANSWER,),
     ),
     Client(
+        "claude-code",
+        "Claude Code",
+        "https://github.com/anthropics/claude-code",
+        ("@anthropic-ai/claude-code@2.1.331",),
+        group="Programs",
+        expects=(ANSWER,),
+    ),
+    Client(
         "aider",
         "aider",
         "https://github.com/Aider-AI/aider",

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from ragcache import AnswerSpan, GenerationParams, RagCache, SourceDocument
 from ragcache.engine import Choice
 from ragcache.models import LoadedModel
+from ragcache_api.cluster.streams import is_resumable
 from ragcache_api.http.anthropic import MessagesRequest, chat_of
 from ragcache_api.http.dispatch import parse_body
 from ragcache_api.http.errors import HTTPProblem
@@ -280,3 +281,20 @@ def test_the_gateway_reads_messages_as_chats() -> None:
         chat_of(request(
             {"role": "user", "content": [document("The Pipit is red.")]}, collection="notes"
         ))  # fmt: skip
+
+
+def test_models_have_the_fields_of_anthropic(client: TestClient) -> None:
+    told = client.get("/v1/models").json()
+    first, last = told["data"][0], told["data"][-1]
+    assert (told["first_id"], told["last_id"], told["has_more"]) == (first["id"], last["id"], False)
+    assert (first["type"], first["display_name"]) == ("model", MODEL)
+    assert first["created_at"].endswith("Z")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_streams_of_messages_stay_with_their_replica(stream: bool) -> None:
+    body = request({"role": "user", "content": "Hi"}, stream=stream)
+    asked = parse_body("/v1/messages", body.model_dump_json(exclude_unset=True).encode())
+    assert asked is not None
+    assert asked.stream is stream
+    assert not is_resumable(asked)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from time import time
 from typing import Any, ClassVar, Literal
@@ -98,20 +99,27 @@ class OpenAICompletion(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """A served model."""
+    """A served model, with the fields of OpenAI and of Anthropic."""
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     created: int
     """Start of the service, in Unix seconds."""
+    created_at: datetime
+    """The same time in RFC 3339."""
     owned_by: str = "ragcache"
+    display_name: str
 
 
 class ModelList(ResponseModel):
-    """The served models."""
+    """The served models, as one page."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 @_routes.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
@@ -163,7 +171,8 @@ def list_models(context: ContextDep) -> ModelList:
         ids += [f"{served}@{name}" for name in context.rag.collections.names()]
     else:
         _check_collection(context, base)
-    return ModelList(data=[_model_card(context.service, each) for each in ids])
+    cards = [_model_card(context.service, each) for each in ids]
+    return ModelList(data=cards, first_id=ids[0], last_id=ids[-1])
 
 
 @_routes.get("/models/{name:id}")
@@ -192,7 +201,13 @@ def _check_collection(context: RequestContext, collection: str) -> None:
 
 
 def _model_card(service: Service, name: str) -> ModelCard:
-    return ModelCard(id=name, created=int(service.started))
+    created = int(service.started)
+    return ModelCard(
+        id=name,
+        created=created,
+        created_at=datetime.fromtimestamp(created, UTC),
+        display_name=name,
+    )
 
 
 async def _respond(
