@@ -222,7 +222,7 @@ class Namespace:
         )
         modules = Modules(catalog, store, encoder, tokens, observed)
         pins = Pins(modules, store, StoredObjects(database, name))
-        store.on_heartbeat.append(pins.end_expired)
+        store.on_heartbeat += [pins.end_expired, observed.end_kept]
         return cls(
             name,
             shared,

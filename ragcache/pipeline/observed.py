@@ -171,6 +171,21 @@ class ObservedModules:
             if made is not None:
                 self._keep(made, until, keeper)
 
+    def end_kept(self) -> None:
+        """Let texts go whose time is over. They stay modules while there is room."""
+        now = time.time()
+        with self._lock:
+            over = [each for each in self._modules.values() if 0 < each.kept_until <= now]
+            for each in over:
+                each.kept_until, each.kept_by = 0.0, ""
+        self._unpin([key for each in over for key in each.keys])
+
+    def _unpin(self, keys: Sequence[KVKey]) -> None:
+        """Allow the eviction of states that no operator has pinned."""
+        if keys:
+            store = self._encoder.store
+            store.memory.pin(set(keys) - store.ledger.pinned(keys), pinned=False)
+
     def tokens_of(self, module: ModuleRow) -> tuple[int, ...]:
         """Return the tokens of an observed module that `find` returned."""
         with self._lock:
@@ -194,6 +209,7 @@ class ObservedModules:
             if ids is None:
                 self._recurrences = RecurrenceTable()
             self._rebuild()
+        self._unpin(keys)
         self._encoder.store.evict(keys)
         return len(chosen)
 
@@ -290,8 +306,11 @@ class ObservedModules:
                 each.kept_until, each.kept_by = until, keeper.name
             if known is not None:
                 self._modules.move_to_end(known.id)
+            kept = each.kept_until > now
         if known is None:
             self._enter(module)
+        if kept:
+            self._encoder.store.memory.pin(module.keys, pinned=True)
 
     def _has_room(self, nbytes: int, keeper: Keeper, now: float) -> bool:
         """Tell whether a caller may keep more bytes."""

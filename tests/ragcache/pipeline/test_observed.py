@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,21 @@ def test_marked_texts_keep_to_the_budget_of_their_caller(rag: RagCache) -> None:
     keeper = Keeper("key 1", one)
     rag.chat(chat([1], "How many days?"), generation=FREE, keep=texts, keeper=keeper)
     assert sum(each.kept_by == "key 1" for each in rag.modules.observed.all()) == 1
+
+
+def test_states_of_kept_texts_are_pinned_for_their_time(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(rag, [1], "How many days?", keep={passage(1, 5): 60.0})
+    [kept] = rag.modules.observed.all()
+    memory = rag.internals.shared.store.memory
+    assert set(kept.keys) <= memory.pinned
+    later = time.time() + 61
+    monkeypatch.setattr(module.time, "time", lambda: later)
+    rag.modules.observed.end_kept()
+    assert not set(kept.keys) & memory.pinned
+    [ended] = rag.modules.observed.all()
+    assert ended.kept_until == 0
 
 
 @pytest.mark.slow
