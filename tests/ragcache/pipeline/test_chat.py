@@ -37,6 +37,7 @@ from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.pipeline.submit import request_maker
 from ragcache.recognition import Fingerprints, FingerprintTable, find
+from ragcache.retrieval import Hit
 from tests.ragcache.pipeline.conftest import spaced_tokenizer
 from tests.ragcache.pipeline.test_chat_template import CALL, TOOLS, WEATHER
 from tests.tiny_models import tiny_model
@@ -551,8 +552,9 @@ def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) 
 
 def test_given_documents_are_read_as_a_collections_are(rag: RagCache) -> None:
     question = user("Where is the key of the boathouse?")
-    found = rag.retrieve(question[0]["content"], collection="notes", relative_threshold=0)
-    in_order = replace(found, hits=tuple(sorted(found.hits, key=lambda hit: hit.module.document)))
+    found = rag.retrieve(question[0]["content"], collection="notes")
+    modules = rag.internals.catalog.modules("notes")
+    in_order = replace(found, hits=tuple(Hit(each, 1.0) for each in modules))
     stored = rag.chat(question, collection="notes", selection=in_order, generation=FREE)
     given = rag.chat(question, documents=DOCUMENTS, generation=FREE)
     assert tokens(given) == tokens(stored)
