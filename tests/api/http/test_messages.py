@@ -258,6 +258,14 @@ def test_ignored_fields_change_nothing(client: TestClient) -> None:
     assert send(client, **more, output_config={"effort": "low"}).json()["content"] == plain
 
 
+def test_models_have_the_fields_of_anthropic(client: TestClient) -> None:
+    told = client.get("/v1/models").json()
+    first, last = told["data"][0], told["data"][-1]
+    assert (told["first_id"], told["last_id"], told["has_more"]) == (first["id"], last["id"], False)
+    assert (first["type"], first["display_name"]) == ("model", MODEL)
+    assert first["created_at"].endswith("Z")
+
+
 def test_keys_come_in_anthropics_header(rag: RagCache) -> None:
     row, secret = rag.keys.create("tenant", "admin")
     try:
@@ -281,14 +289,6 @@ def test_the_gateway_reads_messages_as_chats() -> None:
         chat_of(request(
             {"role": "user", "content": [document("The Pipit is red.")]}, collection="notes"
         ))  # fmt: skip
-
-
-def test_models_have_the_fields_of_anthropic(client: TestClient) -> None:
-    told = client.get("/v1/models").json()
-    first, last = told["data"][0], told["data"][-1]
-    assert (told["first_id"], told["last_id"], told["has_more"]) == (first["id"], last["id"], False)
-    assert (first["type"], first["display_name"]) == ("model", MODEL)
-    assert first["created_at"].endswith("Z")
 
 
 @pytest.mark.parametrize("stream", [True, False])
