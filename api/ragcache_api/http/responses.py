@@ -191,6 +191,7 @@ class ResponsesRequest(Surface, Asking):
     max_output_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     """Most tokens of the answer, or fewer if the prompt leaves less room."""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the probability to sample from, 0 to 1. 0 takes the likeliest token."""
     tools: list[ResponsesTool] | None = None
     """Functions that the model may call, and a search. Other tools are not served."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
