@@ -54,11 +54,7 @@ class VectorStores:
     def ids(self) -> list[str]:
         """Return the ids of all stores, the oldest one first. Deletes expired stores."""
         made = {each.id: each for each in self._objects.list(STORE)}
-        page = self._rag.collections.page(limit=1000)
-        names = [row.name for row in page.items]
-        while page.next is not None:
-            page = self._rag.collections.page(page.next, 1000)
-            names += [row.name for row in page.items]
+        names = self._rag.collections.names()
         kept = [name for name in names if not self._ended(name, made.get(name))]
         return sorted(kept, key=lambda name: made[name].created_at if name in made else 0.0)
 

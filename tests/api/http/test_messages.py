@@ -238,6 +238,9 @@ def test_calls_become_blocks() -> None:
          "invalid_request_error", "image"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
          "invalid_request_error", "custom"),
+        ({"messages": [{"role": "user", "content": [document("", source={
+            "type": "base64", "media_type": "application/pdf", "data": "h\u00f6fn"})]}]},
+         400, "invalid_request_error", "no base64"),
         ({"stop": "x"}, 400, "invalid_request_error", "give stop_sequences"),
         ({"model": f"{MODEL}@none"}, 404, "not_found_error", "none"),
     ],

@@ -7,7 +7,6 @@ Anthropic's clients add `/v1/messages` to their base URL, which is the service's
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -156,7 +155,7 @@ async def _translated(body: CountTokensRequest, context: RequestContext) -> Mess
 def _read(name: str, file: FileSource, context: RequestContext) -> SourceDocument:
     try:
         raw = base64.b64decode(file.data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise invalid("messages", f"the data of {name} is no base64: {error}") from None
     return read_file(name, raw, ReadOptions.of(context.service.shared.config))
 
