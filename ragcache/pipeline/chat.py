@@ -41,7 +41,7 @@ from ragcache.pipeline.prompt import (
 )
 from ragcache.recognition import NO_DOCUMENT, RecognizedModule, Recognizer
 from ragcache.retrieval import Hit, Retriever, Selection
-from ragcache.retrieval.follow_ups import search_query
+from ragcache.retrieval.follow_ups import search_query, without_notes
 
 Conversation = Sequence[Message] | str | Sequence[int]
 """Messages, or a plain text or token ids to continue, which take no chat template."""
@@ -217,7 +217,8 @@ class ChatPipeline:
             raise InvalidRequest("a plain text has no place for documents; give messages")
         messages = check_messages(cast("Sequence[Message]", conversation))
         asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
-        question = str(messages[asked[-1]]["content"]) if asked else ""
+        content = str(messages[asked[-1]]["content"]) if asked else ""
+        question = without_notes(content) or content
         if not question.strip():
             raise EmptyQuestion(
                 "no message of the user asks a question that documents could answer; write one"
@@ -227,7 +228,8 @@ class ChatPipeline:
             query = search_query(messages)
             selection = self.retriever.retrieve(query, search.collection, search.params)
         if self.encoder.model.extractive and not _has_tools(messages, options):
-            messages, asked = [messages[asked[-1]]], [0]  # the reader answers questions alone
+            content = question  # the reader answers questions alone
+            messages, asked = [{**messages[asked[-1]], "content": content}], [0]
         small_talk = is_small_talk(question)
         if small_talk:
             selection = replace(selection, hits=())
@@ -238,7 +240,7 @@ class ChatPipeline:
             documents = "".join(hit.module.text for hit in selection.hits)
             instruction = selection.version.instruction or self.encoder.frame.instruction
             lead = self.encoder.frame.question
-            content = f"{instruction}\n\n{documents}{lead}{question}"
+            content = f"{instruction}\n\n{documents}{lead}{content}"
             messages[asked[-1]] = {**messages[asked[-1]], "content": content}
         chat = self._render(messages, options)
         return replace(chat, question=question, selection=replace(selection, query=question))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ _BACK = 3
 """Most earlier messages that are joined."""
 _LONGEST = 500
 """Most characters of an earlier message."""
+_NOTE = re.compile(r"\s*<([A-Za-z][\w-]*)>.*?</\1>\s*", re.DOTALL)
+"""A text that a program puts before a user's words, such as `<system-reminder>…`."""
 _WEIGHT = 2
 """Times that a message with more words is repeated, so that it outweighs earlier ones."""
 
@@ -39,7 +42,9 @@ def search_query(messages: Sequence[Mapping[str, Any]]) -> str:
         ... )
         'Who do I ring if the alarm goes off?\\nAnd if she is away?'
     """
-    *earlier, last = [str(each["content"]) for each in messages if each["role"] == "user"]
+    texts = [str(each["content"]) for each in messages if each["role"] == "user"]
+    earlier = [spoken for text in texts[:-1] if (spoken := without_notes(text))]
+    last = without_notes(texts[-1]) or texts[-1]
     context: list[str] = []
     for text in reversed(earlier[-_BACK:]):
         context.insert(0, text[:_LONGEST])
@@ -49,6 +54,20 @@ def search_query(messages: Sequence[Mapping[str, Any]]) -> str:
         return last
     own = _words(last) - _words(*context)
     return "\n".join([*context, *[last] * (1 if len(own) <= _FEW else _WEIGHT)])
+
+
+def without_notes(text: str) -> str:
+    """Return a message without the notes that a program has put before the user's words.
+
+    A note is an element such as `<environment_context>`. A message of notes alone becomes empty.
+
+    Example:
+        >>> without_notes("<system-reminder>Be brief.</system-reminder>\\n\\nWhere is the key?")
+        'Where is the key?'
+    """
+    while found := _NOTE.match(text):
+        text = text[found.end() :]
+    return text
 
 
 def _words(*texts: str) -> set[str]:

@@ -55,3 +55,24 @@ def test_a_chat_finds_what_its_last_message_leaves_out(
         changed = rag.chat(said(ALARM, "How long a paid holiday a year?"), collection="notes", k=1)
         assert [source.document for source in changed.sources] == ["away"]
         assert answer.question == "And if she is away?"
+
+
+def test_notes_of_programs_are_no_questions() -> None:
+    note = "<environment_context>\n  <cwd>/srv</cwd>\n</environment_context>"
+    assert search_query(said(note, ALARM)) == ALARM
+    assert search_query(said(f"{note}\n\n<reminder>Be brief.</reminder>\n{ALARM}")) == ALARM
+    assert search_query(said(note)) == note
+    assert search_query(said(f"{ALARM} <tide> rises")) == f"{ALARM} <tide> rises"
+
+
+def test_the_reader_gets_the_question_without_notes(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path, quick_reader, embedding="none") as rag:
+        rag.ingest("boats", [SourceDocument("pipit", "The boat Pipit is at the north quay.")])
+        asked = [{"role": "user", "content": "Where is the boat?"}]
+        noted = [
+            {"role": "user", "content": "<reminder>Be brief.</reminder>\n\nWhere is the boat?"}
+        ]
+        plain = rag.chat(asked, collection="boats")
+        assert rag.chat(noted, collection="boats").reuse.prompt_tokens == plain.reuse.prompt_tokens
