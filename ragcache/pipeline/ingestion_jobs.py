@@ -241,7 +241,7 @@ class IngestionJobs:
         """Run a request of the queue and end it.
 
         The job ends exactly once, because it may be queued again as soon as it has ended. A job
-        that is interrupted by `close` stays in the queue for the next process.
+        that is interrupted by `close`, or by the interpreter's exit, is left to the next process.
         """
         collection = job.target.removeprefix(collection_target(""))
         try:
@@ -259,8 +259,19 @@ class IngestionJobs:
         except RagCacheError as error:  # expected: the job's row holds the reason
             self.rows.fail(job.id, error)
         except Exception as error:  # the thread goes on with the next job
+            if _is_of_exit(error):
+                logger.warning("job %s is left to the next process: %s", job.id, error)
+                return
             logger.exception("job %s failed", job.id)
             self.rows.fail(job.id, error)
+
+
+def _is_of_exit(error: Exception) -> bool:
+    """Tell whether a pool of threads refused work because the interpreter exits.
+
+    Python ends all pools before it calls the functions that close a folder.
+    """
+    return isinstance(error, RuntimeError) and "cannot schedule new futures" in str(error)
 
 
 def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -329,6 +330,30 @@ def test_a_job_of_another_process_encodes_nothing_again(
         gate.opened.set()
         assert one.jobs.wait(first, 60).status == other.jobs.wait(later, 60).status == "done"
     assert sorted(encoded) == sorted(set(encoded))
+
+
+def test_a_job_that_an_exit_interrupts_is_continued(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ends the pools of threads before the folder is closed."""
+    refused = threading.Event()
+
+    def submit_late(*_: object, **__: object) -> None:
+        pool = ThreadPoolExecutor(1)
+        pool.shutdown()
+        refused.set()
+        pool.submit(print)
+
+    with RagCache.open(tmp_path / "state", model) as exiting:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(exiting.internals.ingestor), "store_sources", submit_late)
+            job = exiting.jobs.submit("notes", DOCUMENTS).id
+            assert refused.wait(20)
+            exiting.internals.shared.workers.join()
+        assert not exiting.jobs.get(job).ended
+    with RagCache.open(tmp_path / "state", model) as later:
+        assert later.jobs.wait(job, 60).status == "done"
+        assert len(later.documents.get("notes")) == len(DOCUMENTS)
 
 
 def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
