@@ -25,8 +25,8 @@ from ragcache_api.http.errors import HTTPProblem
 LOOKAHEAD = 0.25
 """Requests that are let in beyond those that the engine runs, as a share. They retrieve and lease
 states meanwhile, so that the engine does not run empty."""
-_MEASURED = 128  # latest ended requests that the rate is measured over
-_FEWEST = 8  # ended requests from which a rate is known
+_MEASURED = 128  # latest ended requests that the rate is measured over, or four times the slots
+_FEWEST = 8  # ended requests from which a first rate is known
 _KEPT_CALLERS = 1024
 _LONGEST_RETRY = 60.0  # seconds, since many refused requests do not come again
 
@@ -50,12 +50,18 @@ class Ticket:
 
 
 class ServiceRate:
-    """Rate at which the service ends requests while others wait: its capacity."""
+    """Rate at which the service ends requests while others wait: its capacity.
 
-    def __init__(self) -> None:
+    Requests that began together end together. So a rate that is known stays until as many choices
+    as run at once have ended: the first few of them would make the service look slow.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """Make a rate that is not known yet. slots: most choices that run at once."""
         self.per_second: float | None = None
         """Choices per second. None until enough requests have ended."""
-        self._ended: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
+        self._slots = slots
+        self._ended: deque[tuple[float, int]] = deque(maxlen=max(_MEASURED, min(4 * slots, 4096)))
 
     def begin(self, now: float) -> None:
         """Begin a period in which requests wait. The last rate stays until it is measured anew."""
@@ -66,8 +72,10 @@ class ServiceRate:
         """Record that a request has ended while others wait."""
         self._ended.append((now, weight))
         seconds = now - self._ended[0][0]
-        if len(self._ended) > _FEWEST and seconds > 0:
-            self.per_second = sum(weight for _, weight in islice(self._ended, 1, None)) / seconds
+        ended = sum(weight for _, weight in islice(self._ended, 1, None))
+        known = self.per_second is not None
+        if seconds > 0 and len(self._ended) > _FEWEST and (ended >= self._slots or not known):
+            self.per_second = ended / seconds
 
 
 class AdmissionQueue:
@@ -102,7 +110,7 @@ class AdmissionQueue:
         self._number = 0
         self._turn = 0.0  # of the last request that was let in
         self._next_turn: dict[str, float] = {}  # of each caller's next request
-        self._rate = ServiceRate()
+        self._rate = ServiceRate(slots)
         self._promised = 0.0  # time at which the next refused request may come again
         self.refused = 0
         """Number of requests that would have waited too long."""

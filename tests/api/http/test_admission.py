@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from ragcache import RagCache
 from ragcache.errors import QueueFull
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.admission import AdmissionQueue, Ticket
+from ragcache_api.http.admission import AdmissionQueue, ServiceRate, Ticket
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.requests import RequestRegistry
 from tests.api.http.asgi import Caller, events
@@ -134,6 +134,22 @@ def test_no_refused_request_is_told_to_wait_for_minutes() -> None:
     told = len(simulation.retry_after)
     load(simulation, 20, ada=2.3 * SLOTS)
     assert simulation.retry_after[told] == 1, "an overload that has ended does not count"
+
+
+def test_requests_that_end_together_make_no_slow_service() -> None:
+    """64 choices run at once for 16 seconds, so that four end a second."""
+    rate = ServiceRate(64)
+    rate.begin(0.0)
+    for generation in (16.0, 32.0, 48.0):
+        for number in range(64):
+            rate.record(generation + number / 1000, 1)
+    assert rate.per_second == pytest.approx(4, rel=0.1)
+    rate.begin(100.0)
+    for number in range(64):
+        rate.record(120.0 + number / 1000, 1)
+        assert rate.per_second is not None
+        assert rate.per_second > 3
+    assert rate.per_second == pytest.approx(3.2, rel=0.01)
 
 
 def test_callers_with_few_requests_wait_for_few_under_overload() -> None:
