@@ -8,30 +8,65 @@ JMLR 2010).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ragcache.answers.confidence import FEATURES, Calibration, ConfidenceFeatures
+from ragcache.answers.confidence import (
+    FEATURES,
+    Calibration,
+    ConfidenceFeatures,
+    ModelCalibration,
+)
 from ragcache.answers.policy import AnswerOutput
 from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
-from ragcache.errors import ConfigurationError
-from ragcache.evaluation import Question, f1
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.errors import (
+    ConfigurationError,
+    EngineClosed,
+    ModeRefused,
+    PromptTooLong,
+    RagCacheError,
+)
+from ragcache.evaluation import Dataset, Question, contains_answer, f1
+from ragcache.evaluation.builtin import builtin_dataset
+from ragcache.models import LoadedModel
+from ragcache.modes import EXACT, ROOTED, ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.rag import RagCache
 from ragcache.retrieval import HeldOutSearch
 
 Floats = npt.NDArray[np.float64]
+Progress = Callable[[int, int], None]
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN = "ragcache.built-in"
+"""Namespace of the built-in documents, which are there while a model is calibrated."""
+
+PRIORITY = -360
+"""Priority of the built-in questions: prompts that arrive within an hour go first."""
 
 FALSE_REFUSALS = 0.05
 """Share of right answers that a calibration's `min_confidence` refuses."""
 
+BUILT_IN_REFUSALS = 0.03
+"""The same of a model's calibration: on questions that it was not fitted on, it refuses more."""
+
+BUILT_IN_FEATURES = ("free", "grounding")
+"""Features of a model's calibration. Those of the search depend on the collection, and add nothing
+to these two on the built-in questions (ADR 74)."""
+
 FOLDS = 5
 FEWEST = 20  # minimum of right and of wrong answers to fit a calibration
+_FITTED = tuple(name for name in FEATURES if name != "lift")
+"""Features of a fit. `lift` takes another pass and adds nothing to the others (ADR 74)."""
+
 _BATCH = 8  # questions that are asked at once
 _RIGHT = 0.5  # F1 from which an answer counts as right
 _RIDGE = 1.0  # penalty on weights of normalized features
@@ -61,7 +96,8 @@ def collect_examples(
     k: int = DEFAULT_K,
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
     extractive: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    priority: int = 0,
+    progress: Progress | None = None,
 ) -> list[CalibrationExample]:
     """Ask questions with and without the documents that answer them.
 
@@ -70,6 +106,7 @@ def collect_examples(
         collection: The collection.
         questions: Questions, with accepted answers if they have any.
         mode, k, relative_threshold, extractive: Options of the answers to calibrate.
+        priority: Priority of the questions in the engine's queue.
         progress: Called with the number of questions asked so far and their total.
 
     Returns:
@@ -79,7 +116,12 @@ def collect_examples(
     Raises:
         UnknownCollection: There is no such collection.
     """
-    generation = GenerationParams(extractive=extractive, confidence=True, min_confidence=0.0)
+    submitter = rag.internals.submitter
+    if not (submitter.model.extractive if extractive is None else extractive):
+        submitter = replace(submitter, calibration=_evidence_only(submitter.model))
+    generation = GenerationParams(
+        extractive=extractive, confidence=True, min_confidence=0.0, priority=priority
+    )
     asked = [(each, frozenset[str]()) for each in questions]
     asked += [
         (replace(each, answers=()), frozenset({each.document}))
@@ -99,7 +141,7 @@ def collect_examples(
             prompts += rag.internals.ask.prepare_prompts(
                 [question.question], collection, params, ReuseMode.parse(mode)
             )
-        pending = rag.internals.submitter.run(prompts, generation)
+        pending = submitter.run(prompts, generation)
         for (question, _), each in zip(part, pending, strict=True):
             examples.append(_example(question, each.output()))
         if progress is not None:
@@ -107,22 +149,129 @@ def collect_examples(
     return examples
 
 
+def _evidence_only(model: LoadedModel) -> ModelCalibration:
+    """Return a calibration without weights, so that features are collected without `lift`."""
+    calibration = ModelCalibration(model, "", ledger=None)
+    calibration.keep(Calibration(0.0, {}, {}))
+    return calibration
+
+
 def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
     said = answer.output.choices[0].text
     return CalibrationExample(
         question.question,
         answerable=bool(question.answers),
-        right=bool(question.answers) and f1(said, question.answers) >= _RIGHT,
+        right=bool(question.answers) and _is_right(said, question.answers),
         evidence=next(iter(answer.features), ConfidenceFeatures()),
         confidence=next(iter(answer.confidences), None),
     )
 
 
-def fit_calibration(examples: Sequence[CalibrationExample]) -> Calibration:
+def _is_right(said: str, answers: Sequence[str]) -> bool:
+    """Tell whether an answer shares most words with an accepted one, or holds it in a sentence."""
+    return f1(said, answers) >= _RIGHT or contains_answer(said, answers)
+
+
+def calibrate_model(
+    rag: RagCache, *, dataset: Dataset | None = None, progress: Progress | None = None
+) -> Calibration | None:
+    """Fit the calibration of a model's free answers to the built-in questions, and keep it.
+
+    The ledger keeps it for all collections and processes; a model that was calibrated before is not
+    asked again. The built-in documents are in a namespace of their own and are deleted afterward.
+    The questions have a low priority, so that other questions go first.
+
+    Args:
+        rag: Open folder with the model.
+        dataset: Other documents and questions. Defaults to the built-in ones.
+        progress: Called with the number of questions asked so far and their total.
+
+    Returns:
+        The calibration. None if the model answers too few of the questions, or has no room for
+        their prompts, so that nothing can be fitted; answers are then not refused.
+
+    Raises:
+        RequestError: The engine failed or was closed.
+        StoreError: The built-in documents cannot be stored.
+
+    Example:
+        >>> calibrate_model(rag)                                  # doctest: +SKIP
+        Calibration(bias=-1.98, weights={'free': 2.65, 'grounding': 6.53}, ...)
+    """
+    kept = rag.internals.shared.calibration
+    if kept.is_fitted:
+        return kept.find()
+    dataset = dataset or builtin_dataset()
+    own = rag.within(BUILT_IN)
+    try:
+        own.ingest(dataset.name, dataset.documents)
+        examples = collect_examples(
+            own,
+            dataset.name,
+            dataset.questions,
+            mode=_default_mode(rag),
+            extractive=False,
+            priority=PRIORITY,
+            progress=progress,
+        )
+        return kept.keep(fit_built_in(examples))
+    except (ConfigurationError, PromptTooLong) as error:  # too few right answers, or no room
+        logger.info("the model's answers are not checked: %s", error)
+        return kept.keep(None)
+    finally:
+        with suppress(RagCacheError):
+            own.collections.delete(dataset.name)
+
+
+def _default_mode(rag: RagCache) -> ReuseMode:
+    """Return the default mode or, on a model on which the gate refuses it, `exact`."""
+    try:
+        rag.gate.check_mode(ROOTED)
+    except ModeRefused:
+        return EXACT
+    return ROOTED
+
+
+def fit_built_in(examples: Sequence[CalibrationExample]) -> Calibration:
+    """Fit a model's calibration to the built-in questions. Raises as `fit_calibration` does."""
+    return fit_calibration(examples, BUILT_IN_REFUSALS, BUILT_IN_FEATURES)
+
+
+def calibrate_in_background(rag: RagCache) -> None:
+    """Calibrate the model in a thread, once its default mode was measured. Returns at once.
+
+    Questions are answered without a confidence meanwhile. After an error the next start of the
+    service tries again. With `force_modes`, which leaves out measurements, nothing is calibrated.
+    """
+    if not (rag.internals.shared.model.extractive or rag.gate.forced):
+        task = partial(_calibrate_after_gate, rag)
+        rag.internals.shared.run_in_background(task, "ragcache-calibration")
+
+
+def _calibrate_after_gate(rag: RagCache) -> None:
+    try:
+        rag.gate.join()
+        calibrate_model(rag)
+    except EngineClosed:
+        return
+    except Exception as error:  # answers go on without a confidence
+        logger.warning("the model could not be calibrated, and no answer is refused: %r", error)
+
+
+def fit_calibration(
+    examples: Sequence[CalibrationExample],
+    false_refusals: float = FALSE_REFUSALS,
+    features: Sequence[str] = _FITTED,
+) -> Calibration:
     """Fit a logistic model of whether an answer is right.
 
-    Its `min_confidence` refuses the share `FALSE_REFUSALS` of the right answers. Raises
-    `ConfigurationError` if there are too few examples.
+    Args:
+        examples: Questions that were asked, and their answers.
+        false_refusals: Share of these right answers that its `min_confidence` refuses.
+        features: Names of the features. Features that few examples have are left out.
+
+    Raises:
+        ConfigurationError: There are too few examples.
     """
     known = [each for each in examples if each.confidence is not None]
     right = sum(each.right for each in known)
@@ -131,15 +280,15 @@ def fit_calibration(examples: Sequence[CalibrationExample]) -> Calibration:
             f"{right} of {len(known)} answers are right; a calibration takes {FEWEST} right and "
             f"{FEWEST} others: give more questions, or a collection that answers them"
         )
-    return _fit(known)
+    return choose_threshold(_fit(known, features), known, false_refusals)
 
 
-def _fit(known: Sequence[CalibrationExample]) -> Calibration:
+def _fit(known: Sequence[CalibrationExample], features: Sequence[str] = _FITTED) -> Calibration:
     """Fit a calibration to examples with a confidence, of which some are right and some wrong."""
     right = np.array([each.right for each in known], dtype=np.float64)
     names = [
         name
-        for name in FEATURES
+        for name in features
         if sum(getattr(each.evidence, name) is not None for each in known) >= FEWEST
     ]
     columns = [[getattr(each.evidence, name) for each in known] for name in names]
@@ -156,11 +305,13 @@ def _fit(known: Sequence[CalibrationExample]) -> Calibration:
 
 
 def choose_threshold(
-    calibration: Calibration, examples: Iterable[CalibrationExample]
+    calibration: Calibration,
+    examples: Iterable[CalibrationExample],
+    false_refusals: float = FALSE_REFUSALS,
 ) -> Calibration:
-    """Set the `min_confidence` that refuses the share `FALSE_REFUSALS` of the right answers."""
+    """Set the `min_confidence` that refuses a share of the right answers."""
     right = [calibration.confidence(each.evidence) for each in examples if each.right]
-    least = np.quantile(right, FALSE_REFUSALS, method="lower")
+    least = np.quantile(right, false_refusals, method="lower")
     return replace(calibration, min_confidence=float(least))
 
 

@@ -113,16 +113,22 @@ class Collections:
     def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
         """Return the calibration of this model's answers from a collection.
 
-        The embedded reader's quotations have a calibration by default; other answers have none.
+        By default it is the calibration in the package for the embedded reader's quotations, and
+        for a model's free answers the calibration that `ragcache.calibration.calibrate_model` has
+        fitted.
 
         Args:
             collection: The collection.
             extractive: Whether the answers are quotations. Defaults to the model's own way of
                 answering.
         """
-        kept = self._namespace.catalog.version(collection).calibrations
-        model = self._namespace.shared.model
-        return find_calibration(kept, model, extractive=self._quotes(extractive))
+        version, shared = self._namespace.catalog.version(collection), self._namespace.shared
+        return find_calibration(
+            version.calibrations,
+            shared.model,
+            shared.calibration if version.instruction is None else None,
+            extractive=self._quotes(extractive),
+        )
 
     def set_calibration(
         self, collection: str, calibration: Calibration | None, *, extractive: bool | None = None

@@ -9,32 +9,34 @@ without the documents: the confidence is how much the documents add to their lik
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
-import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragcache.db import ModuleRow
-from ragcache.documents.markdown import find_headings, find_tables, headings_above
+from ragcache.db import Ledger
 from ragcache.engine import Choice
 from ragcache.engine.sampler import SampledToken
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, StoreError
 from ragcache.models import LoadedModel
 from ragcache.models.reader import READER
-from ragcache.retrieval.bm25 import characters, terms
 
 if TYPE_CHECKING:
     from ragcache.retrieval import Selection
 
-_BREAK = re.compile(
-    r"(?<=[.!?])\s+|(?<=[。！？])"  # a sentence ends
-    r"|\n(?=\s*(?:\n|[-*+|#>]|\d+[.)]\s))"  # a paragraph, an item, a row, a heading
-)
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of the built-in questions and of the evidence. Model calibrations of other versions are
+ignored."""
+
+_REREAD_SECONDS = 10.0  # after which a missing model calibration is looked for again
 _LEAST = -20.0  # lower limit of log-probabilities and odds
 
 
@@ -56,7 +58,10 @@ class ConfidenceFeatures:
     cosine: float | None = None
     """Highest cosine of a module's vector with the question's."""
     support: float | None = None
-    """Weighted share of the question's words around the answer (`LexicalSupport.share`)."""
+    """Weighted share of the question's words around a quotation (`LexicalSupport.share`)."""
+    grounding: float | None = None
+    """How far one passage has the words of a free answer and of its question
+    (`LexicalSupport.grounding`)."""
     lift: float | None = None
     """Mean increase of the log-probability of the answer's tokens by the documents."""
 
@@ -129,67 +134,6 @@ def _odds(first: SampledToken, no_answer: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LexicalSupport:
-    """Lexical support: how many of a question's words are near its answer.
-
-    A model may be as certain of a sentence that has nothing to do with the question as of the right
-    one. The question's own words tell the two apart: they are in the answer's sentence, in the one
-    before it, or in the titles above. BM25 weights the words (Robertson and Zaragoza, 2009).
-
-    Example:
-        >>> text = "The key hangs in the office. It is red."
-        >>> module = ModuleRow(1, "keys.md#1", "keys.md", "keys.md", text)
-        >>> LexicalSupport({"key": 3.0, "hang": 2.0, "pool": 5.0}, (module,)).share("the office")
-        0.5
-    """
-
-    words: Mapping[str, float]
-    """Weight of each word (`Selection.words`)."""
-    modules: Sequence[ModuleRow]
-    """The modules in the prompt."""
-
-    def share(self, answer: str) -> float | None:
-        """Return the weighted share, 0 to 1, of the words around an answer.
-
-        The occurrence with the highest share counts. Without an occurrence it is None.
-        """
-        total = sum(self.words.values())
-        passages = {each for module in self.modules for each in passages_with(answer, module)}
-        if not passages or not total:
-            return None
-        return max(map(self._weight, passages)) / total
-
-    def _weight(self, passage: str) -> float:
-        found = {*terms(passage), *characters(passage)}
-        return sum(weight for word, weight in self.words.items() if word in found)
-
-
-def passages_with(answer: str, module: ModuleRow) -> Iterator[str]:
-    """Yield the passage around each occurrence of an answer in a module.
-
-    A passage has the answer's sentence, the one before it, the titles above and, in a table, the
-    header.
-    """
-    answer, text = answer.strip(), module.text
-    begin = text.find(answer) if answer else -1
-    if begin < 0:
-        return
-    breaks = sorted({0, *(found.end() for found in _BREAK.finditer(text)), len(text)})
-    headings, tables = find_headings(text), list(find_tables(text))
-    before = None
-    while begin >= 0:
-        first = max(0, bisect_right(breaks, begin) - 2)
-        place = first, bisect_left(breaks, begin + len(answer))
-        if place != before:
-            before = place
-            rows = [text[a : text.find("\n", a)] for a, b in tables if a <= begin < b]
-            lines = [each.line for each in headings_above(headings, begin)]
-            above = [*module.headings, *lines, *rows]
-            yield "\n".join([*above, text[breaks[first] : breaks[place[1]]]])
-        begin = text.find(answer, begin + 1)
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """A logistic model of whether an answer is right."""
 
@@ -203,6 +147,8 @@ class Calibration:
     """Default of `GenerationParams.min_confidence`: answers below it are refused."""
     questions: int = 0
     """Number of questions that it was fitted on."""
+    most_modules: int | None = None
+    """Most modules that the embedded reader reads, the best ones. Unlimited by default."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.weights) - set(FEATURES)) or set(self.weights) ^ set(self.means)
@@ -271,16 +217,96 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
+def readable(selection: Selection, model: LoadedModel) -> Selection:
+    """Return a search result without the modules that are too many for the embedded reader."""
+    calibration = reader_calibration() if model.extractive else None
+    if calibration is None or calibration.most_modules is None:
+        return selection
+    return replace(selection, hits=selection.hits[: calibration.most_modules])
+
+
+@dataclass(eq=False)
+class ModelCalibration:
+    """The calibration of a model's free answers that was fitted to the built-in questions.
+
+    The ledger keeps it under the model, its tokenizer and the instruction, for all processes. It
+    does not apply to collections with an instruction of their own. Thread-safe.
+    """
+
+    model: LoadedModel
+    instruction: str
+    """Instruction of the folder."""
+    ledger: Ledger | None
+    """The ledger that keeps the calibration. Without it, it stays in memory."""
+    _known: Calibration | None = field(default=None, init=False)
+    _settled: bool = field(default=False, init=False)
+    """Whether the model was asked the built-in questions. Too few right answers fit nothing."""
+    _read_at: float = field(default=-math.inf, init=False)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the model was asked the built-in questions, here or in another process."""
+        self.find()
+        return self._settled
+
+    def find(self) -> Calibration | None:
+        """Return the calibration, if there is one. Reads the ledger at most every 10 seconds."""
+        now = time.monotonic()
+        if self._settled or self.ledger is None or now < self._read_at + _REREAD_SECONDS:
+            return self._known
+        self._read_at = now
+        try:
+            text = self.ledger.get_fact(self._fact)
+        except StoreError as error:
+            logger.warning("%s; answers are not checked meanwhile", error)
+            return None
+        if text is not None:
+            self._settle(text)
+        return self._known
+
+    def keep(self, fitted: Calibration | None) -> Calibration | None:
+        """Keep a calibration, or that none could be fitted.
+
+        Returns:
+            The calibration in use, which another process may have fitted before.
+        """
+        text = json.dumps(None if fitted is None else fitted.to_dict())
+        if self.ledger is not None:
+            try:
+                text = self.ledger.agree_on_fact(self._fact, text)
+            except StoreError as error:
+                logger.warning("%s; the model's calibration is not kept", error)
+        self._settle(text)
+        return self._known
+
+    def _settle(self, text: str) -> None:
+        values = json.loads(text)
+        self._known = None if values is None else Calibration.from_dict(values)
+        self._settled = True
+
+    @property
+    def _fact(self) -> str:
+        instruction = hashlib.sha256(self.instruction.encode()).hexdigest()[:16]
+        return (
+            f"calibration/{VERSION}/{calibration_key(self.model, extractive=False)}/{instruction}"
+        )
+
+
 def find_calibration(
-    kept: str | None, model: LoadedModel, *, extractive: bool
+    kept: str | None, model: LoadedModel, built_in: ModelCalibration | None, *, extractive: bool
 ) -> Calibration | None:
     """Return the calibration of a model's answers, if there is one.
 
     Args:
         kept: The collection's calibrations, from the ledger. They come first.
         model: The model that answers.
+        built_in: The calibration of the model's free answers.
         extractive: Whether answers are quotations. The embedded reader has a calibration of its
             own for them.
     """
     found = read_calibrations(kept).get(calibration_key(model, extractive=extractive))
-    return reader_calibration() if found is None and extractive and model.extractive else found
+    if found is not None:
+        return found
+    if extractive:
+        return reader_calibration() if model.extractive else None
+    return None if built_in is None else built_in.find()

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from ragcache.answers.citations import cite
 from ragcache.answers.confidence import (
     UNCALIBRATED,
     Calibration,
     ConfidenceFeatures,
-    LexicalSupport,
+    ModelCalibration,
     find_calibration,
     lift_of,
 )
+from ragcache.answers.passages import LexicalSupport
 from ragcache.answers.quotation_index import Quotation, QuotationText
 from ragcache.answers.quotations import AnswerSpan, Quotations, QuotationSources
 from ragcache.db import ModuleRow
@@ -129,6 +131,7 @@ def answer_policies(
     model: LoadedModel,
     engine: LLMEngine,
     quotations: Quotations | None,
+    calibration: ModelCalibration | None = None,
 ) -> tuple[AnswerPolicy, ...]:
     """Return the policies of a prompt's answers, in the order in which they finish them.
 
@@ -138,21 +141,26 @@ def answer_policies(
         model: The model that answers.
         engine: The engine that confidence policies submit their passes to.
         quotations: Quotable texts of the namespace. Without them no answer is a quotation.
+        calibration: The calibration of the model's free answers.
 
     Raises:
         InvalidRequest: An option does not go with the prompt or with another option.
     """
     quotation = confidence = None
+    citations = CitationPolicy.for_prompt(prompt, params)
     if params.extractive or (params.extractive is None and model.extractive):
         quotation = QuotationPolicy.for_prompt(prompt, params, quotations)
     if params.confidence is not False:
-        extractive = quotation is not None
-        confidence = ConfidencePolicy.for_prompt(prompt, params, model, engine, extractive)
+        built_in = calibration if prompt.kind == "question" or params.confidence else None
+        confidence = ConfidencePolicy.for_prompt(
+            prompt, params, model, engine, built_in, extractive=quotation is not None
+        )
     worded = None
     if prompt.kind == "chat" and model.extractive and not (confidence or params.forms):
         worded = WordedPolicy(params.refusal)
     formed = ReaderFormPolicy.for_prompt(prompt, params) if model.extractive else None
-    return tuple(each for each in (confidence, quotation, worded, formed) if each is not None)
+    policies = (confidence, quotation, worded, formed, citations)
+    return tuple(each for each in policies if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +264,7 @@ class QuotationPolicy(AnswerPolicy):
         """
         if params.extractive:
             _check_extractive(prompt, params)
-        elif prompt.selection is None or params.forms:
+        elif prompt.selection is None or params.forms or params.citations:
             return None
         if not prompt.modules or quotations is None:
             return None
@@ -275,6 +283,61 @@ class QuotationPolicy(AnswerPolicy):
     ) -> AnswerOutput:
         """Return the answer with its document positions."""
         return replace(answer, spans=self.sources.spans(answer.output.choices))
+
+
+@dataclass(frozen=True, slots=True)
+class CitationPolicy(AnswerPolicy):
+    """Puts source marks into free answers, and lists their places in the documents."""
+
+    modules: tuple[ModuleRow, ...]
+    """The modules in the prompt, best first."""
+
+    @classmethod
+    def for_prompt(cls, prompt: AnsweredPrompt, params: GenerationParams) -> CitationPolicy | None:
+        """Return the policy of a prompt whose answers cite; other prompts have none.
+
+        Raises:
+            InvalidRequest: Citations are asked for in the answer to a PML prompt.
+        """
+        if not params.citations:
+            return None
+        if prompt.kind == "prompt":
+            raise InvalidRequest(
+                "citations name documents, and a PML prompt reads a schema; ask a collection "
+                "instead, or leave out citations"
+            )
+        return cls(prompt.modules)
+
+    @property
+    def holds(self) -> bool:
+        """A mark is known at the end of its sentence, and the answer is checked as a whole."""
+        return True
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Return the answer with marks in its choices, and their spans. Refusals cite nothing."""
+        choices, spans = list[Choice](), list[AnswerSpan]()
+        for number, choice in enumerate(answer.output.choices):
+            if choice.finish_reason != "no_answer":
+                text, found = cite(choice.text, self.modules, number)
+                choice = replace(choice, text=text)
+                spans += found
+            choices.append(choice)
+        output = replace(answer.output, choices=tuple(choices))
+        return replace(answer, output=output, spans=(*answer.spans, *spans))
+
+    def release(self, deltas: Sequence[TokenDelta], answer: AnswerOutput) -> list[TokenDelta]:
+        """Return the deltas with the whole text of each choice, with its marks, at its end."""
+        cited = {
+            number: choice.text
+            for number, choice in enumerate(answer.output.choices)
+            if choice.finish_reason != "no_answer"
+        }
+        shown = [replace(each, text="") if each.choice in cited else each for each in deltas]
+        return [*shown, *(TokenDelta(number, None, text) for number, text in cited.items())]
 
 
 def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
@@ -308,6 +371,8 @@ class ConfidencePolicy(AnswerPolicy):
     """Confidence, 0 to 1, below which answers are refused."""
     support: LexicalSupport | None = None
     """Finds the question's words around an answer. Set after a search by words."""
+    quotes: bool = False
+    """Whether answers are quotations."""
     refusal: str = REFUSAL
     """The text of a refused answer."""
     no_answer: int | None = None
@@ -325,6 +390,8 @@ class ConfidencePolicy(AnswerPolicy):
         params: GenerationParams,
         model: LoadedModel,
         engine: LLMEngine,
+        built_in: ModelCalibration | None = None,
+        *,
         extractive: bool,
     ) -> ConfidencePolicy | None:
         """Return the policy of a prompt whose answers have a confidence; other prompts have none.
@@ -346,8 +413,9 @@ class ConfidencePolicy(AnswerPolicy):
         calibration, features, support = None, ConfidenceFeatures(), None
         if selection is not None:
             kept = selection.version.calibrations
-            if kept is not None or extractive:
-                calibration = find_calibration(kept, model, extractive=extractive)
+            if selection.version.instruction is not None:  # other answers than the calibrated ones
+                built_in = None
+            calibration = find_calibration(kept, model, built_in, extractive=extractive)
         if not wanted and (calibration is None or params.forms):
             return None
         if selection is not None:
@@ -360,12 +428,13 @@ class ConfidencePolicy(AnswerPolicy):
             least = 0.0 if params.forms else calibration.min_confidence
         score = None
         if "lift" in calibration.weights:
-            score = partial(_score, engine, prompt.without_documents)
+            score = partial(_score, engine, prompt.without_documents, params.priority)
         return cls(
             calibration,
             features,
             least,
             support,
+            extractive,
             params.refusal,
             model.no_answer_id,
             score,
@@ -422,8 +491,11 @@ class ConfidencePolicy(AnswerPolicy):
             choice: The answer.
             scored: Output of the pass without documents.
         """
-        support = None if self.support is None else self.support.share(choice.text)
-        features = replace(self.features.with_answer(choice, self.no_answer), support=support)
+        features = self.features.with_answer(choice, self.no_answer)
+        if self.support is not None and self.quotes:
+            features = replace(features, support=self.support.share(choice.text))
+        elif self.support is not None:
+            features = replace(features, grounding=self.support.grounding(choice.text))
         if scored is None or not choice.chosen:
             return features
         return replace(features, lift=lift_of(choice.chosen, scored.prompt_logprobs))
@@ -465,10 +537,13 @@ class ConfidencePolicy(AnswerPolicy):
 
 
 def _score(
-    engine: LLMEngine, without_documents: Callable[[], Sequence[int]], answer: Sequence[int]
+    engine: LLMEngine,
+    without_documents: Callable[[], Sequence[int]],
+    priority: int,
+    answer: Sequence[int],
 ) -> Pass:
     """Submit a pass that scores an answer after a prompt without modules."""
     tokens = (*without_documents(), *answer)
     context = Context((), tokens, tuple(range(len(tokens))), len(tokens))
-    request = Request(context, max_tokens=1, prompt_logprobs=len(answer))
+    request = Request(context, max_tokens=1, prompt_logprobs=len(answer), priority=priority)
     return engine.submit_request(request, follow_up=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ragcache.answers.quotation_index import (
-    Occurrence,
     QuotableText,
     QuotationIndex,
     TokenSpellings,
@@ -47,36 +46,30 @@ class AnswerSpan:
     """Text after the answer in the same line, at most `CONTEXT` characters."""
     choice: int = 0
     """Index of the answer, from 0, among the `n` answers to a question."""
+    mark: int | None = None
+    """Number of the mark in the answer's text that cites this place. Quotations have no marks."""
 
-
-@dataclass(frozen=True, slots=True)
-class QuotableModule:
-    """A module's text with its graph and its places in the document."""
-
-    text: str
-    """The module's text."""
-    graph: QuotableText
-    """Graph of the text."""
-    places: Sequence[tuple[int, int]]
-    """For each run of the text, its first character in the module and in the document."""
-
-    def span(self, module: ModuleRow, found: Occurrence, choice: int) -> AnswerSpan:
-        """Return the span of an occurrence in the module's text."""
-        text = self.text
-        moved = next((at - a for a, at in reversed(self.places) if a <= found.begin), None)
-        line = max(text.rfind("\n", 0, found.begin) + 1, found.begin - CONTEXT)
-        end = text.find("\n", found.end)
-        end = min(len(text) if end < 0 else end, found.end + CONTEXT)
-        return AnswerSpan(
+    @classmethod
+    def of(
+        cls, module: ModuleRow, begin: int, end: int, choice: int = 0, mark: int | None = None
+    ) -> AnswerSpan:
+        """Return the span of characters begin:end of a module's text."""
+        text = module.text
+        moved = next((at - a for a, at in reversed(module.places) if a <= begin), None)
+        line = max(text.rfind("\n", 0, begin) + 1, begin - CONTEXT)
+        line_end = text.find("\n", end)
+        line_end = min(len(text) if line_end < 0 else line_end, end + CONTEXT)
+        return cls(
             module.document,
             module.name,
-            start=None if moved is None else found.begin + moved,
-            end=None if moved is None else found.end + moved,
+            start=None if moved is None else begin + moved,
+            end=None if moved is None else end + moved,
             page=module.page,
             headings=module.headings,
-            prefix=text[line : found.begin],
-            suffix=text[found.end : end],
+            prefix=text[line:begin],
+            suffix=text[end:line_end],
             choice=choice,
+            mark=mark,
         )
 
 
@@ -85,12 +78,13 @@ class QuotationSources:
     """The modules that one answer may quote, best first."""
 
     modules: tuple[ModuleRow, ...]
-    quotable: tuple[QuotableModule, ...]
+    graphs: tuple[QuotableText, ...]
+    """Graphs of the modules' texts."""
     spellings: TokenSpellings
 
     @cached_property
     def index(self) -> QuotationIndex:
-        return QuotationIndex([each.graph for each in self.quotable], self.spellings)
+        return QuotationIndex(self.graphs, self.spellings)
 
     def spans(self, choices: Sequence[Choice]) -> tuple[AnswerSpan, ...]:
         """Return the places of all choices, in the order of the choices, each place once."""
@@ -102,7 +96,7 @@ class QuotationSources:
                 continue
             known = set()
             for found in quote(self.index, choice.token_ids, choice.text):
-                span = self.quotable[found.text].span(self.modules[found.text], found, number)
+                span = AnswerSpan.of(self.modules[found.text], found.begin, found.end, number)
                 place = (span.document, span.start, span.module if span.start is None else "")
                 if place not in known:  # modules may repeat a heading
                     known.add(place)
@@ -114,7 +108,7 @@ class Quotations:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._known: OrderedDict[int, QuotableModule] = OrderedDict()
+        self._known: OrderedDict[int, QuotableText] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, modules: Sequence[ModuleRow]) -> QuotationSources:
@@ -131,12 +125,11 @@ class Quotations:
 
     def _made(
         self, modules: Sequence[ModuleRow], spellings: TokenSpellings
-    ) -> dict[int, QuotableModule]:
-        made = {}
-        for module in modules:
-            cuts = [begin for begin, _ in module.places]
-            graph = QuotableText.of(module.text, spellings, cuts)
-            made[module.id] = QuotableModule(module.text, graph, module.places)
+    ) -> dict[int, QuotableText]:
+        made = {
+            module.id: QuotableText.of(module.text, spellings, [at for at, _ in module.places])
+            for module in modules
+        }
         with self._lock:
             self._known.update(made)
             while len(self._known) > _KEPT:

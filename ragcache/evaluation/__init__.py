@@ -4,6 +4,7 @@ from ragcache.evaluation.datasets import Dataset, Question, load_dataset
 from ragcache.evaluation.metrics import (
     Interval,
     bootstrap_interval,
+    contains_answer,
     exact_match,
     f1,
     normalize,
@@ -33,6 +34,7 @@ __all__ = [
     "ask_questions",
     "bootstrap_interval",
     "compare_reports",
+    "contains_answer",
     "evaluate_modes",
     "exact_match",
     "f1",

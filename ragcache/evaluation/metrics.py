@@ -48,6 +48,12 @@ def exact_match(given: str, answers: Sequence[str]) -> bool:
     return normalize(given) in [normalize(answer) for answer in answers or ("",)]
 
 
+def contains_answer(given: str, answers: Sequence[str]) -> bool:
+    """Whether an answer contains an accepted one, word by word, after normalization."""
+    words = f" {normalize(given)} "
+    return any(f" {normalize(answer)} " in words for answer in answers)
+
+
 def f1(given: str, answers: Sequence[str]) -> float:
     """Return the best F1 of words over the accepted answers.
 

@@ -10,11 +10,18 @@ and states stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
+import xxhash
+from huggingface_hub import cached_assets_path
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,6 +40,12 @@ from ragcache.models.dtype import (
 )
 from ragcache.models.families import family_of
 from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
+
+logger = logging.getLogger(__name__)
+
+PACKING = 1
+"""Version of packed weights. Raise it if the same weights are packed in another way."""
+KEPT_FROM = 2**26  # weights of a model from which its packed weights are kept on disk
 
 GROUP = 32  # numbers of a row that share a scale in 4 bits
 _BLOCK = 64  # rows of a weight that every kernel packs in whole blocks
@@ -158,7 +171,8 @@ class Int4Linear(PackedLinear):
         halves = out.view(self.in_features, -1, 2, half)
         halves[:, :, 0] = packed & 15
         halves[:, :, 1] = packed >> 4
-        scale, zero = self.scales[:, None, begin:end].to(buffer.dtype).unbind(-1)
+        both = self.scales[:, None, begin:end].to(buffer.dtype).unbind(-1)
+        scale, zero = (each.contiguous() for each in both)  # or no vectors are read: twice the time
         groups = out.view(-1, GROUP, end - begin)
         torch.addcmul(zero, groups.sub_(8), scale, out=groups)
         return out.t()
@@ -188,28 +202,108 @@ def few_rows(quantization: str, dtype: torch.dtype) -> int:
 def quantize_model(model: Any, quantization: str, dtype: torch.dtype) -> None:
     """Replace the linear layers of a model by packed ones, in place, one after another.
 
+    Packed weights of a large model are kept in the cache folder, so that the next opening does not
+    pack again.
+
     Args:
         model: A model of transformers on a CPU, whose family passed `check_family`.
         quantization: `int8` or `int4`.
         dtype: Dtype of the computation.
     """
-    _pack(model, quantization, {kind: few_rows(kind, dtype) for kind in _KINDS})
+    places = _places(model, quantization)
+    limits = {kind: few_rows(kind, dtype) for kind in _KINDS}
+    if sum(each.layer.weight.numel() for each in places) < KEPT_FROM:
+        _pack(places, limits)
+        return
+    digest = _digest(places)
+    kept = _read_packed(digest)
+    _pack(places, limits, kept)
+    if not kept:
+        _keep_packed(places, digest)
 
 
-def _pack(model: Any, quantization: str, limits: dict[str, int]) -> None:
+def packed_folder() -> Path:
+    """The folder of packed weights, beside the converted GGUF files. It may be deleted at any
+    time."""
+    return cached_assets_path("ragcache", namespace="models", subfolder="packed")
+
+
+class _Place(NamedTuple):
+    """A linear layer that is packed, and the class that packs it."""
+
+    owner: nn.Module
+    name: str
+    kind: str
+
+    @property
+    def layer(self) -> Any:
+        return getattr(self.owner, self.name)
+
+
+def _places(model: Any, quantization: str) -> list[_Place]:
     head = model.get_output_embeddings()
-    places = [
-        (owner, name)
+    return [
+        _Place(owner, name, quantization if each is not head and _divides(each) else INT8)
         for owner in model.modules()
         for name, each in owner.named_children()
         if _packs(each)
     ]
-    for owner, name in places:
-        layer = getattr(owner, name)
-        kind = quantization if layer is not head and _divides(layer) else INT8
+
+
+def _pack(
+    places: Sequence[_Place], limits: Mapping[str, int], kept: Mapping[str, Tensor] | None = None
+) -> None:
+    """Replace each layer by a packed one. kept: weights that were packed before."""
+    for number, place in enumerate(places):
+        layer, kind = place.layer, _KINDS[place.kind]
         bias = None if layer.bias is None else layer.bias.detach()
-        packed = _KINDS[kind].pack(layer.weight.detach(), bias, limits[kind])
-        setattr(owner, name, packed)
+        limit = limits[place.kind]
+        if kept:
+            shape = (layer.out_features, layer.in_features)
+            packed: PackedLinear = kind(
+                shape, kept[f"{number}.weight"], kept[f"{number}.scales"], bias, limit
+            )
+        else:
+            packed = kind.pack(layer.weight.detach(), bias, limit)
+        setattr(place.owner, place.name, packed)
+
+
+def _digest(places: Sequence[_Place]) -> str:
+    """Digest of the weights to pack, and of all that packed weights depend on."""
+    digest = xxhash.xxh3_128(f"{PACKING}|{packed_block()}".encode())
+    for place in places:
+        weight = place.layer.weight.detach()
+        digest.update(f"|{place.kind}|{tuple(weight.shape)}|{weight.dtype}|".encode())
+        digest.update(weight.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _read_packed(digest: str) -> dict[str, Tensor]:
+    """Packed weights in the cache folder; none if there is no file, or one that is damaged."""
+    try:
+        file = packed_folder() / f"{digest}.safetensors"
+        return load_file(file) if file.exists() else {}
+    except (OSError, SafetensorError) as error:
+        logger.warning("packed weights cannot be read, and are packed again: %s", error)
+        return {}
+
+
+def _keep_packed(places: Sequence[_Place], digest: str) -> None:
+    """Write packed weights under another name first. Where that fails, nothing is kept."""
+    tensors = {
+        f"{number}.{name}": getattr(place.layer, name)
+        for number, place in enumerate(places)
+        for name in ("weight", "scales")
+    }
+    try:
+        part = packed_folder() / f"{digest}.{os.getpid()}.part"
+        try:
+            save_file(tensors, part)
+            part.replace(part.with_name(f"{digest}.safetensors"))
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        logger.warning("packed weights are not kept, and the next opening packs again: %s", error)
 
 
 def _packs(module: nn.Module) -> bool:
@@ -258,7 +352,7 @@ def check_family(kind: type[Any], config: Any) -> None:
     try:
         for seed in SEEDS:
             tiny = tiny_model(kind, tiny_config(config, family), seed)
-            _pack(tiny, INT8, dict.fromkeys(_KINDS, 0))
+            _pack(_places(tiny, INT8), dict.fromkeys(_KINDS, 0))
             differences.append(trial_difference(tiny))
             if differences[-1] <= TOLERANCE:
                 return

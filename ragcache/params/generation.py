@@ -112,6 +112,9 @@ class GenerationParams(Params):
     extractive: bool | None = None
     """Answer with a quotation from the documents. Defaults to True for the embedded reader and to
     False for other models."""
+    citations: bool = False
+    """Mark each sentence of a free answer with its sources, as `[1]`. `Answer.spans` has the
+    place of each mark in the documents. A sentence that no document says has no mark."""
     confidence: bool | None = None
     """Estimate the probability that the answer is right. On by default for calibrated answers."""
     min_confidence: Annotated[float | None, Field(ge=0, le=1)] = None
@@ -147,6 +150,11 @@ class GenerationParams(Params):
         forms = self.forms
         if len(forms) > 1:
             raise ValueError(f"an answer keeps to one grammar; {' and '.join(forms)} were given")
+        if self.citations and (forms or self.extractive):
+            raise ValueError(
+                "citations are marks in a free answer; leave out either citations or "
+                f"{forms[0] if forms else 'extractive'}"
+            )
         if self.min_confidence and self.confidence is False:
             raise ValueError(
                 f"min_confidence is {self.min_confidence}, which takes the confidence that "

@@ -349,9 +349,15 @@ class PendingAnswer:
         return self.handle.done and not waits
 
     @property
-    def holder(self) -> AnswerPolicy | None:
-        """The policy that holds back streams until the answer is finished, if there is one."""
-        return next((policy for policy in self.prepared.policies if policy.holds), None)
+    def holds(self) -> bool:
+        """Whether a stream shows nothing before the answer is finished."""
+        return any(policy.holds for policy in self.prepared.policies)
+
+    def release_deltas(self, deltas: list[TokenDelta], finished: AnswerOutput) -> list[TokenDelta]:
+        """Return the deltas to show of a stream that was held until its answer was finished."""
+        for policy in self.prepared.policies:
+            deltas = policy.release(deltas, finished)
+        return deltas
 
     def give_up(self) -> None:
         """Cancel the request, unless it has ended. Never blocks."""
@@ -480,9 +486,9 @@ class AnswerStream(_Stream):
         """
         pending = self._pending
         try:
-            if (holder := pending.holder) is not None:
+            if pending.holds:
                 finished = pending.output()
-                yield from holder.release(list(pending.handle), finished)
+                yield from pending.release_deltas(list(pending.handle), finished)
             else:
                 yield from pending.handle
                 yield from _replaced_texts(pending.handle.result(), pending.output())
@@ -522,9 +528,10 @@ class AsyncAnswerStream(_Stream):
         """
         pending = self._pending
         try:
-            if (holder := pending.holder) is not None:
+            if pending.holds:
                 finished = await pending.aoutput()
-                for piece in holder.release([each async for each in pending.handle], finished):
+                held = [each async for each in pending.handle]
+                for piece in pending.release_deltas(held, finished):
                     yield piece
             else:
                 async for piece in pending.handle:

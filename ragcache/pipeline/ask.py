@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
+from ragcache.answers.confidence import readable
 from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
@@ -49,7 +50,9 @@ class AskPipeline:
         template_kwargs: Mapping[str, Any] | None = None,
         selection: Selection | None = None,
     ) -> list[TokenPrompt]:
-        """Retrieve modules for each question, and build its prompt. Small talk reads no modules.
+        """Retrieve modules for each question, and build its prompt.
+
+        Small talk reads no modules, and the embedded reader no more than it was trained on.
 
         Args:
             questions: The questions.
@@ -74,7 +77,10 @@ class AskPipeline:
         else:
             selections = [self.retriever.retrieve(q, collection, params) for q in questions]
         selections = [
-            replace(each, hits=()) if is_small_talk(each.query) else each for each in selections
+            replace(each, hits=())
+            if is_small_talk(each.query)
+            else readable(each, self.encoder.model)
+            for each in selections
         ]
         reranking = sum(selection.rerank_seconds for selection in selections)
         times = Timestamps(called, time.perf_counter(), rerank=reranking)

@@ -14,6 +14,7 @@ from hashlib import sha256
 from itertools import product
 from typing import Any, TypeGuard, cast
 
+from ragcache.answers.confidence import readable
 from ragcache.answers.small_talk import is_small_talk
 from ragcache.db import Catalog, CollectionVersion, ModuleRow
 from ragcache.documents import SourceDocument, split_document
@@ -227,6 +228,7 @@ class ChatPipeline:
         if selection is None:
             query = search_query(messages)
             selection = self.retriever.retrieve(query, search.collection, search.params)
+        selection = readable(selection, self.encoder.model)
         if self.encoder.model.extractive and not _has_tools(messages, options):
             content = question  # the reader answers questions alone
             messages, asked = [{**messages[asked[-1]], "content": content}], [0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ragcache.answers.confidence import ModelCalibration
 from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE, check_namespace, parse_optional_bytes, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts, StoredObjects
@@ -60,6 +61,7 @@ class SharedServices:
     keys: ApiKeys
     workers: IngestionWorkers
     gate: ModeGate
+    calibration: ModelCalibration
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     turns: EncodingTurns = field(default_factory=EncodingTurns, init=False)
@@ -67,6 +69,8 @@ class SharedServices:
         default_factory=lambda: ThreadPoolExecutor(1, "ragcache-observed"), init=False
     )
     """Encodes observed modules."""
+    _background: list[threading.Thread] = field(default_factory=list, init=False)
+    """Threads that the engine's end ends."""
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -121,6 +125,7 @@ class SharedServices:
             ApiKeys(database, stale_seconds=config.stale_seconds),
             IngestionWorkers(store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)),
             ModeGate(model, engine, store.ledger, config.force_modes),
+            ModelCalibration(model, instruction, store.ledger),
             reranker,
         )
         store.on_heartbeat.append(shared.workers.wake)
@@ -133,6 +138,17 @@ class SharedServices:
             raise EngineClosed.of_fork()
         if self.closed.is_set():
             raise EngineClosed.of_folder()
+
+    def run_in_background(self, task: Callable[[], object], name: str) -> None:
+        """Run a task in a thread, which `close` waits for. A closed engine must end the task."""
+        thread = threading.Thread(target=task, name=name, daemon=True)
+        self._background.append(thread)
+        thread.start()
+
+    def join_background(self) -> None:
+        """Wait for the tasks of `run_in_background`."""
+        for thread in self._background:
+            thread.join()
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
         """Return the components of a namespace, which the first call builds.
@@ -164,6 +180,7 @@ class SharedServices:
         self.observing.shutdown(wait=False, cancel_futures=True)
         self.engine.close(drain=drain)
         self.gate.join()
+        self.join_background()
         self.observing.shutdown()
         self.workers.join()
         self.deferred.release()
@@ -248,6 +265,7 @@ class Namespace:
                 name,
                 Quotations(model),
                 shared.gate,
+                shared.calibration,
             ),
             modules,
             retrievers,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ragcache.answers.confidence import ModelCalibration
 from ragcache.answers.policy import AnswerPolicy, answer_policies
 from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE
@@ -135,6 +136,8 @@ class Submitter:
     """Quotable texts of the namespace's modules. Without them no answer is a quotation."""
     gate: ModeGate | None = None
     """The gate of reuse modes. Without it every mode is allowed."""
+    calibration: ModelCalibration | None = None
+    """The calibration of the model's free answers."""
 
     def run(
         self, prompts: Sequence[TokenPrompt], generation: GenerationParams | None = None
@@ -157,7 +160,9 @@ class Submitter:
         self.deferred.release()
         generation = generation or GenerationParams()
         policies = [
-            answer_policies(prompt, generation, self.model, self.engine, self.quotations)
+            answer_policies(
+                prompt, generation, self.model, self.engine, self.quotations, self.calibration
+            )
             for prompt in prompts
         ]
         requests = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,11 @@ import pytest
 from ragcache import RagCache, SourceDocument
 from ragcache.answers.confidence import ConfidenceFeatures
 from ragcache.calibration import (
+    BUILT_IN,
+    FEWEST,
     CalibrationExample,
+    calibrate_in_background,
+    calibrate_model,
     collect_examples,
     cross_validate,
     fit_calibration,
@@ -19,8 +24,9 @@ from ragcache.calibration import (
     judge_by,
 )
 from ragcache.errors import ConfigurationError
-from ragcache.evaluation import Question
+from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
+from ragcache.params import GenerationParams
 
 
 def examples(count: int = 400) -> list[CalibrationExample]:
@@ -111,3 +117,92 @@ def test_examples_are_asked_with_and_without_their_document(
     assert with_document.evidence.coverage > without.evidence.coverage > 0
     assert with_document.evidence.lift is not None, "nothing was calibrated yet"
     assert nothing.confidence is None, "retrieval found nothing"
+
+
+def answered_by(model: LoadedModel, folder: Path) -> Dataset:
+    """Documents with questions whose accepted answer is the one that the model gives."""
+    documents = [
+        SourceDocument(f"{number}", f"Box {number} holds {number} keys of the boathouse.")
+        for number in range(FEWEST)
+    ]
+    asked = [f"What does box {number} hold?" for number in range(FEWEST)]
+    plain = GenerationParams(extractive=False, confidence=False)
+    with RagCache.open(folder, model, max_tokens=4, embedding="none") as rag:
+        rag.ingest("boxes", documents)
+        said = [
+            rag.ask(each, collection="boxes", generation=plain, k=4, relative_threshold=0.5).text
+            for each in asked
+        ]
+    questions = tuple(
+        Question(str(number), question, (answer,), str(number))
+        for number, (question, answer) in enumerate(zip(asked, said, strict=True))
+    )
+    return Dataset("boxes", "lines", questions, tuple(documents))
+
+
+@pytest.mark.slow
+def test_a_model_is_calibrated_once_for_all_collections(
+    tiny_reader: LoadedModel, tmp_path: Path
+) -> None:
+    dataset = answered_by(tiny_reader, tmp_path / "asked")
+    folder, fitted = tmp_path / "0", []
+    for name in "01":
+        with RagCache.open(tmp_path / name, tiny_reader, max_tokens=4, embedding="none") as rag:
+            rag.ingest("boxes", dataset.documents)
+            assert rag.ask("Which box?", collection="boxes").confidence is None
+            fitted.append(calibrate_model(rag, dataset=dataset))
+            assert rag.within(BUILT_IN).stats().collections == {}
+    first, second = fitted
+    assert first is not None
+    assert second is not None
+    assert first.questions == second.questions == 2 * FEWEST
+    assert second.weights == pytest.approx(first.weights, rel=1e-3), "equal to their rounding"
+    assert second.min_confidence == pytest.approx(first.min_confidence, rel=1e-3)
+
+    def never(_: int, __: int) -> None:
+        raise AssertionError("the model is asked again")
+
+    with RagCache.open(folder, tiny_reader, max_tokens=4, embedding="none") as rag:
+        assert calibrate_model(rag, dataset=dataset, progress=never) == first
+        assert rag.collections.calibration("boxes") == first
+        question = dataset.questions[3].question
+        answer = rag.ask(question, collection="boxes")
+        assert answer.confidence is not None
+        strict = GenerationParams(min_confidence=1.0)
+        refused = rag.ask(question, collection="boxes", generation=strict)
+        assert (refused.finish_reason, refused.confidence) == ("no_answer", answer.confidence)
+        unchecked = GenerationParams(confidence=False)
+        assert rag.ask(question, collection="boxes", generation=unchecked).confidence is None
+        rag.collections.set_instruction("boxes", "Answer in one word.")
+        assert rag.collections.calibration("boxes") is None
+        assert rag.ask(question, collection="boxes").confidence is None
+
+
+@pytest.mark.slow
+def test_a_model_without_right_answers_refuses_nothing(
+    tiny_reader: LoadedModel, quick_reader: LoadedModel, tmp_path: Path
+) -> None:
+    wrong = replace(quick_reader, extractive=False)
+    for number, model in enumerate((tiny_reader, wrong)):  # the window of the first is too small
+        with RagCache.open(tmp_path / str(number), model, max_tokens=2, embedding="none") as rag:
+            assert calibrate_model(rag) is None
+            assert rag.internals.shared.calibration.is_fitted
+            assert rag.within(BUILT_IN).stats().collections == {}
+
+
+@pytest.mark.slow
+def test_a_calibration_in_the_background_ends_with_the_folder(
+    tiny_reader: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"embedding": "none", "force_modes": False, "max_tokens": 2}
+    with RagCache.open(tmp_path, tiny_reader, **options) as rag:
+        rag.gate.measure_in_background()
+        calibrate_in_background(rag)
+    assert not any(each.name == "ragcache-calibration" for each in threading.enumerate())
+    assert "could not be calibrated" not in caplog.text
+    with RagCache.open(tmp_path, tiny_reader, **options) as rag:
+        rag.gate.measure_in_background()
+        calibrate_in_background(rag)
+        rag.internals.shared.join_background()
+        assert rag.internals.shared.calibration.is_fitted
+        assert rag.within(BUILT_IN).stats().collections == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from ragcache_api.service_options import ServiceOptions
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
+    from ragcache_api.settings import ServiceSettings
 
 
 @expand_options
@@ -62,6 +63,7 @@ def ask(
         else:
             ui.print_answer(answer, pieces=stream)
             ui.print_reader_note(rag, collection, answer.answer)
+            ui.print_calibration_note(rag, collection, options)
             command = ui.warm_command(collection, mode, options)
             ui.print_unkept(rag, f"{command} keeps those of its documents")
 
@@ -98,12 +100,21 @@ RUNS = 5  # runs of each mode, in turn; medians are printed
 
 
 @dataclass(frozen=True, slots=True)
+class OtherAnswer:
+    """The answer of the model that `ragcache demo --model` compares with the embedded reader."""
+
+    model: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
 class DemoAnswer:
     """An answer from cached modules, with median seconds to first token in both modes."""
 
     answer: Answer
     cached_seconds: float
     exact_seconds: float
+    other: OtherAnswer | None = None
 
     @property
     def ratio(self) -> float:
@@ -111,7 +122,7 @@ class DemoAnswer:
 
     def to_dict(self) -> dict[str, object]:
         return {
-            **self.answer.to_dict(),
+            **_with_other(self.answer, self.other),
             "first_token_cached": self.cached_seconds,
             "first_token_exact": self.exact_seconds,
             "ratio": self.ratio,
@@ -120,37 +131,41 @@ class DemoAnswer:
 
 @expand_options
 def demo(
-    options: Annotated[ServiceOptions, Offer(("dtype",))],
+    options: Annotated[ServiceOptions, Offer(("model", "dtype"))],
     handbook: Annotated[
         Path | None, typer.Option(help="Another folder of documents, with the same questions.")
     ] = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side, and
-    refuse one that it does not answer."""
+    refuse one that it does not answer. With --model, show that model's answers beside the embedded
+    reader's."""
     handbook = ui.example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
         raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
-    dtype = ui.read_settings(options).dtype
+    settings = ui.read_settings(options)
+    ui.check_model(settings.model)
+    others = _ask_other(settings, handbook)
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        RagCache.open(state, dtype=dtype, embedding="none", force_modes=True) as rag,
+        RagCache.open(state, dtype=settings.dtype, embedding="none", force_modes=True) as rag,
     ):
         with progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
         with progress_bar("asking") as progress:
             answers = []
             for number, question in enumerate(QUESTIONS, start=1):
-                answers.append(_measure(rag, question))
+                answers.append(replace(_measure(rag, question), other=others.get(question)))
                 progress(number, len(QUESTIONS))
         begin = time.perf_counter()
         rag.ask_batch(QUESTIONS, collection="handbook")
         batch_seconds = time.perf_counter() - begin
         refused = rag.ask(UNANSWERABLE, collection="handbook")
     if as_json:
-        ui.print_json([*(each.to_dict() for each in answers), refused.to_dict()])
+        last = _with_other(refused, others.get(UNANSWERABLE))
+        ui.print_json([*(each.to_dict() for each in answers), last])
         return
     ui.console.print(
         f"{done.added} documents, {done.modules} modules, {done.tokens:,} tokens encoded once\n"
@@ -158,12 +173,57 @@ def demo(
     for each in answers:
         _print_demo_answer(each)
     reason = ("finish reason", refused.finish_reason)
-    _print_rows(refused, reason, *_confidence_row(refused), _sources_row(refused))
+    beside = _other_rows(others.get(UNANSWERABLE))
+    _print_rows(refused, *beside, reason, *_confidence_row(refused), _sources_row(refused))
     single_seconds = sum(each.answer.timings.total for each in answers)
     ui.console.print(
         f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
         f"last answer; one after another: {ui.format_milliseconds(single_seconds)}"
     )
+
+
+def _ask_other(settings: ServiceSettings, handbook: Path) -> dict[str, OtherAnswer]:
+    """Return the answers of the given model by question. Without a model there are none."""
+    if settings.model is None:
+        return {}
+    with ui.errors.status("loading the model"):
+        from ragcache import RagCache
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
+        RagCache.open(
+            state,
+            settings.model,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            embedding="none",
+            force_modes=True,
+        ) as rag,
+    ):
+        name = rag.internals.shared.model.name
+        with progress_bar(f"encoding modules with {name}") as progress:
+            rag.ingest("handbook", [handbook], progress=progress)
+        asked = (*QUESTIONS, UNANSWERABLE)
+        with progress_bar(f"asking {name}") as progress:
+            found = {}
+            for number, question in enumerate(asked, start=1):
+                answer = rag.ask(question, collection="handbook", relative_threshold=0.0)
+                found[question] = OtherAnswer(name, answer)
+                progress(number, len(asked))
+    return found
+
+
+def _with_other(answer: Answer, other: OtherAnswer | None) -> dict[str, object]:
+    """Return an answer as plain values, with the other model's answer if there is one."""
+    beside = {} if other is None else {"other": {"model": other.model, **other.answer.to_dict()}}
+    return answer.to_dict() | beside
+
+
+def _other_rows(other: OtherAnswer | None) -> list[tuple[str, str]]:
+    """Return the rows with the other model's answer, if there is one."""
+    if other is None:
+        return []
+    seconds = ui.format_milliseconds(other.answer.timings.first_token)
+    return [(escape(other.model), f"[bold]{escape(other.answer.text)}[/]  (first token {seconds})")]
 
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:
@@ -183,7 +243,7 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
                 relative_threshold=0.0,  # four modules in each prompt
             )
             seconds.append(answers[mode].timings.first_token)
-    return DemoAnswer(answers[ROOTED], *map(median, times.values()))
+    return DemoAnswer(answers[ROOTED], median(times[ROOTED]), median(times[EXACT]))
 
 
 def _print_demo_answer(measured: DemoAnswer) -> None:
@@ -192,6 +252,7 @@ def _print_demo_answer(measured: DemoAnswer) -> None:
     times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
     _print_rows(
         answer,
+        *_other_rows(measured.other),
         *_confidence_row(answer),
         *(("quoted from", ui.format_span(each, answer.text).strip()) for each in answer.spans[:1]),
         _sources_row(answer),

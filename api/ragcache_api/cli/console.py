@@ -316,6 +316,21 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
 
 
+def print_calibration_note(rag: RagCache, collection: str, options: ServiceOptions) -> None:
+    """Tell on standard error how a model's answers get checked, if they are not checked yet."""
+    shared = rag.internals.shared
+    if shared.model.extractive or rag.gate.forced or shared.calibration.is_fitted:
+        return
+    if rag.collections.calibration(collection) is None:
+        command = _with_options(["ragcache", "calibrate"], options)
+        errors.print(
+            "No answer of this model is refused yet, whether the documents say it or not. Once, in "
+            f"some minutes: {command}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
 def print_reader_note(rag: RagCache, collection: str, answer: Answer) -> bool:
     """Advise on standard error to take a model, if the embedded reader refused.
 
@@ -357,10 +372,18 @@ def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> s
     words = ["ragcache", "warm", collection]
     if mode.encodings != ROOTED.encodings:
         words += ["--mode", str(mode)]
-    for name, value in options.given().items():
-        if name in ("state", "model", "dtype", "instruction"):
-            words += [f"--{name}", str(value)]
-    return f"`{shlex.join(words)}`"
+    return _with_options(words, options)
+
+
+def _with_options(words: Sequence[str], options: ServiceOptions) -> str:
+    """Return a command with the options with which the folder was opened, between backquotes."""
+    given = [
+        word
+        for name, value in options.given().items()
+        if name in ("state", "model", "dtype", "instruction")
+        for word in (f"--{name}", str(value))
+    ]
+    return f"`{shlex.join([*words, *given])}`"
 
 
 def format_span(span: AnswerSpan, text: str) -> str:

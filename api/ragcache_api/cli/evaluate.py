@@ -173,6 +173,37 @@ def _calibrate(
     )
 
 
+@expand_options
+def calibrate(
+    options: Annotated[ServiceOptions, ENCODING],
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Fit which answers of a model are refused, once, on built-in questions.
+
+    A service does so in the background. The calibration is for answers to questions, from any
+    collection with the same instruction. `ragcache eval --calibrate` fits another to your own
+    questions.
+    """
+    from ragcache.calibration import calibrate_model
+
+    with ui.open_rag(options, embedding="none") as rag:
+        if rag.internals.shared.model.extractive:
+            raise ConfigurationError(
+                "the embedded reader is calibrated already; name another model with --model"
+            )
+        with progress_bar("asking, with and without the documents") as progress:
+            fitted = calibrate_model(rag, progress=progress)
+    if as_json:
+        ui.print_json({"calibration": None if fitted is None else fitted.to_dict()})
+    elif fitted is None:
+        ui.console.print("the model answers too few questions for a calibration: none is refused")
+    else:
+        ui.console.print(
+            f"fitted on {fitted.questions} questions: answers below "
+            f"{fitted.min_confidence:.3f} are refused"
+        )
+
+
 def _check_calibrates(collection: str, others: Mapping[str, bool]) -> None:
     """Check the options of `--calibrate`. `others` says which other options were given."""
     if collection == TEMPORARY:

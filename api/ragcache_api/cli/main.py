@@ -57,6 +57,10 @@ _COMMANDS = {
     "import": ("transfer.import_collection", "Store the collection of a file."),
     "prompt": ("ask.prompt", "Answer a PML prompt over a schema that was added before."),
     "eval": ("evaluate.evaluate_command", "Mark the answers to known questions, mode by mode."),
+    "calibrate": (
+        "evaluate.calibrate",
+        "Fit which answers of a model are refused, once, on built-in questions.",
+    ),
     "doctor": ("admin.doctor", "Check the installation, the model and the state folder."),
     "serve": ("admin.serve", "Serve a state folder over HTTP, with OpenAI's interface."),
     "stats": ("admin.stats", "Sum up collections, tiers and evictions of a state folder."),

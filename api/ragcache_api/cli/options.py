@@ -67,7 +67,8 @@ WITHOUT_DOCUMENTS = Withhold(
     {
         **ONE_ANSWER.reasons,
         **dict.fromkeys(
-            ("extractive", "confidence", "min_confidence", "refusal"), "a PML prompt reads a schema"
+            ("extractive", "citations", "confidence", "min_confidence", "refusal"),
+            "a PML prompt reads a schema",
         ),
     }
 )

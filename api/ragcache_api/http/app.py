@@ -16,6 +16,7 @@ from starlette.routing import Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache import RagCache, __version__
+from ragcache.calibration import calibrate_in_background
 from ragcache_api.http.access_log import AccessLog
 from ragcache_api.http.auth import KEY_HEADERS, AccessMiddleware
 from ragcache_api.http.browser import install_pages
@@ -107,6 +108,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_default_executor(pool)
     current_default_thread_limiter().total_tokens = _THREADS
     await asyncio.to_thread(service.rag.gate.measure_in_background)
+    calibrate_in_background(service.rag)
     ticking = asyncio.create_task(_tick(service))
     try:
         yield

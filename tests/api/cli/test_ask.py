@@ -245,3 +245,19 @@ def test_demo_prints_questions_and_ratios(
     assert status == 0
     assert "3 documents, 3 modules" in out
     assert all(question in out for question in (*ask.QUESTIONS, ask.UNANSWERABLE))
+
+
+@pytest.mark.slow
+def test_demo_shows_another_model_beside_the_reader(
+    run: Run, notes: Path, float_reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "RUNS", 1)
+    monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:1])
+    arguments = ("demo", "--handbook", notes, "--model", float_reader)
+    for each in json_of(run(*arguments, "--json")):
+        assert each["other"]["model"] == str(float_reader)
+        assert each["other"]["question"] == each["question"]
+        assert "confidence" in each["other"]
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert out.count("(first token") == 2

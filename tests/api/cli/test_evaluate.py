@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import GateResult
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 
 
@@ -152,3 +155,27 @@ def test_what_eval_cannot_use_is_refused(run: Run, ingested: Path, questions: Pa
         (("notes", questions, "--mode", "fast"), "unknown mode 'fast'"),
     ):
         assert message in error_of(run("eval", *given), "ConfigurationError")
+
+
+@pytest.mark.slow
+def test_a_model_is_calibrated_by_a_command(
+    run: Run, ingested: Path, float_reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache import calibration
+    from ragcache.evaluation.builtin import builtin_dataset
+
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+    near = GateResult("rooted", 24, 0, 1, 2, 6, 1, 1)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [near])
+    whole = builtin_dataset()
+    few = replace(whole, questions=whole.questions[:2])
+    monkeypatch.setattr(calibration, "builtin_dataset", lambda: few)
+    asked = ("ask", QUESTION, "-c", "notes", "--model", float_reader, "--max-tokens", "2")
+    _, _, said = run(*asked)
+    assert f"`ragcache calibrate --model {float_reader}" in said
+    error_of(run("calibrate", "--json"), "ConfigurationError")
+    assert json_of(run("calibrate", "--model", float_reader, "--json")) == {"calibration": None}
+    status, out, _ = run("calibrate", "--model", float_reader)
+    assert (status, "too few questions" in out) == (0, True)
+    _, _, said = run(*asked)
+    assert "calibrate" not in said

@@ -15,9 +15,9 @@ from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
 from ragcache.answers.confidence import (
     Calibration,
     ConfidenceFeatures,
-    LexicalSupport,
     reader_calibration,
 )
+from ragcache.answers.passages import LexicalSupport
 from ragcache.answers.policy import AnswerOutput, ConfidencePolicy
 from ragcache.engine import Choice, Context, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken

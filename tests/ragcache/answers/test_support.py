@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.answers.confidence import LexicalSupport, passages_with
+from ragcache.answers.passages import LexicalSupport, passages_with
 from ragcache.db import ModuleRow
 from ragcache.retrieval.bm25 import terms
 
@@ -93,3 +93,23 @@ def test_every_place_of_an_answer_lies_in_a_passage(words: list[str], data: st.D
     share = LexicalSupport(weights, (module(text),)).share(answer)
     assert (share is None) == (not answer or not weights)
     assert share is None or 0 <= share <= 1
+
+
+def test_free_answers_are_grounded_in_one_passage() -> None:
+    modules = (module("The pool car is red. The key hangs in the office."),)
+    support = LexicalSupport({"pool": 1.0, "car": 2.0, "color": 1.0}, modules)
+    assert support.grounding("The car is red.") == 0.75
+    assert support.grounding("Red") == 0.75
+    assert support.grounding("It is blue.") == 0.0
+    assert support.grounding("In the office") == 0.0, "its sentence has no word of the question"
+    assert support.grounding("The car hangs in the office.") == pytest.approx(0.75 / 3)
+    assert support.grounding("!") is None
+    assert support.grounding("Yes.") == 0.75, "the question says what is agreed to"
+
+
+def test_of_a_long_answer_one_sentence_answers_the_question() -> None:
+    modules = (module("The pool car is red. It needs diesel from the pump."),)
+    support = LexicalSupport({"pool": 1.0, "car": 1.0}, modules)
+    assert support.grounding("The car is red. It needs diesel.") == 1.0
+    said = support.grounding("The car is red. Its seats are leather.")
+    assert said == pytest.approx(2 / 4)

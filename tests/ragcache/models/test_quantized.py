@@ -282,3 +282,46 @@ def test_a_quantization_without_a_product_is_named(tmp_path: Path) -> None:
         load_model(quantization="int2")
     with pytest.raises(ConfigurationError, match="by a CPU alone; leave quantization out on cuda"):
         check_quantization("int8", torch.device("cuda"))
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packed weights, for models of any size."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setattr(quantized, "packed_folder", lambda: kept)
+    monkeypatch.setattr(quantized, "KEPT_FROM", 0)
+    return kept
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_second_opening_reads_packed_weights(
+    folder: str, quantization: str, kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_model(folder, **FLOAT, quantization=quantization)
+    assert [path.suffix for path in kept_in.iterdir()] == [".safetensors"]
+    monkeypatch.setattr(quantized, "_keep_packed", None)  # called where weights are packed
+    second = load_model(folder, **FLOAT, quantization=quantization)
+    assert second.causal.fingerprint == first.causal.fingerprint
+
+
+def test_damaged_packed_weights_are_packed_again(
+    folder: str, kept_in: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_model(folder, **FLOAT, quantization="int8")
+    [file] = kept_in.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    second = load_model(folder, **FLOAT, quantization="int8")
+    assert second.causal.fingerprint == first.causal.fingerprint
+    assert "packed again" in caplog.text
+    load_model(folder, **FLOAT, quantization="int4")
+    assert len(list(kept_in.iterdir())) == 2, "other numbers have another file"
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    folder: str, kept_in: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_in.rmdir()
+    kept_in.write_text("no folder")
+    assert load_model(folder, **FLOAT, quantization="int8").causal.fingerprint
+    assert "not kept" in caplog.text

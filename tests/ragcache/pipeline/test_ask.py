@@ -549,3 +549,19 @@ def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
 def test_a_prompt_without_modules_has_no_answer(pipeline: AskPipeline) -> None:
     prompt = pipeline.build(asked_in("rooted"), selection_of())
     assert (prompt.has_documents, prompt.states, prompt.retrieved.citations) == (False, None, ())
+
+
+def test_the_reader_reads_no_more_modules_than_it_can(
+    quick_reader: LoadedModel, tmp_path: Path
+) -> None:
+    documents = [SourceDocument(f"{n}", f"Box {n} holds a key.") for n in range(7)]
+    asked: dict[str, Any] = {"collection": "boxes", "k": 7, "relative_threshold": 0.0}
+    with RagCache.open(tmp_path, quick_reader, max_tokens=2, embedding="none") as rag:
+        rag.ingest("boxes", documents)
+        assert len(rag.retrieve("Which key?", **asked).hits) == 7
+        assert len(rag.ask("Which key?", **asked).sources) == 4
+        message = {"role": "user", "content": "Which key?"}
+        assert len(rag.chat([message], **asked).sources) == 4
+    with RagCache.open(tmp_path / "other", replace(quick_reader, extractive=False)) as rag:
+        rag.ingest("boxes", documents)
+        assert len(rag.ask("Which key?", **asked).sources) == 7

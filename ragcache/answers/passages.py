@@ -1,0 +1,151 @@
+"""Passages of documents, and how far they say what an answer says.
+
+A model may be as certain of a sentence that has nothing to do with the question as of the right
+one. The question's own words tell the two apart: they are in the sentence that answers it, in the
+one before it, or in the titles above. BM25 weights the words (Robertson and Zaragoza, 2009).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ragcache.db import ModuleRow
+from ragcache.documents.markdown import find_headings, find_tables, headings_above
+from ragcache.retrieval.bm25 import characters, terms
+
+_NUMBER = re.compile(r"\d[\d.,:]*\d|\d")
+_ASSENT = frozenset("yes no ja nein oui non si sí sim 是 否 不 对".split())
+"""Answers to questions that are answered by themselves."""
+_BREAK = re.compile(
+    r"(?<=[.!?])\s+|(?<=[。！？])"  # a sentence ends
+    r"|\n(?=\s*(?:\n|[-*+|#>]|\d+[.)]\s))"  # a paragraph, an item, a row, a heading
+)
+
+
+def sentence_breaks(text: str) -> list[int]:
+    """Return where sentences, items, rows and headings of a text begin, and the text's end."""
+    return sorted({0, *(found.end() for found in _BREAK.finditer(text)), len(text)})
+
+
+def passages_with(answer: str, module: ModuleRow) -> Iterator[str]:
+    """Yield the passage around each occurrence of an answer in a module.
+
+    A passage has the answer's sentence, the one before it, the titles above and, in a table, the
+    header.
+    """
+    answer, text = answer.strip(), module.text
+    begin = text.find(answer) if answer else -1
+    if begin < 0:
+        return
+    breaks = sentence_breaks(text)
+    headings, tables = find_headings(text), list(find_tables(text))
+    before = None
+    while begin >= 0:
+        first = max(0, bisect_right(breaks, begin) - 2)
+        place = first, bisect_left(breaks, begin + len(answer))
+        if place != before:
+            before = place
+            rows = [text[a : text.find("\n", a)] for a, b in tables if a <= begin < b]
+            lines = [each.line for each in headings_above(headings, begin)]
+            above = [*module.headings, *lines, *rows]
+            yield "\n".join([*above, text[breaks[first] : breaks[place[1]]]])
+        begin = text.find(answer, begin + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A sentence, an item or a row of a module, with the words that it says."""
+
+    module: ModuleRow
+    begin: int
+    """First character in the module's text."""
+    end: int
+    """End in the module's text, exclusive."""
+    words: frozenset[str]
+    """Words and numbers of the sentence and of the titles above it."""
+
+
+def passages_of(module: ModuleRow) -> Iterator[Passage]:
+    """Yield the passages of a module in order."""
+    text, headings = module.text, find_headings(module.text)
+    breaks = sentence_breaks(text)
+    for begin, end in pairwise(breaks):
+        said = text[begin:end]
+        if not said.strip():
+            continue
+        begin += len(said) - len(said.lstrip())
+        above = [*module.headings, *(each.line for each in headings_above(headings, begin))]
+        words = words_of(said) | {each for line in above for each in words_of(line)}
+        yield Passage(module, begin, begin + len(said.strip()), frozenset(words))
+
+
+def numbers_of(text: str) -> set[str]:
+    """Return the numbers of a text, whole, such as `7:40` and `1,200`."""
+    return set(_NUMBER.findall(text))
+
+
+def words_of(text: str) -> set[str]:
+    """Return the stems and the whole numbers of a text."""
+    return {*terms(text), *characters(text), *numbers_of(text)}
+
+
+@dataclass(frozen=True, slots=True)
+class LexicalSupport:
+    """Lexical support: how many of a question's words are near its answer.
+
+    Example:
+        >>> text = "The key hangs in the office. It is red."
+        >>> module = ModuleRow(1, "keys.md#1", "keys.md", "keys.md", text)
+        >>> LexicalSupport({"key": 3.0, "hang": 2.0, "pool": 5.0}, (module,)).share("the office")
+        0.5
+    """
+
+    words: Mapping[str, float]
+    """Weight of each word (`Selection.words`)."""
+    modules: Sequence[ModuleRow]
+    """The modules in the prompt."""
+
+    def share(self, answer: str) -> float | None:
+        """Return the weighted share, 0 to 1, of the words around an answer.
+
+        The occurrence with the highest share counts. Without an occurrence it is None.
+        """
+        total = sum(self.words.values())
+        passages = {each for module in self.modules for each in passages_with(answer, module)}
+        if not passages or not total:
+            return None
+        return max(self._weight({*terms(each), *characters(each)}) for each in passages) / total
+
+    def grounding(self, answer: str) -> float | None:
+        """Return how far the documents say a free answer to the question, 0 to 1.
+
+        Of each passage, the share of the words of one of the answer's sentences is multiplied by
+        the weighted share of the question's words. The highest product counts, times the share of
+        all words of the answer that any passage has. An answer without words has none.
+        """
+        total = sum(self.words.values())
+        said = words_of(answer)
+        passages = [each for module in self.modules for each in passages_of(module)]
+        if not said or not total or not passages:
+            return None
+        said -= _ASSENT
+        everywhere = frozenset[str]().union(*(each.words for each in passages))
+        sentences = [words_of(answer[a:b]) - _ASSENT for a, b in pairwise(sentence_breaks(answer))]
+        best = max(
+            _share(sentence, each.words) * self._weight(each.words) / total
+            for each in passages
+            for sentence in sentences
+        )
+        return best * _share(said, everywhere)
+
+    def _weight(self, found: Set[str]) -> float:
+        return sum(weight for word, weight in self.words.items() if word in found)
+
+
+def _share(wanted: Set[str], found: Set[str]) -> float:
+    """Return the share of the wanted words that were found."""
+    return len(wanted & found) / len(wanted) if wanted else 1.0
