@@ -2,6 +2,7 @@
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
 from ragcache.db.catalog import Catalog, CollectionContents, CollectionVersion, Vectors
+from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.database import Database
 from ragcache.db.documents import (
     Deletion,
@@ -42,6 +43,8 @@ __all__ = [
     "CollectionContents",
     "CollectionRow",
     "CollectionVersion",
+    "ConversationDeletion",
+    "ConversationStates",
     "Database",
     "Deletion",
     "DocumentRow",

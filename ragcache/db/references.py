@@ -1,4 +1,4 @@
-"""Owners of states: modules, schemas, scaffolds and jobs.
+"""Owners of states: modules, schemas, scaffolds, conversations and jobs.
 
 States that lose their last owner are retired in the same transaction.
 """
@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.sql import chunks, clock, lock_rows
 from ragcache.db.tables import (
+    ConversationStateTable,
     EncodingTable,
     EvictionTable,
     JobStateTable,
@@ -28,9 +29,17 @@ from ragcache.tiers import memory_tiers
 RETIREMENTS_KEPT = 3600.0  # seconds
 ROOT_MODE = "root"
 """Mode of preambles, which belong to the store: other states are encoded after them."""
+CONVERSATION_MODE = "conversation"
+"""Mode of conversations' own tokens. A folder's `conversation_storage` says where they are kept."""
 
 # Jobs come first: states that move from a job to a module during the reads are then not missed.
-_OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
+_OWNERS = (
+    JobStateTable,
+    EncodingTable,
+    SchemaStateTable,
+    ScaffoldTable,
+    ConversationStateTable,
+)
 
 
 def is_unowned() -> ColumnElement[bool]:

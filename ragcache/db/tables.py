@@ -228,6 +228,19 @@ class ScaffoldTable(Base):
     """Paths of modules of the schema, or ids of modules of the collection."""
 
 
+class ConversationStateTable(Base):
+    """States of a conversation's own tokens."""
+
+    __tablename__ = "conversation_states"
+    __table_args__ = (Index("conversation_states_by_end", "expires_at"),)
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"), primary_key=True)
+    conversation: Mapped[str] = mapped_column(primary_key=True)
+    """Name that the client gave the conversation, or the key of its first states."""
+    key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
+    expires_at: Mapped[float]
+    """Unix seconds."""
+
+
 class FactTable(Base):
     """A fact that all processes over the ledger agree on.
 

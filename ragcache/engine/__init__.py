@@ -8,6 +8,7 @@ from ragcache.engine.engine import LLMEngine, complete, encode
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import (
     Choice,
+    ComputedTokens,
     Context,
     Request,
     RequestOutput,
@@ -21,6 +22,7 @@ from ragcache.engine.sampling_params import SamplingParams
 
 __all__ = [
     "Choice",
+    "ComputedTokens",
     "Constraint",
     "Context",
     "EncodeJob",

@@ -15,6 +15,7 @@ of step n (preemption, for example) waits for them first.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from bisect import insort
@@ -28,17 +29,26 @@ from torch import Tensor
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
-from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
+from ragcache.engine.encoding import (
+    EncodeJob,
+    EncodeQueue,
+    Encoding,
+    StatesChannel,
+    with_arrival,
+)
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
-from ragcache.engine.request import Request, RequestOutput, TokenDelta
+from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
 from ragcache.engine.scheduler import SchedulableRequest, SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import LaunchedStep, ScheduledWork, SteadyDecodeBatch, take_scores
 from ragcache.errors import DeadlineExceeded, EngineFailed, TextFailed, UnusableLogits
+from ragcache.states import KVStates
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
@@ -496,6 +506,8 @@ class EngineCore:
         """Deliver accepted tokens to their callers."""
         with coalesced_wakeups():
             for sequence in accepted:
+                if sequence.finished:  # before the caller can ask the next question
+                    self._keep_states(sequence)
                 try:
                     sequence.deliver(now)
                 except PROCESS_ENDS:
@@ -510,9 +522,31 @@ class EngineCore:
             return
         for sequence in self._running:
             if sequence.finished:
+                self._keep_states(sequence)
                 self.kv_manager.release_sequence(sequence)
         self._running = [each for each in self._running if not each.finished]
         self._changed, self._max_running = True, self.config.running
+
+    def _keep_states(self, sequence: Sequence) -> None:
+        """Offer the states of a finished answer to its caller."""
+        keep = sequence.request.keep
+        if keep is None or sequence.kept or sequence.private is None:
+            return
+        sequence.kept = True
+        computed, dtype = (
+            min(sequence.computed, len(sequence.tokens)),
+            self.runner.model.states_dtype,
+        )
+
+        def read(begin: int, end: int) -> KVStates:
+            return with_arrival(self.kv_manager.copy_states(sequence, begin, end, dtype))
+
+        try:
+            keep(ComputedTokens(sequence.tokens[:computed], sequence.positions[:computed], read))
+        except PROCESS_ENDS:
+            raise
+        except BaseException:  # the answer is right without it
+            logger.exception("the states of an answer are not kept")
 
     def _fork(self, leader: Sequence) -> None:
         """Start the other answers of a request whose prompt has just been computed."""

@@ -208,7 +208,7 @@ class EncodeQueue:
         """Hand completed states to their callers."""
         for task in list(self._tasks):
             while task.running and task.running[0].complete:
-                task.channel.put(_with_arrival(task.running.popleft().states()))
+                task.channel.put(with_arrival(task.running.popleft().states()))
             if not task.jobs and not task.running:
                 self._tasks.remove(task)
                 task.channel.finish(None)
@@ -261,7 +261,7 @@ class EncodeQueue:
         task.channel.fail(failure)
 
 
-def _with_arrival(states: KVStates) -> KVStates:
+def with_arrival(states: KVStates) -> KVStates:
     """Attach an event that marks the end of the states' computation on a GPU."""
     if not states.keys.is_cuda:
         return states

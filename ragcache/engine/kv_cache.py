@@ -480,12 +480,22 @@ class BlockTable:
 
     def slots(self, tokens: int) -> list[int]:
         """Slots of the pool for the next `tokens` tokens."""
-        size = self.pool.block_size
         assert self.length + tokens <= self.capacity
-        return [
-            self.block_ids[at // size] * size + at % size
-            for at in range(self.length, self.length + tokens)
-        ]
+        return self._slots(self.length, self.length + tokens)
+
+    def _slots(self, begin: int, end: int) -> list[int]:
+        size = self.pool.block_size
+        return [self.block_ids[at // size] * size + at % size for at in range(begin, end)]
+
+    def copy_tokens(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values of the filled tokens begin:end, [L, Hkv, end - begin, D]."""
+        assert end <= self.length
+        pool, runs = self.pool, list(_runs(self._slots(begin, end)))
+        keys, values = (
+            torch.cat([states[:, :, first:last] for first, last in runs], 2)
+            for states in (pool.keys, pool.values)
+        )
+        return keys, values
 
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from ragcache.engine.kv_cache import BlockPool, BlockTable, RadixCache
 from ragcache.engine.sequence import Sequence
+from ragcache.states import KVStates
 
 
 class KVCacheManager:
@@ -113,6 +116,15 @@ class KVCacheManager:
         self.pool.free_blocks([*partial, *self.radix_cache.release_path(path)])
         self.pool.free_blocks(self.radix_cache.trim_blocks())
         sequence.private = sequence.path = None
+
+    def copy_states(self, sequence: Sequence, begin: int, end: int, dtype: torch.dtype) -> KVStates:
+        """Return a copy of the states of a sequence's own tokens begin:end, in `dtype`.
+
+        The tokens must be computed. Their positions may have gaps.
+        """
+        assert sequence.private is not None
+        keys, values = sequence.private.copy_tokens(begin, end)
+        return KVStates(keys.to(dtype), values.to(dtype), sequence.positions[begin])
 
     def forget_retained(self) -> None:
         """Free all blocks that no request uses."""

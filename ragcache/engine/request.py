@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import CausalLM
+from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, model_dtype
 
 MAX_CHOICES = 128
@@ -95,6 +96,21 @@ class Context:
         return chain(*known, self.token_ids)
 
 
+class ComputedTokens(NamedTuple):
+    """Tokens of a finished answer and its prompt whose states the engine has computed."""
+
+    token_ids: Sequence[int]
+    """The prompt's own tokens, then the answer's."""
+    position_ids: Sequence[int]
+    """Position of each token."""
+    read: Callable[[int, int], KVStates]
+    """Copies the states of tokens begin:end: `read(begin, end)`. Works during the call only."""
+
+
+KeepStates = Callable[[ComputedTokens], None]
+"""Takes the states of a finished answer, in the engine's thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
     """Ends an answer whose last tokens are one pattern, several times in a row."""
@@ -145,6 +161,9 @@ class Request:
     """Number of the prompt's last own tokens whose log-probabilities are reported, computed with
     the prompt in one pass, with `sampling.logprobs` alternatives each. The first own token has
     none. Private states are then not shared."""
+    keep: KeepStates | None = None
+    """Called at the end of each answer with the states that were computed for it. Not called for a
+    request that fails or is cancelled."""
 
     def __post_init__(self) -> None:
         if not self.context.token_ids:

@@ -98,6 +98,7 @@ class Sequence:
         sampler: Sampling state, once the first token is about to be sampled.
         text: Text of the answer, if the request has one.
         finished: Whether the answer has ended or the request was dropped.
+        kept: Whether the states were offered to `Request.keep`.
     """
 
     def __init__(self, group: SequenceGroup, index: int, number: int) -> None:
@@ -116,7 +117,7 @@ class Sequence:
         self.path: NodePath | None = None
         self.shown: list[str] = []
         self.chosen: list[SampledToken] = []
-        self.finished = False
+        self.finished = self.kept = False
         self._ending: SampledToken | None = None  # the stop token, if it is reported
         self._accepted: SampledToken | None = None  # accepted and not yet delivered
         self._end: tuple[str, int | str | None] | None = None  # finish reason, stopped by

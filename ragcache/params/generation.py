@@ -128,6 +128,10 @@ class GenerationParams(Params):
     """Priority in the queue. Each level counts as 10 seconds of waiting."""
     share: bool = True
     """Share the states of the question's own tokens with other requests of the namespace."""
+    store: bool = True
+    """Keep the states of a chat for its next turn, as `OpenConfig.conversation_storage` says."""
+    prompt_cache_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None
+    """Name of the conversation, under which it can be deleted. It changes nothing else."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
 

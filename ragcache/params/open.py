@@ -12,6 +12,7 @@ from ragcache.errors import ConfigurationError
 from ragcache.params.base import Params
 from ragcache.tiers import Size, TierOptions
 
+ConversationStorage = Literal["none", "memory", "disk"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -59,6 +60,17 @@ class OpenConfig(TierOptions, Params):
     observed_bytes: Size | None = None
     """Most memory for the states of recurring texts, of each namespace. Defaults to a tenth of
     `host_bytes`."""
+    conversation_storage: ConversationStorage = "memory"
+    """Place of the states of chats' messages and answers, from which the next turn starts:
+    `memory`, `disk` for disk and remote storage as well, or `none`."""
+    conversation_bytes: Size | None = None
+    """Bytes of a full tier that conversations keep beside documents. Defaults to a quarter of the
+    tier."""
+    conversation_seconds: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Seconds after its last turn at which a conversation ends. Defaults to an hour in memory and
+    to a day on disk."""
+    min_prefix_tokens: Annotated[int, Field(ge=1)] = 256
+    """Fewest tokens of a chat, apart from its documents, that are kept."""
     queue: Annotated[int, Field(ge=1)] = 1024
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"

@@ -99,6 +99,8 @@ class Reuse:
     replaced_mode: str | None = None
     """Mode that was asked for, if the answer is in `exact` because the gate still measures the
     mode."""
+    resumed_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Cached tokens of the conversation's earlier turns, by the tier of their states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,8 @@ class PreparedAnswer:
     """Tokens of the prompt whose states are read, by tier, or `encoded` for new states."""
     replaced_mode: str | None = None
     """Mode that `exact` replaces while the gate measures it."""
+    resumed_tokens: Mapping[str, int] = field(default_factory=dict)
+    """See `Reuse.resumed_tokens`."""
     policies: tuple[AnswerPolicy, ...] = ()
     """Features of the answer, in the order in which they finish it."""
 
@@ -241,6 +245,7 @@ class PreparedAnswer:
             self.bytes_moved,
             self.created_tokens,
             self.replaced_mode,
+            self.resumed_tokens,
         )
         timings = Timings(
             retrieve=times.retrieved - times.called,
@@ -275,10 +280,11 @@ class DeferredReleases:
     def __init__(self) -> None:
         self._leases: SimpleQueue[Lease] = SimpleQueue()
 
-    def put(self, lease: Lease | None) -> None:
-        """Take over a lease, if there is one. Never blocks, and may run at any line of a thread."""
-        if lease is not None:
-            self._leases.put(lease)
+    def put(self, *leases: Lease | None) -> None:
+        """Take over leases that are not None. Never blocks, and may run at any line of a thread."""
+        for lease in leases:
+            if lease is not None:
+                self._leases.put(lease)
 
     def release(self) -> None:
         """Release all of the leases."""
@@ -288,21 +294,21 @@ class DeferredReleases:
 
 
 class PendingAnswer:
-    """A submitted request with the lease of its states.
+    """A submitted request with the leases of its states.
 
-    The lease ends with the request. Dropping the last reference cancels the request.
+    The leases end with the request. Dropping the last reference cancels the request.
     """
 
     def __init__(
         self,
         prepared: PreparedAnswer,
         handle: RequestHandle[TokenDelta, RequestOutput],
-        lease: Lease | None,
         deferred: DeferredReleases,
+        *leases: Lease | None,
     ) -> None:
         self.prepared, self.handle = prepared, handle
         self._output: AnswerOutput | None = None
-        self._lease_end = weakref.finalize(self, deferred.put, lease)
+        self._lease_end = weakref.finalize(self, deferred.put, *leases)
         self._lease_end.atexit = False
 
     def result(self) -> Answer:
@@ -365,11 +371,11 @@ class PendingAnswer:
         self._lease_end()
 
     def release(self) -> None:
-        """Release the lease, in the caller's thread."""
+        """Release the leases, in the caller's thread."""
         held = self._lease_end.detach()
-        lease = None if held is None else held[2][0]
-        if lease is not None:
-            lease.release()
+        for lease in () if held is None else held[2]:
+            if lease is not None:
+                lease.release()
 
 
 def results(pending: Sequence[PendingAnswer]) -> list[Answer]:

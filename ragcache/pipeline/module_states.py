@@ -79,6 +79,11 @@ class StateEncoder:
     salt: str = field(default="", kw_only=True)
     """Part of all keys (`state_key`)."""
 
+    @property
+    def identity(self) -> str:
+        """Digest of the model, its tokenizer and the namespace, on which all keys depend."""
+        return self._state_key((), "", 0)
+
     def _state_key(
         self,
         token_ids: Sequence[int],

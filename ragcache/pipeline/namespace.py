@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ragcache.answers.confidence import ModelCalibration
 from ragcache.answers.quotations import Quotations
 from ragcache.config import NAMESPACE, check_namespace, parse_optional_bytes, salt_of
-from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts, StoredObjects
+from ragcache.db import (
+    ApiKeys,
+    Catalog,
+    ConversationStates,
+    Database,
+    ScaffoldRows,
+    SchemaTexts,
+    StoredObjects,
+)
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
 from ragcache.errors import EngineClosed
@@ -23,6 +31,7 @@ from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
+from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import EncodingTurns, Ingestor
 from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorkers
@@ -43,6 +52,9 @@ from ragcache.store import KVStore
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
+
+
+_CONVERSATION_SECONDS = {"none": 0.0, "memory": 3600.0, "disk": 86_400.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -71,6 +83,10 @@ class SharedServices:
     """Encodes observed modules."""
     _background: list[threading.Thread] = field(default_factory=list, init=False)
     """Threads that the engine's end ends."""
+    keeping: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "ragcache-conversations"), init=False
+    )
+    """Stores the states of conversations."""
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -128,6 +144,7 @@ class SharedServices:
             ModelCalibration(model, instruction, store.ledger),
             reranker,
         )
+        store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)
         store.on_heartbeat.append(shared.workers.wake)
         close_at_exit(shared)
         return shared
@@ -182,6 +199,7 @@ class SharedServices:
         self.gate.join()
         self.join_background()
         self.observing.shutdown()
+        self.keeping.shutdown()  # conversations of answers that have ended are stored
         self.workers.join()
         self.deferred.release()
         self.keys.flush()
@@ -210,6 +228,7 @@ class Namespace:
     retrievers: Retrievers
     jobs: IngestionJobs
     pins: Pins
+    conversations: Conversations
 
     @classmethod
     def build(cls, name: str, shared: SharedServices) -> Namespace:
@@ -240,6 +259,14 @@ class Namespace:
         modules = Modules(catalog, store, encoder, tokens, observed)
         pins = Pins(modules, store, StoredObjects(database, name))
         store.on_heartbeat += [pins.end_expired, observed.end_kept]
+        conversations = Conversations(
+            encoder,
+            ConversationStates(database, name),
+            shared.keeping,
+            config.conversation_storage,
+            config.conversation_seconds or _CONVERSATION_SECONDS[config.conversation_storage],
+            config.min_prefix_tokens,
+        )
         return cls(
             name,
             shared,
@@ -266,11 +293,13 @@ class Namespace:
                 Quotations(model),
                 shared.gate,
                 shared.calibration,
+                conversations,
             ),
             modules,
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
             pins,
+            conversations,
         )
 
     def encoder_of(self, collection: str) -> ModuleEncoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ragcache.answers.confidence import ModelCalibration
@@ -31,6 +31,7 @@ from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
+from ragcache.pipeline.conversations import Conversations, ResumedContext
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import PromptStates, TokenPrompt, build_context
 from ragcache.store import Lease
@@ -138,6 +139,8 @@ class Submitter:
     """The gate of reuse modes. Without it every mode is allowed."""
     calibration: ModelCalibration | None = None
     """The calibration of the model's free answers."""
+    conversations: Conversations | None = None
+    """The conversations of the namespace. Without it nothing of a chat is kept."""
 
     def run(
         self, prompts: Sequence[TokenPrompt], generation: GenerationParams | None = None
@@ -177,7 +180,7 @@ class Submitter:
         pending: list[PendingAnswer] = []
         try:
             for each in zip(prompts, requests, policies, strict=True):
-                pending.append(self._lease_and_submit(*each, refusal))
+                pending.append(self._lease_and_submit(*each, refusal, generation))
         except BaseException:
             give_up(pending)
             raise
@@ -264,11 +267,12 @@ class Submitter:
         request: MakeRequest,
         policies: Sequence[AnswerPolicy],
         refusal: str,
+        generation: GenerationParams,
     ) -> PendingAnswer:
         """Lease the states that the prompt reads, and queue the request."""
         if not prompt.has_documents:
             return self._refuse(prompt, refusal)
-        states, lease = prompt.states, None
+        states, lease, resumed = prompt.states, None, None
         try:
             if states is not None:
                 lease = states.lease()
@@ -279,14 +283,27 @@ class Submitter:
                         prompt, percent, lease.states, token_ids, causal, self.engine
                     )
             found = ((), ()) if lease is None else (lease.keys, lease.states)
-            context = build_context(prompt, *found)
-            prepared = prepare_answer(prompt, lease, time.perf_counter(), policies)
-            handle = self.engine.submit_request(request(context))
-            return PendingAnswer(prepared, handle, lease, self.deferred)
+            resumed = self._resume(prompt, build_context(prompt, *found), generation)
+            prepared = prepare_answer(prompt, lease, time.perf_counter(), policies, resumed.tokens)
+            made = replace(request(resumed.context), keep=resumed.keep)
+            handle = self.engine.submit_request(made)
+            return PendingAnswer(prepared, handle, self.deferred, lease, resumed.lease)
         except BaseException:
-            if lease is not None:
-                lease.release()
+            for held in (lease, None if resumed is None else resumed.lease):
+                if held is not None:
+                    held.release()
             raise
+
+    def _resume(
+        self, prompt: TokenPrompt, context: Context, generation: GenerationParams
+    ) -> ResumedContext:
+        """Start a chat from the kept states of its earlier turns, if there are any."""
+        shared = generation.share and prompt.cacheable and not generation.prompt_logprobs
+        if self.conversations is None or prompt.kind != "chat" or not shared:
+            return ResumedContext(context)
+        return self.conversations.resume(
+            context, keep=generation.store, name=generation.prompt_cache_key
+        )
 
     def _refuse(self, prompt: TokenPrompt, refusal: str) -> PendingAnswer:
         """Answer with the refusal: no module was found, and the model shall invent nothing."""
@@ -297,7 +314,7 @@ class Submitter:
         channel.put(TokenDelta(0, None, refusal))
         choice = Choice((), refusal, "no_documents")
         channel.finish(RequestOutput((choice,), 0, now, now, now, now))
-        return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
+        return PendingAnswer(prepared, RequestHandle(channel), self.deferred)
 
 
 def _modes_read(prompts: Sequence[TokenPrompt]) -> set[ReuseMode]:
@@ -311,6 +328,7 @@ def prepare_answer(
     lease: Lease | None,
     assembled: float,
     policies: Sequence[AnswerPolicy] = (),
+    resumed_tokens: Mapping[str, int] | None = None,
 ) -> PreparedAnswer:
     """Return the parts of the answer that are known before it is generated.
 
@@ -319,12 +337,14 @@ def prepare_answer(
         lease: The lease of its states, which knows their tiers.
         assembled: Time at which the states were leased.
         policies: Features of the answer.
+        resumed_tokens: Tokens of earlier turns that are read, by the tier of their states.
     """
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
     replaced = prompt.question.replaced_mode
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
         tokens[tiers[span.group]] += span.length
+    tokens.update(resumed_tokens or {})
     return PreparedAnswer(
         prompt.question.text,
         sources=tuple(
@@ -339,6 +359,7 @@ def prepare_answer(
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.question.times, assembled=assembled),
         replaced_mode=None if replaced is None else str(replaced),
+        resumed_tokens=resumed_tokens or {},
         policies=tuple(policies),
     )
 

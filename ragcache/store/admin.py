@@ -151,6 +151,8 @@ class TierStatus:
     """Maximum of allocated bytes. Unlimited if None."""
     pinned_bytes: int
     """Bytes of pinned states."""
+    conversation_bytes: int
+    """Bytes of states of conversations."""
     states: int
     """Number of states."""
     hits: int
@@ -174,6 +176,7 @@ def tier_status(store: KVStore) -> list[TierStatus]:
                 tier.used_bytes,
                 tier.budget_bytes,
                 pinned_bytes,
+                entries.conversations.used_bytes,
                 states,
                 hits,
                 tier.traits.persistent,

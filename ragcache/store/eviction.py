@@ -109,29 +109,124 @@ class EvictionIndex:
                 self._gone_bytes -= self._gone.popitem(last=False)[1]
         return nbytes
 
+    def victims(self, stays: Callable[[KVKey], bool] = lambda _: False) -> Iterator[KVKey]:
+        """Yield the states to evict, the first one first.
+
+        Args:
+            stays: Returns whether a state must stay, because it is leased or pinned.
+        """
+        once = (key for key in self._once if not stays(key))
+        again = (key for key in self._again if not stays(key))
+        waiting, limit = self._once_bytes, ONCE_SHARE * self.used_bytes
+        while True:
+            queues = (once, again) if waiting > limit else (again, once)
+            key = next(queues[0], None) or next(queues[1], None)
+            if key is None:
+                return
+            waiting -= self._once[key].nbytes if key in self._once else 0
+            yield key
+
     def choose_victims(
         self, need_bytes: int, stays: Callable[[KVKey], bool] = lambda _: False
+    ) -> list[KVKey] | None:
+        """Choose states to evict, in order, until `need_bytes` become free.
+
+        Returns:
+            Keys of the states. None, if all states that may go are not enough.
+        """
+        victims = self.victims(stays)
+        chosen: list[KVKey] = []
+        while need_bytes > 0:
+            key = next(victims, None)
+            if key is None:
+                return None
+            need_bytes -= self.get(key).nbytes
+            chosen.append(key)
+        return chosen
+
+
+class TierEntries:
+    """The states of one tier, of documents and of conversations, each in eviction order.
+
+    When the tier is full, conversations keep a share of its bytes and documents the rest, so that
+    neither evicts the other. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.documents, self.conversations = EvictionIndex(), EvictionIndex()
+
+    def _of(self, key: object) -> EvictionIndex:
+        return self.conversations if key in self.conversations else self.documents
+
+    def __len__(self) -> int:
+        return len(self.documents) + len(self.conversations)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of(key)
+
+    def __iter__(self) -> Iterator[KVKey]:
+        """Iterate over the keys, those of documents first."""
+        yield from self.documents
+        yield from self.conversations
+
+    @property
+    def used_bytes(self) -> int:
+        """Allocated bytes of all states."""
+        return self.documents.used_bytes + self.conversations.used_bytes
+
+    def get(self, key: KVKey) -> KVEntry:
+        """Return the entry of a key. Raises `KeyError` if it is missing."""
+        return self._of(key).get(key)
+
+    def is_reused(self, key: KVKey) -> bool:
+        """Return whether states have been used again."""
+        return self._of(key).is_reused(key)
+
+    def add(
+        self,
+        key: KVKey,
+        nbytes: int,
+        last_use: int,
+        *,
+        reused: bool = False,
+        conversation: bool = False,
+    ) -> bool:
+        """Add states of a document or of a conversation; see `EvictionIndex.add`."""
+        index = self.conversations if conversation else self.documents
+        return index.add(key, nbytes, last_use, reused=reused)
+
+    def touch(self, key: KVKey, last_use: int) -> bool:
+        """Count a use of present states. Returns as `add` does."""
+        return self._of(key).touch(key, last_use)
+
+    def remove(self, key: KVKey, *, remember: bool = False) -> int:
+        """Remove states; see `EvictionIndex.remove`."""
+        return self._of(key).remove(key, remember=remember)
+
+    def choose_victims(
+        self, need_bytes: int, stays: Callable[[KVKey], bool], conversation_bytes: int
     ) -> list[KVKey] | None:
         """Choose states to evict, in order, until `need_bytes` become free.
 
         Args:
             need_bytes: Bytes to free.
             stays: Returns whether a state must stay, because it is leased or pinned.
+            conversation_bytes: Share of conversations, above which they are evicted first.
 
         Returns:
             Keys of the states. None, if all states that may go are not enough.
         """
-        once = (key for key in self._once if not stays(key))
-        again = (key for key in self._again if not stays(key))
+        documents, conversations = self.documents.victims(stays), self.conversations.victims(stays)
         chosen: list[KVKey] = []
-        waiting = self._once_bytes
+        held = self.conversations.used_bytes
         while need_bytes > 0:
-            queues = (once, again) if waiting > ONCE_SHARE * self.used_bytes else (again, once)
+            above = held > conversation_bytes
+            queues = (conversations, documents) if above else (documents, conversations)
             key = next(queues[0], None) or next(queues[1], None)
             if key is None:
                 return None
             nbytes = self.get(key).nbytes
-            waiting -= nbytes if key in self._once else 0
+            held -= nbytes if key in self.conversations else 0
             need_bytes -= nbytes
             chosen.append(key)
         return chosen

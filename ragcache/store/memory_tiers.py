@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
+from ragcache.db.references import CONVERSATION_MODE
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, quantize
 from ragcache.states.serialization import Allocate
-from ragcache.store.eviction import EvictionIndex
+from ragcache.store.eviction import TierEntries
 from ragcache.store.tiers import Tier
 from ragcache.tiers import TIERS, shared_tiers
 
@@ -71,7 +72,7 @@ class TierIndex:
     """
 
     tier: Tier
-    entries: EvictionIndex = field(default_factory=EvictionIndex)
+    entries: TierEntries = field(default_factory=TierEntries)
 
     @property
     def name(self) -> str:
@@ -109,6 +110,8 @@ class MemoryTiers:
         """Keys to remove after their last lease, with the reason and the tier. None as the tier
         means all tiers.
         """
+        self.conversation_bytes: int | None = None
+        """Bytes of a full tier that conversations keep. None: a quarter of the tier."""
         self._usage, self._counters = usage, counters
         self._unbudgeted: dict[KVKey, tuple[StoredStates, int]] = {}
         """Leased states that no memory tier has taken, with their bytes in excess of the budget.
@@ -150,6 +153,10 @@ class MemoryTiers:
                 self.reused.add(key)
             return self.top.tier.get(key)
 
+    def _is_conversation(self, key: KVKey) -> bool:
+        metadata = self.metadata.get(key)
+        return metadata is not None and metadata.mode == CONVERSATION_MODE
+
     def is_known(self, key: KVKey) -> bool:
         """Return whether any tier has a key, as far as this process knows."""
         with self.lock:
@@ -175,8 +182,11 @@ class MemoryTiers:
         """
         with self.lock:
             for row in sorted(rows, key=attrgetter("last_use")):
-                index.entries.add(row.key, row.nbytes, row.last_use, reused=row.hits > 0)
                 self.metadata[row.key] = row.metadata
+                entered = self._is_conversation(row.key)
+                index.entries.add(
+                    row.key, row.nbytes, row.last_use, reused=row.hits > 0, conversation=entered
+                )
                 if row.pinned:
                     self.pinned.add(row.key)
                 if row.expires_at != math.inf:
@@ -217,8 +227,11 @@ class MemoryTiers:
         with self.lock:
             leaving = dict.fromkeys(self.expired(index, time.time()), "ttl")
             need -= sum(index.entries.get(key).nbytes for key in leaving)
+            share = self.conversation_bytes
+            if share is None:
+                share = (index.tier.budget_bytes or 0) // 4
             chosen = index.entries.choose_victims(
-                need, lambda key: key in leaving or self._stays(key)
+                need, lambda key: key in leaving or self._stays(key), share
             )
             return None if chosen is None else leaving | dict.fromkeys(chosen, "pressure")
 
@@ -290,7 +303,9 @@ class MemoryTiers:
     ) -> StoredStates:
         """Record states that a memory tier has taken. Returns them as stored."""
         with self.lock:
-            if index.entries.add(key, nbytes, tick, reused=reused) and index is self.top:
+            entered = self._is_conversation(key)
+            again = index.entries.add(key, nbytes, tick, reused=reused, conversation=entered)
+            if again and index is self.top:
                 self.reused.add(key)
             self._usage.add_entry(self.row(index, key, nbytes, tick))
         return index.tier.get(key).readable()

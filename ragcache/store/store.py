@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from sqlalchemy import func, select
 
+from ragcache.db.conversations import expire_conversations
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
-from ragcache.db.references import ROOT_MODE, is_unowned, owned_among, retire
+from ragcache.db.references import (
+    CONVERSATION_MODE,
+    ROOT_MODE,
+    is_unowned,
+    owned_among,
+    retire,
+)
 from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import (
@@ -266,6 +273,13 @@ class KVStore:
         """
         return self.persistent.peek(key)
 
+    def put_in_memory(self, key: KVKey, states: KVStates, request: LeaseRequest) -> None:
+        """Put states that were computed elsewhere into the first memory tier, if it has room."""
+        self.memory.describe(
+            key, StateMetadata(states.length, request.mode, request.root, request.model)
+        )
+        self.memory.place(self.memory.top, key, states, self.ledger.advance_clock())
+
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Begin to read states from lower tiers into the first one, if it has room.
 
@@ -366,7 +380,8 @@ class KVStore:
     def sweep(self) -> None:
         """Run the periodic upkeep.
 
-        Removes expired states, writes reused states to the disk, and writes uses to the ledger.
+        Removes expired states and conversations, writes reused states to the disk, and writes uses
+        to the ledger.
         """
         now = time.time()
         with suppress(LedgerUnavailable):
@@ -381,6 +396,7 @@ class KVStore:
         self._keep_reused()
         self.persistent.discard_later()
         with suppress(LedgerUnavailable):
+            self.persistent.discard(expire_conversations(self.ledger.database))
             self._follow_retirements(now)
         self.ledger.flush()
         with suppress(LedgerUnavailable):
@@ -419,8 +435,8 @@ class KVStore:
     def _keep_reused(self) -> None:
         """Write states that questions used again to the disk, if they still have an owner.
 
-        Preambles belong to the store itself. States that lose their owner during the write are
-        removed again.
+        Preambles belong to the store itself. Conversations stay where `conversation_storage` says.
+        States that lose their owner during the write are removed again.
         """
         with self._keeping:
             keys = self._leases.take_reused()
@@ -428,6 +444,7 @@ class KVStore:
                 return
             with self.memory.lock:
                 known = {key: self.memory.metadata.get(key) for key in keys}
+            keys = [k for k, each in known.items() if each and each.mode != CONVERSATION_MODE]
             roots = {key for key, each in known.items() if each and each.mode == ROOT_MODE}
             kept = [key for key in keys if key in roots | self._owned(keys)]
             with self.borrow(kept) as lease:

@@ -216,6 +216,41 @@ def recurring(
     print_figures([table], result, json_file)
 
 
+@bench_app.command("conversations")
+def conversations(
+    model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of a long conversation.")] = 4096,
+    runs: Annotated[int, typer.Option(min=1, help="runs of each timing.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Chats and agents that outlive the engine's pool, with and without kept states."""
+    from ragcache.bench.conversations import ConversationsSetting, bench_conversations
+    from ragcache.models import load_model
+
+    setting = ConversationsSetting(long_tokens=tokens, runs=runs)
+    result = run_benchmark(
+        lambda progress: bench_conversations(setting, load_model(model), progress)
+    )
+    shares = [
+        (
+            f"{name}: tokens of earlier turns computed again",
+            f"{100 * result[f'recomputed_share_{name}']:.1f}%, "
+            f"{100 * result[f'pool_share_{name}']:.0f}% by the pool alone",
+        )
+        for name in ("chats", "agents")
+    ]
+    rows = [
+        *shares,
+        ("agents: turns a second", f"{result['agents_rate_ratio']:.1f}x"),
+        ("first token from memory", f"{result['resume_host_ms_over_pool']:+.1f} ms over the pool"),
+        ("first token from disk", f"{result['resume_disk_speedup']:.1f}x sooner than computed"),
+        ("resumed after a restart", f"{100 * result['restart_resumed_share']:.0f}%"),
+        ("a stream beside kept chats", f"{result['decode_step_ratio']:.3f}x of its time"),
+    ]
+    table = ui.plain_table("conversations", "", rows=rows)
+    print_figures([table], result, json_file)
+
+
 @expand_options
 def plan(
     options: Annotated[ServiceOptions, PLANNING],

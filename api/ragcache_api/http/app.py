@@ -27,6 +27,7 @@ from ragcache_api.http.routes import (
     admin,
     answers,
     archives,
+    conversations,
     documents,
     files,
     keys,
@@ -62,6 +63,7 @@ ROUTERS = (
     pins.admin_router,
     admin.router,
     archives.router,
+    conversations.router,
     keys.router,
 )
 

@@ -187,7 +187,8 @@ class ResponsesRequest(Surface, Asking):
     previous_response_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Id of a stored response, whose conversation goes on."""
     store: bool = True
-    """Keep the response for 30 days, for `previous_response_id`."""
+    """Keep the response for 30 days, for `previous_response_id`, and its states for the next
+    turn."""
     max_output_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     """Most tokens of the answer, or fewer if the prompt leaves less room."""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0

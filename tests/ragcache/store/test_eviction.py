@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcache.states import KVKey
-from ragcache.store.eviction import GONE_SHARE, EvictionIndex, KVEntry
+from ragcache.store.eviction import GONE_SHARE, EvictionIndex, KVEntry, TierEntries
+
+
+def none_stays(_: KVKey) -> bool:
+    return False
 
 
 def key(number: int) -> KVKey:
@@ -77,6 +81,44 @@ def test_no_victim_is_held_and_none_is_more_than_needed(
         assert sum(freed[:-1]) < need <= sum(freed)
         assert len(set(victims)) == len(victims)
         assert not set(victims) & {key(number) for number in held}
+
+
+def entries_of(documents: int, conversations: int) -> TierEntries:
+    """States of ten bytes: documents from 1 on, conversations from 101 on."""
+    entries = TierEntries()
+    for number in range(1, documents + 1):
+        entries.add(key(number), 10, number)
+    for number in range(101, 101 + conversations):
+        entries.add(key(number), 10, number, conversation=True)
+    return entries
+
+
+def test_conversations_above_their_share_go_first() -> None:
+    entries = entries_of(3, 3)
+    assert entries.choose_victims(20, none_stays, 20) == keys(101, 1)
+    assert entries.choose_victims(20, none_stays, 0) == keys(101, 102)
+
+
+def test_documents_go_while_conversations_keep_to_their_share() -> None:
+    entries = entries_of(3, 3)
+    assert entries.choose_victims(20, none_stays, 30) == keys(1, 2)
+
+
+def test_where_one_kind_is_not_enough_the_other_goes_as_well() -> None:
+    entries = entries_of(1, 2)
+    assert entries.choose_victims(30, none_stays, 20) == keys(1, 101, 102)
+    assert entries.choose_victims(31, none_stays, 20) is None
+
+
+def test_a_conversation_keeps_its_kind() -> None:
+    entries = entries_of(1, 1)
+    assert list(entries) == keys(1, 101)
+    assert entries.touch(key(101), 9)
+    assert entries.is_reused(key(101))
+    assert (entries.used_bytes, entries.conversations.used_bytes) == (20, 10)
+    assert entries.remove(key(101)) == 10
+    assert key(101) not in entries
+    assert entries.remove(key(101)) == 0
 
 
 numbers = st.integers(0, 30)

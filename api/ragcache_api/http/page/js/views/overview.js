@@ -193,7 +193,7 @@ function tierLine(tier) {
     h(
       "div",
       { class: "line muted" },
-      h("span", {}, `${plural(tier.states, "state")} · ${bytes(tier.pinned_bytes)} pinned`),
+      h("span", {}, `${plural(tier.states, "state")} · ${bytes(tier.pinned_bytes)} pinned · ${bytes(tier.conversation_bytes)} of conversations`),
       h("span", {}, plural(tier.hits, "hit"), tier.persistent ? " · kept over restarts" : ""),
     ),
   );

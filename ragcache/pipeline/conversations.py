@@ -1,0 +1,310 @@
+"""Conversations: states of messages and answers are kept, and later turns start from them.
+
+A prompt's own tokens are kept in runs of `BLOCK` to `MOST_TOKENS` tokens. The key of a run is a
+digest of everything before its end, so that any sequence of runs of one prompt fits together. A
+resumed prompt reads its runs as segments, as it reads documents: on every tier, and without a copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise, takewhile
+
+from ragcache.db.conversations import ConversationDeletion, ConversationStates
+from ragcache.db.references import CONVERSATION_MODE
+from ragcache.engine import ComputedTokens, Context, Segment
+from ragcache.engine.request import KeepStates
+from ragcache.errors import RagCacheError
+from ragcache.params.open import ConversationStorage
+from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import StoredStates
+from ragcache.store import KVStore, Lease, LeaseRequest
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 64
+"""Runs of tokens begin and end at multiples of this number of own tokens."""
+MOST_TOKENS = 1024
+"""Most tokens of a run."""
+MOST_ARRIVING = 64
+"""Runs that wait to be stored, above which no more are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRun:
+    """Own tokens begin:end of a prompt, whose states are kept under one key."""
+
+    key: KVKey
+    begin: int
+    end: int
+
+
+class PrefixKeys:
+    """Keys of all runs of a prompt's own tokens.
+
+    Args:
+        identity: Digest of the model, its tokenizer and the namespace.
+        segments: States of documents in the prompt.
+        token_ids: The prompt's own tokens, and the answer's.
+        position_ids: Position of each token.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        position_ids: Sequence[int],
+    ) -> None:
+        digest = hashlib.sha256(identity.encode())
+        ordered = sorted(segments, key=lambda each: each.start)
+        self.length = len(token_ids) // BLOCK * BLOCK
+        """Number of tokens that may be in runs."""
+        self._digests = [digest.digest()]
+        for begin in range(0, self.length, BLOCK):
+            here = slice(begin, begin + BLOCK)
+            positions = position_ids[here]
+            while ordered and ordered[0].start < positions[-1]:  # the tokens attend to it
+                segment = ordered.pop(0)
+                digest.update(f"{segment.name} at {segment.start},".encode())
+            digest.update(struct.pack(f"<{2 * BLOCK}i", *token_ids[here], *positions))
+            self._digests.append(digest.digest())
+
+    def run(self, begin: int, end: int) -> PrefixRun:
+        """Return the run of tokens begin:end, which are multiples of `BLOCK`."""
+        digest = hashlib.sha256(self._digests[end // BLOCK] + struct.pack("<i", begin))
+        return PrefixRun(KVKey(digest.hexdigest()), begin, end)
+
+    def runs_from(self, begin: int, limit: int) -> Iterator[PrefixRun]:
+        """Yield the runs that begin at a token and end at `limit` or before, shortest first."""
+        for end in range(begin + BLOCK, min(begin + MOST_TOKENS, limit) + 1, BLOCK):
+            yield self.run(begin, end)
+
+    def longest_prefix(self, is_known: Callable[[KVKey], bool], limit: int) -> list[PrefixRun]:
+        """Return known runs that follow each other from the first token on, as far as possible.
+
+        Args:
+            is_known: Tells whether the states of a key are kept.
+            limit: Most tokens.
+        """
+        last: dict[int, PrefixRun | None] = {0: None}  # the run that ends at a token
+        limit = min(limit, self.length)
+        for begin in range(0, limit, BLOCK):
+            for run in self.runs_from(begin, limit) if begin in last else ():
+                if run.end not in last and is_known(run.key):
+                    last[run.end] = run
+        found: list[PrefixRun] = []
+        end = max(last)
+        while (ending := last[end]) is not None:
+            found.insert(0, ending)
+            end = ending.begin
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedContext:
+    """A context whose first own tokens are read from kept states."""
+
+    context: Context
+    lease: Lease | None = None
+    """Lease of the states, if there are any."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Number of these tokens by the tier of their states."""
+    keep: KeepStates | None = None
+    """Keeps the states that are computed now, for the next turn."""
+
+
+@dataclass(eq=False)
+class Conversations:
+    """The kept conversations of a namespace. Thread-safe."""
+
+    encoder: ModuleEncoder
+    """Encoder of the namespace's modules, which knows model and store."""
+    rows: ConversationStates
+    """Owners of the states."""
+    background: ThreadPoolExecutor
+    """Thread that stores states."""
+    storage: ConversationStorage
+    """`OpenConfig.conversation_storage`."""
+    seconds: float
+    """Seconds after its last turn at which a conversation ends."""
+    least_tokens: int
+    """Fewest own tokens of a prompt and its answer that are kept."""
+    _arriving: dict[KVKey, Future[None]] = field(default_factory=dict, init=False)  # being stored
+
+    @property
+    def _store(self) -> KVStore:
+        return self.encoder.store
+
+    def resume(
+        self, context: Context, *, keep: bool = True, name: str | None = None
+    ) -> ResumedContext:
+        """Read the longest kept prefix of a context's own tokens.
+
+        The last token is computed in any case: the answer continues from its logits.
+
+        Args:
+            context: The context.
+            keep: Whether the next turn may start from this one.
+            name: Name of the conversation. Defaults to the key of its first states.
+        """
+        if self.storage == "none" or not all(each.name for each in context.segments):
+            return ResumedContext(context)
+        keys = PrefixKeys(
+            self.encoder.identity, context.segments, context.token_ids, context.position_ids
+        )
+        runs, lease = self._lease(self._find(keys, len(context.token_ids) - 1))
+        keeper = partial(self._keep_answer, context, runs, name) if keep else None
+        if lease is None:
+            return ResumedContext(context, keep=keeper)
+        tokens = Counter[str]()
+        for run in runs:
+            tokens[lease.source[run.key]] += run.end - run.begin
+        segments = [
+            each for run in runs for each in placed_segments(run, lease.found[run.key], context)
+        ]
+        read = runs[-1].end
+        resumed = replace(
+            context,
+            segments=(*context.segments, *segments),
+            token_ids=context.token_ids[read:],
+            position_ids=context.position_ids[read:],
+        )
+        return ResumedContext(resumed, lease, tokens, keeper)
+
+    def _lease(self, runs: list[PrefixRun]) -> tuple[list[PrefixRun], Lease | None]:
+        """Lease the states of runs. Returns the first of them that are there, and the lease."""
+        if not runs:
+            return [], None
+        for run in runs:
+            if arriving := self._arriving.get(run.key):
+                arriving.result()
+        lease = self._store.fetch([run.key for run in runs])
+        here = list(takewhile(lambda run: run.key in lease.found, runs))
+        if not here:
+            lease.release()
+            return [], None
+        return here, lease
+
+    def _keep_answer(
+        self, context: Context, read: list[PrefixRun], name: str | None, computed: ComputedTokens
+    ) -> None:
+        """Keep the states that were computed for an answer. Runs in the engine's thread.
+
+        Args:
+            context: The context of the whole prompt.
+            read: Runs of the prompt that were read.
+            name: Name of the conversation.
+            computed: Tokens that were computed behind these runs.
+        """
+        begin = read[-1].end if read else 0
+        tokens = (*context.token_ids[:begin], *computed.token_ids)
+        positions = (*context.position_ids[:begin], *computed.position_ids)
+        if len(tokens) < self.least_tokens or len(self._arriving) > MOST_ARRIVING:
+            return
+        keys = PrefixKeys(self.encoder.identity, context.segments, tokens, positions)
+        runs = list(_new_runs(keys, begin, len(context.token_ids)))
+        states = {
+            run.key: computed.read(run.begin - begin, run.end - begin)
+            for run in runs
+            if not self._is_known(run.key)
+        }
+        owned = [run.key for run in (*read, *runs)]
+        if owned:
+            self._store_later(name or owned[0], owned, states)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of all conversations by tier."""
+        self._store.ledger.flush()  # counts the states in memory
+        return self.rows.sizes()
+
+    def delete(self, name: str | None = None, *, dry_run: bool = False) -> ConversationDeletion:
+        """Delete a conversation from every tier, or all of them.
+
+        Args:
+            name: `GenerationParams.prompt_cache_key` of the conversation.
+            dry_run: Change nothing.
+        """
+        self._store.ledger.flush()
+        deletion = self.rows.delete(name, dry_run=dry_run)
+        self._store.discard(deletion.keys)
+        return deletion
+
+    def _is_known(self, key: KVKey) -> bool:
+        return key in self._arriving or self._store.memory.is_known(key)
+
+    def _find(self, keys: PrefixKeys, limit: int) -> list[PrefixRun]:
+        """Return the longest kept prefix, also of states that other processes have stored."""
+        while True:
+            runs = keys.longest_prefix(self._is_known, limit)
+            if self.storage != "disk":
+                return runs
+            end = runs[-1].end if runs else 0
+            following = [run.key for run in keys.runs_from(end, min(limit, keys.length))]
+            self._store.look_up(following)
+            if not any(map(self._is_known, following)):
+                return runs
+
+    def _store_later(
+        self, name: str, owned: Sequence[KVKey], states: Mapping[KVKey, KVStates]
+    ) -> None:
+        """Store states in the background. A later turn waits for them."""
+        stored = Future[None]()
+        self._arriving.update(dict.fromkeys(states, stored))
+        try:
+            self.background.submit(self._store_states, name, owned, states, stored)
+        except RuntimeError:  # the folder has been closed
+            self._end_arrival(states, stored)
+
+    def _store_states(
+        self,
+        name: str,
+        owned: Sequence[KVKey],
+        states: Mapping[KVKey, KVStates],
+        stored: Future[None],
+    ) -> None:
+        try:
+            self.rows.own(name, owned, time.time() + self.seconds)
+            model = self.encoder.model.causal.fingerprint
+            request = LeaseRequest("ingest", CONVERSATION_MODE, None, model)
+            for key, each in states.items():
+                if self.storage == "disk":
+                    self._store.put_states(key, each, request)
+                else:
+                    self._store.put_in_memory(key, each, request)
+        except RagCacheError as error:
+            logger.warning("%s; states of a conversation are not kept", error)
+        finally:
+            self._end_arrival(states, stored)
+
+    def _end_arrival(self, keys: Iterable[KVKey], stored: Future[None]) -> None:
+        for key in keys:
+            self._arriving.pop(key, None)
+        stored.set_result(None)
+
+
+def _new_runs(keys: PrefixKeys, begin: int, prompt: int) -> Iterator[PrefixRun]:
+    """Yield the runs behind the kept ones. One of them ends with the prompt, for other answers."""
+    cuts = {begin, keys.length, max(begin, min(prompt // BLOCK * BLOCK, keys.length))}
+    for first, last in pairwise(sorted(cuts)):
+        for start in range(first, last, MOST_TOKENS):
+            yield keys.run(start, min(start + MOST_TOKENS, last))
+
+
+def placed_segments(run: PrefixRun, states: StoredStates, context: Context) -> Iterator[Segment]:
+    """Yield the states of a run as segments without gaps in their positions."""
+    tokens = context.token_ids[run.begin : run.end]
+    positions = context.position_ids[run.begin : run.end]
+    jumps = [at for at in range(1, len(tokens)) if positions[at] != positions[at - 1] + 1]
+    for begin, end in pairwise([0, *jumps, len(tokens)]):
+        part = states.part(begin, end, positions[begin])
+        yield Segment(part, positions[begin], f"{run.key}[{begin}:{end}]", tokens[begin:end])
