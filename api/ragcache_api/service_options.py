@@ -70,6 +70,8 @@ class ServiceOptions(OpenConfig):
     """The most bytes of an upload."""
     archive_bytes: Positive = 64 * 2**30
     """The most bytes of an archive that an operator uploads."""
+    mcp_ingest: bool = False
+    """Let clients of the Model Context Protocol store documents."""
     rate: str | None = None
     """Requests of a key or address, as `100/minute`."""
     rate_storage: str | None = None

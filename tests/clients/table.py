@@ -104,6 +104,14 @@ LIBRARIES = (
         "document. A program that runs the model itself uses [`ChatRagCache`](langchain.md).",
     ),
     Client(
+        "langchain-mcp",
+        "LangChain's MCP adapter",
+        "https://github.com/langchain-ai/langchain-mcp-adapters",
+        ("langchain-mcp-adapters==0.3.2",),
+        expects=(COLLECTION, ANSWER, SOURCE),
+        note="The adapter gives an agent the tools of the [Model Context Protocol](mcp.md).",
+    ),
+    Client(
         "langchain-node",
         "LangChain for Node",
         "https://github.com/langchain-ai/langchainjs",

@@ -295,7 +295,7 @@ def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) ->
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("page", [*SERVICE_PAGES, "../start.md", "transfer.md"])
+@pytest.mark.parametrize("page", [*SERVICE_PAGES, "../start.md", "transfer.md", "mcp.md"])
 def test_commands_of_pages_exist(page: str) -> None:
     blocks = "\n".join(page_blocks(page, "sh"))
     lines = [shlex.split(line) for line in blocks.splitlines() if line.startswith("ragcache ")]

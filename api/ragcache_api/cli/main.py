@@ -63,6 +63,7 @@ _COMMANDS = {
     ),
     "doctor": ("admin.doctor", "Check the installation, the model and the state folder."),
     "serve": ("admin.serve", "Serve a state folder over HTTP, with OpenAI's interface."),
+    "mcp": ("mcp.mcp", "Serve collections to a program by the Model Context Protocol."),
     "stats": ("admin.stats", "Sum up collections, tiers and evictions of a state folder."),
     "plan": ("measure.plan", "Estimate the costs and gains of caching a corpus."),
     "verify": ("admin.verify", "Check every row of the ledger against every blob."),

@@ -31,6 +31,7 @@ from ragcache_api.http.routes import (
     documents,
     files,
     keys,
+    mcp,
     messages,
     openai,
     pins,
@@ -98,6 +99,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     install_error_handlers(app, app.methods_of)
     for router in ROUTERS:
         app.include_router(router)
+    app.router.routes.append(mcp.route)
     if settings.page:
         install_pages(app)
     return app

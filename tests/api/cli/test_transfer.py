@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 
 
@@ -27,6 +29,7 @@ def test_a_collection_travels_to_another_folder(run: Run, ingested: Path, tmp_pa
     assert answer["sources"]
 
 
+@pytest.mark.slow
 def test_both_commands_say_what_they_did(run: Run, ingested: Path, tmp_path: Path) -> None:
     status, out, _ = run("export", "notes", tmp_path / "notes.tar")
     assert status == 0

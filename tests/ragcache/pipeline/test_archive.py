@@ -174,6 +174,7 @@ def test_scaffolds_travel(archive: Path, other: RagCache) -> None:
     assert namespace.ask.scaffolds.runs("notes", ids) == [(0, 2)]
 
 
+@pytest.mark.slow
 def test_states_in_eight_bits_travel(tmp_path: Path, model: LoadedModel) -> None:
     with open_folder(tmp_path / "state", model, kv_dtype="int8") as rag:
         rag.ingest("notes", DOCUMENTS)
@@ -183,6 +184,7 @@ def test_states_in_eight_bits_travel(tmp_path: Path, model: LoadedModel) -> None
         assert verify(rag.internals.shared.store).found == ()
 
 
+@pytest.mark.slow
 def test_a_collection_with_documents_is_kept(archive: Path, other: RagCache) -> None:
     other.ingest("notes", [DOCUMENTS[0], SourceDocument("mine", "The tide is out.")])
     with pytest.raises(CollectionExists, match="'notes' has 2 documents"):
@@ -196,6 +198,7 @@ def test_a_collection_with_documents_is_kept(archive: Path, other: RagCache) -> 
     assert verify(other.internals.shared.store).found == ()
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_or_encodes(
     archive: Path, tmp_path: Path, reader: LoadedModel
 ) -> None:
@@ -228,6 +231,7 @@ def test_another_format_is_refused(archive: Path, tmp_path: Path, other: RagCach
         other.collections.import_archive(changed(archive, tmp_path / "a.tar", edit), encode=True)
 
 
+@pytest.mark.slow
 def test_missing_states_are_counted_or_encoded(
     tmp_path: Path, model: LoadedModel, other: RagCache
 ) -> None:
@@ -430,6 +434,7 @@ def test_no_cut_passes(place: float, archive: Path, target: RagCache) -> None:
 # Interruptions.
 
 
+@pytest.mark.slow
 def test_an_export_goes_on(rag: RagCache, tmp_path: Path) -> None:
     path, part = tmp_path / "notes.tar", tmp_path / "notes.tar.part"
     rag.collections.export_archive("notes", path)
@@ -525,6 +530,7 @@ def test_a_killed_import_leaves_nothing_half_visible(
     assert ends
 
 
+@pytest.mark.slow
 def test_a_canceled_import_stores_no_document(
     archive: Path, other: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,1 @@
+"""The Model Context Protocol: collections as tools and resources, over HTTP and stdio."""
