@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import re
 import tarfile
@@ -30,7 +31,7 @@ from ragcache.errors import ArchiveDamaged, ArchiveMismatch, StateCorrupt
 from ragcache.modes import Encoding
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
-from ragcache.states.serialization import Allocate, read_blob
+from ragcache.states.serialization import mapped_states, read_blob
 
 VERSION = 1
 """Version of the archive's own layout."""
@@ -350,6 +351,7 @@ class ArchiveReader:
         """
         self.name, self._file = name, file.fileno()
         self._members = self._scan()
+        self._content = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
         self.manifest = self._read_manifest()
         self._checksums = self._check_index()
 
@@ -371,20 +373,16 @@ class ArchiveReader:
                 raise self._damaged(f"it holds {number:,} of {self.manifest.documents:,} documents")
             yield self._parse(ArchivedDocument, name, self._read_text(name))
 
-    def read_states(self, key: KVKey, allocate: Allocate | None = None) -> StoredStates:
-        """Read and verify the states of a key.
-
-        Args:
-            key: The key.
-            allocate: Provides the memory. Defaults to new memory.
+    def read_states(self, key: KVKey) -> StoredStates:
+        """Verify the states of a key, and return them as they are mapped from the file.
 
         Raises:
             ArchiveDamaged: The states fail their checksum.
         """
         name = states_name(key)
-        stream = MemberStream(self._file, self._members[name])
+        member = self._members[name]
         try:
-            return read_blob(stream, key, name, allocate or _new_memory)
+            return mapped_states(self._content, member.offset, member.size, key, name)
         except StateCorrupt as error:
             raise self._damaged(str(error)) from error
 

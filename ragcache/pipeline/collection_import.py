@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ragcache.answers.confidence import read_calibrations
 from ragcache.config import salt_of
@@ -41,7 +40,7 @@ from ragcache.states.quantization import model_dtype
 from ragcache_schemas import sanitize_text
 
 _LONGEST_HEADER = 1 << 16  # bytes of a blob's header
-_WRITERS = 2  # threads that store states: one reads while another waits for the disk
+_WRITERS = 8  # threads that store states, mostly waiting for the disk, which syncs several at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +68,6 @@ class _ArchivedStates(NamedTuple):
     encoding: Encoding
     length: int
     """Number of tokens."""
-
-
-class _ReusedMemory:
-    """Memory for one read at a time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 [nbytes], which the next call overwrites."""
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes]
 
 
 @dataclass(slots=True)
@@ -260,13 +246,12 @@ class CollectionImporter:
         if set(held) - lengths.keys():
             raise self._damaged("it holds states that belong to none of its modules")
         causal, done = self.namespace.shared.model.causal, 0
-        memory = _ReusedMemory()
         total = sum(map(self.archive.states_nbytes, held))
         for key in held:
             nbytes, length = self.archive.states_nbytes(key), lengths[key]
             if nbytes > _LONGEST_HEADER + 2 * causal.bytes_per_token * (length + 2):  # as int8
                 raise self._damaged(f"the states {key} are larger than their module's")
-            states = self.archive.read_states(key, memory.allocate)
+            states = self.archive.read_states(key)
             shape = (causal.num_layers, causal.num_kv_heads, length)
             shapes = tuple(states.keys.shape), tuple(states.values.shape)
             if shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
@@ -285,22 +270,18 @@ class CollectionImporter:
         store.look_up(keys)
         lacking = [key for key in keys if not store.persistent.holds(key)]
 
-        def store_portion(portion: Sequence[KVKey]) -> int:
-            jobs.expect(job, portion)  # ends the import if it was canceled
-            for key in portion:
-                self._store(contents, key)
-            return len(portion)
+        def store_checked(key: KVKey) -> None:
+            jobs.expect(job, [key])  # ends the import if it was canceled
+            self._store(contents, key)
 
-        stored = 0
         with ThreadPoolExecutor(_WRITERS, "ragcache-import") as writers:
             try:
-                for count in writers.map(store_portion, portions(lacking)):
-                    stored += count
+                for stored, _ in enumerate(writers.map(store_checked, lacking), 1):
                     self.report("storing", stored, len(lacking))
             except BaseException:
                 writers.shutdown(cancel_futures=True)
                 raise
-        return stored
+        return len(lacking)
 
     def _store(self, contents: _Contents, key: KVKey) -> None:
         archived = contents.states[key]

@@ -91,10 +91,31 @@ def map_blob(path: Path, key: KVKey) -> StoredStates:
             raise StateCorrupt(f"{path} is not a readable blob of states ({error})") from error
         except OSError as error:
             raise StoreUnreadable(f"cannot map {path}: {error.strerror or error}") from error
-    header = _read_header(io.BytesIO(content[:_LONGEST_HEADER]), len(content), key, str(path))
+    return mapped_states(content, 0, len(content), key, str(path))
+
+
+def mapped_states(
+    content: mmap.mmap, begin: int, size: int, key: KVKey, where: str
+) -> StoredStates:
+    """Verify a blob within mapped memory, and return states there.
+
+    Args:
+        content: The memory.
+        begin: Position of the blob.
+        size: Size of the blob.
+        key: Expected key.
+        where: Name of the blob in errors.
+
+    Raises:
+        StateCorrupt: The content fails its checksum or belongs to another key.
+    """
+    end = begin + size
+    start = io.BytesIO(content[begin : min(end, begin + _LONGEST_HEADER)])
+    header = _read_header(start, size, key, where)
     payload = torch.empty(0, dtype=torch.uint8)
     if header.size:
-        payload = torch.frombuffer(content, dtype=torch.uint8, offset=len(content) - header.size)
+        place = {"count": header.size, "offset": end - header.size}
+        payload = torch.frombuffer(content, dtype=torch.uint8, **place)
     digest = _described(header.table, header.facts)
     digest.update(_bytes(payload))
     return header.states(payload, digest)

@@ -82,7 +82,7 @@ class SearchArguments(_Arguments):
     """Conditions on the documents' metadata, such as {"year": {"$gte": 2020}}."""
 
 
-class Passage(_Result):
+class McpPassage(_Result):
     """A passage of a document."""
 
     document: str
@@ -100,7 +100,7 @@ class Passage(_Result):
 class PassagesResult(_Result):
     """Passages, the best one first."""
 
-    passages: list[Passage]
+    passages: list[McpPassage]
 
 
 class AskArguments(_Arguments):
@@ -123,7 +123,7 @@ class AskResult(_Result):
     """Whether the documents hold an answer. Otherwise `answer` says that they do not."""
     confidence: float | None = None
     """Probability that the answer is right, if it is known."""
-    citations: list[Passage]
+    citations: list[McpPassage]
     """Passages that the answer was read from."""
 
 
@@ -208,8 +208,8 @@ async def search(wanted: SearchArguments, session: McpSession) -> PassagesResult
     return PassagesResult(passages=passages)
 
 
-def _passage(collection: str, module: ModuleRow, score: float) -> Passage:
-    return Passage(
+def _passage(collection: str, module: ModuleRow, score: float) -> McpPassage:
+    return McpPassage(
         document=module.document,
         resource=resource_uri(collection, module.document),
         text=module.text.strip(),
@@ -228,7 +228,7 @@ async def ask(wanted: AskArguments, session: McpSession) -> AskResult:
         answered=answered,
         confidence=answer.confidence,
         citations=[
-            Passage(
+            McpPassage(
                 document=each.document,
                 resource=resource_uri(wanted.collection, each.document),
                 text=each.text.strip(),

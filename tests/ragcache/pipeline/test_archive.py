@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_an_import_computes_nothing(archive: Path, other: RagCache) -> None:
     done = other.collections.import_archive(archive, report=lambda *each: reports.append(each))
     assert (done.collection, done.documents, done.modules) == ("notes", 3, 3)
     assert (done.states, done.known, done.encoded, done.missing) == (6, 0, 0, 0)
-    assert [each[0] for each in reports] == ["verifying"] * 6 + ["storing"]
+    assert [each[0] for each in reports] == ["verifying"] * 6 + ["storing"] * 6
     assert other.collections.instruction("notes") == "Answer in one word."
     assert other.stats().encoded == 0
     assert verify(other.internals.shared.store).found == ()
@@ -477,13 +478,12 @@ def test_an_interrupted_import_goes_on(
     archive: Path, other: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = other.internals.shared.store
-    add, added = store.add_states, []
+    add, calls = store.add_states, count()
 
     def fail_late(found: dict[str, object], request: object) -> None:
-        if len(added) == 4:
+        if next(calls) >= 4:
             raise OSError("no power")
         add(found, request)  # type: ignore[arg-type]
-        added.append(found)
 
     monkeypatch.setattr(store, "add_states", fail_late)
     with pytest.raises(OSError, match="no power"):
