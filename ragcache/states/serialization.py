@@ -114,8 +114,8 @@ def mapped_states(
     header = _read_header(start, size, key, where)
     payload = torch.empty(0, dtype=torch.uint8)
     if header.size:
-        place = {"count": header.size, "offset": end - header.size}
-        payload = torch.frombuffer(content, dtype=torch.uint8, **place)
+        first = end - header.size
+        payload = torch.frombuffer(content, dtype=torch.uint8, count=header.size, offset=first)
     digest = _described(header.table, header.facts)
     digest.update(_bytes(payload))
     return header.states(payload, digest)
