@@ -169,7 +169,8 @@ LIBRARIES = (
         ("instructor==1.17.0",),
         expects=("place='", "place='"),
         note="An answer in a form is written by the model and not quoted. Use a model that follows "
-        "instructions; the embedded reader keeps to the form, but its values are poor.",
+        "instructions; the embedded reader has poor values, but for one string it writes what it "
+        "quotes.",
     ),
     Client(
         "pydantic-ai",

@@ -219,6 +219,22 @@ def test_the_reader_refuses_json_that_it_cannot_fill(reading: RagCache) -> None:
     assert json.loads(answer.text)["place"] == "red cupboard"
 
 
+def test_the_reader_writes_its_quotation_into_a_schema(reading: RagCache) -> None:
+    place = schema_of(place={"type": "string", "title": "Place"})
+    answer = reading.ask(QUESTIONS[1], collection="all", generation=place)
+    quoted = json.loads(answer.text)["place"]
+    plain = reading.ask(
+        QUESTIONS[1], collection="all", generation=GenerationParams(min_confidence=0)
+    )
+    assert quoted == plain.text
+    assert answer.spans == plain.spans
+    assert TEXTS["leave"][answer.spans[0].start : answer.spans[0].end] == quoted
+    stream = reading.stream(QUESTIONS[1], collection="all", generation=place)
+    assert ["".join(stream)] == [answer.text] == [stream.answer.text]
+    free = place.model_copy(update={"extractive": False})
+    assert not reading.ask(QUESTIONS[1], collection="all", generation=free).spans
+
+
 def test_the_reader_refuses_json_without_a_schema(reading: RagCache) -> None:
     formed = GenerationParams(json_object=True)
     with pytest.raises(InvalidRequest, match="give a json_schema with one string to fill, or a mo"):
