@@ -184,8 +184,8 @@ def chosen_places(text: str, hashes: Hashes) -> Numbers:
     """Return the places of the fingerprints of a text, in order.
 
     A place is chosen if its hash is the least of `GRAM` neighbors, or if its run of characters
-    begins or ends at the edge of a line, a sentence, a tag or a control token. Of equal runs in a
-    repetitive text, the first is chosen.
+    begins or ends at the edge of a line, a sentence, a tag, a control token or the text. Of equal
+    runs in a repetitive text, the first is chosen.
 
     Args:
         text: The text, of at least `MIN_CHARACTERS`.
@@ -201,6 +201,7 @@ def chosen_places(text: str, hashes: Hashes) -> Numbers:
     closes = np.flatnonzero(ends | (codes == ord(">"))) + 1
     chosen[closes[closes < len(chosen)]] = True
     chosen[opens[opens >= GRAM] - GRAM] = True
+    chosen[[0, -1]] = True
     places = np.flatnonzero(chosen)
     if len(places) * _REPETITIVE < len(text):
         return places
@@ -217,10 +218,10 @@ def _sliding(choose: np.ufunc, values: Any) -> Any:
 
 
 def _shared_beginning(begins: Numbers, ends: Numbers) -> int:
-    """Return the end of the text that earlier prompts have at the same place, from the first on."""
+    """Return the end of the text that earlier prompts begin with, from the first character on."""
     reach = 0
     for at in np.argsort(begins, kind="stable"):
-        if begins[at] > reach + GAP:
+        if begins[at] > reach:
             break
         reach = max(reach, int(ends[at]))
     return reach

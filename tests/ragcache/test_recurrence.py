@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -130,3 +131,55 @@ def test_gaps_and_covered_parts_make_the_whole(covered: list[tuple[int, int]]) -
     between = {at for begin, end in gaps(50, covered) for at in range(begin, end)}
     assert between == set(range(50)) - inside
     assert all(isinstance(each, Span) for each in gaps(50, covered))
+
+
+def test_a_text_behind_another_number_keeps_its_first_sentence() -> None:
+    table = RecurrenceTable()
+    for number in (1, 2):
+        prompt = f"Texts of turn {number}.\n[{number}] {passage(1)}\n[{number + 2}] {passage(number + 10)}"
+        found = recurring(table, prompt)
+    assert found == [passage(1)]
+
+
+def test_a_number_that_changes_within_a_text_recurs_in_no_span() -> None:
+    table = RecurrenceTable()
+    for seed, time in ((1, "07:31"), (2, "09:48")):
+        text = f"{passage(3)}\n\nThe time is {time} today.\n\n{passage(4)}"
+        found = recurring(table, f"{passage(seed)}\n{text}\n{passage(seed + 10)}")
+    assert found == [passage(3), passage(4)]
+
+
+def test_texts_that_begin_alike_keep_their_first_sentences() -> None:
+    table = RecurrenceTable()
+    one, two, three = (f"The same words begin. {passage(seed)}" for seed in range(3))
+    table.observe(f"Some.\n\n{one}\n\n{two}\n\nWho?")
+    assert recurring(table, f"Others.\n\n{two}\n\n{three}\n\n{one}\n\nWhy?") == [two, one]
+
+
+def test_every_fingerprint_of_a_prompt_is_kept() -> None:
+    for seed in range(20):
+        table, text = RecurrenceTable(), passage(seed, 120)
+        table.observe(text)
+        [span] = table.observe(f"Another beginning.\n{text}")
+        assert span == (len("Another beginning.\n"), len("Another beginning.\n") + len(text))
+
+
+@given(
+    st.text(alphabet="ab <>\n.:/source\ue000😀", min_size=1, max_size=40),
+    st.integers(1, 20_000),
+    st.text(max_size=100),
+)
+def test_a_repetitive_prompt_costs_a_bounded_time(unit: str, size: int, other: str) -> None:
+    table = RecurrenceTable()
+    prompt = (unit * size)[:size]
+    for before in ("", other, f"{other}\n{unit}"):
+        text = before + prompt + other
+        spans = table.observe(text)
+        assert len(spans) <= MOST_SPANS
+        assert all(0 <= begin < end <= len(text) for begin, end in spans)
+        assert sum(end - begin for begin, end in spans) <= len(text) + 64 * MOST_SPANS
+        for span in spans:
+            within = list(natural_spans(text, span))
+            assert all(span.begin <= each.begin < each.end <= span.end for each in within)
+            assert all(one.end <= two.begin for one, two in pairwise(within))
+    assert table.nbytes <= 2**20
