@@ -136,7 +136,8 @@ def test_gaps_and_covered_parts_make_the_whole(covered: list[tuple[int, int]]) -
 def test_a_text_behind_another_number_keeps_its_first_sentence() -> None:
     table = RecurrenceTable()
     for number in (1, 2):
-        prompt = f"Texts of turn {number}.\n[{number}] {passage(1)}\n[{number + 2}] {passage(number + 10)}"
+        other = passage(number + 10)
+        prompt = f"Turn {number}.\n[{number}] {passage(1)}\n[{number + 2}] {other}"
         found = recurring(table, prompt)
     assert found == [passage(1)]
 

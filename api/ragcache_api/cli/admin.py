@@ -434,7 +434,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     )
     said = "; ".join([advice, *map(str, results)])
     if any(each.mode == str(ROOTED) and not each.passes for each in results):
-        raise ModeRefused(said)
+        raise ModeRefused(f"{said}; texts that recur in chats are computed, too")
     return said
 
 

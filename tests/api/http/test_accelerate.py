@@ -34,6 +34,5 @@ def test_open_webui_reads_what_it_has_pasted_twice(
             seen.update(turn["chunks"])
         assert rag.collections.names() == []
     first = next(n for n, tokens in enumerate(repeated) if tokens)
-    assert sum(cached[first:]) > 0.95 * sum(repeated)
-    for tokens, least in zip(cached, repeated, strict=True):
-        assert tokens >= 0.8 * least, "a text is read from its third prompt on"
+    assert sum(cached[first:]) > 0.95 * sum(repeated) > 2000, "read from the third prompt on"
+    assert sum(cached[20:]) > 2 * sum(cached[:10])
