@@ -30,6 +30,7 @@ from ragcache.engine import (
 )
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
+from ragcache.states.quantization import StoredStates
 
 PATIENCE = 120.0
 """Seconds until a request counts as lost."""
@@ -142,7 +143,7 @@ class GpuSession:
         return self.shape.draw_tokens(self.rng, count)
 
     def context(
-        self, states: Sequence[KVStates], new_tokens: int, question: Sequence[int] | None = None
+        self, states: Sequence[StoredStates], new_tokens: int, question: Sequence[int] | None = None
     ) -> Context:
         """A prompt of these states behind the preamble, with a question, by default of its own."""
         return assemble_context(

@@ -101,7 +101,7 @@ def vllm(
 
 def _first_tokens(model: str, turns: Sequence[Turn], **options: Any) -> list[float]:
     """Return the seconds of each prompt's answer of one token."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     engine = LLM(model, **({"enable_prefix_caching": True} | options))
     one = SamplingParams(temperature=0.0, max_tokens=1)
@@ -120,7 +120,7 @@ def _blending() -> dict[str, Any]:
     LMCache finds chunks by a separator in the prompt, which a client would have to write. Its
     configuration takes the end of the templates' chunks.
     """
-    from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+    from vllm.config import KVTransferConfig
 
     os.environ |= {
         "LMCACHE_CHUNK_SIZE": "256",

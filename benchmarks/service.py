@@ -39,8 +39,8 @@ from service_clients import ClientProcess, request, run_clients
 from tiers import fill_ledger
 
 from ragcache import AsyncRagCache, GenerationParams, RagCache, SourceDocument
+from ragcache.machine import frozen_heap
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.server import frozen_heap
 
 _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires")
 _COLLECTION = "bench"

@@ -15,15 +15,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Final, Literal
-from weakref import WeakKeyDictionary
+from itertools import chain, count, pairwise
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache.attention.triton.array_plan import ReadArrays, columns_of, plan_arrays
 from ragcache.attention.triton.plan import (
     ALL_TOKENS,
+    BASE_WIDTH,
+    NO_SCALES,
+    SCALES_WIDTH,
     AttentionPlan,
     HeadLayout,
     KVBase,
@@ -35,6 +39,7 @@ from ragcache.attention.triton.plan import (
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
+from ragcache.engine.request import Segment
 from ragcache.states.quantization import StoredStates
 
 Ints = NDArray[np.int64]
@@ -50,6 +55,9 @@ MANY_ROWS: Final = 1024
 """Number of rows from which runs are cut into pieces of at least `LONG_PIECE` tokens."""
 
 SHORT_PIECE, LONG_PIECE = 256, 1024
+
+FEW_SEGMENTS: Final = 24
+"""Segments of a step up to which they are planned one by one, which is then quicker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +88,31 @@ class _PlacedChunk:
         return list(pairwise(edges))
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _NumberedBase:
+    """A base of segments, and its number, by which the reads of a step are grouped."""
+
+    number: int
+    base: KVBase
+
+
+_ROW: Final = 4 + BASE_WIDTH + SCALES_WIDTH
+_DELTA, _START = _ROW - 2, _ROW - 1
+"""Columns of `_Segments.rows`: number and tokens of the base, addresses and strides, scales, then
+distance and position of the segment."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segments:
+    """The segments of a request, which stay the same in all of its steps."""
+
+    segments: tuple[Segment, ...]
+    rows: Ints
+    """[S, `_ROW`]."""
+    last_start: int
+    """Position from which a token sees all of them."""
+
+
 @dataclass(slots=True, eq=False)
 class _Continuation:
     """State that lets a decode step continue without a new plan."""
@@ -92,8 +125,10 @@ class _Continuation:
 
 
 class DeviceBatch:
-    """A step, `decode` or `mixed`, whose plan and rows are laid out in tables. Its reads keep the
-    states alive."""
+    """A step, `decode` or `mixed`, whose plan and rows are laid out in tables.
+
+    Its chunks keep the states alive that it reads.
+    """
 
     def __init__(
         self,
@@ -101,12 +136,11 @@ class DeviceBatch:
         rows: int,
         logits: int,
         plan: AttentionPlan,
-        reads: Sequence[KVRead],
         step: StepArrays,
         continuation: _Continuation | None,
     ) -> None:
         self.kind, self.rows, self.logits = kind, rows, logits
-        self.plan, self.reads = plan, reads
+        self.plan = plan
         self._step, self._continuation = step, continuation
 
     def advance(self) -> bool:
@@ -152,40 +186,58 @@ class DevicePlanner:
     ) -> None:
         self.pool, self.heads, self.gapless = pool, heads, gapless
         self._pool_base = KVBase(pool.keys, pool.values)
-        self._bases = WeakKeyDictionary[StoredStates, KVBase]()
+        self._no_reads = ReadArrays.of((), self._pool_base)
+        self._bases = WeakKeyDictionary[StoredStates, _NumberedBase]()
+        self._by_memory = WeakValueDictionary[tuple[int, int], _NumberedBase]()
+        self._numbers = count()
+        self._segments: dict[int, _Segments] = {}  # of the last step, by identity
         self.programs, self.block_rows = programs, block_rows
 
     def plan_batch(self, chunks: Sequence[ScheduledChunk], tables: AttentionTables) -> DeviceBatch:
         """Set the plan of a step and fill its arrays, which are then to be uploaded. Raises
         `TableOverflow`, and changes nothing, if the tables are too small."""
         placed = _place(chunks)
-        reads, hidden = self._segment_reads(placed)
-        tails = self._decode_reads(placed, reads)
-        if tails is None:
-            self._mixed_reads(placed, reads)
         rows = placed[-1].end_row
-        plan = build_plan(
-            reads,
-            rows=rows,
-            heads=self.heads,
-            capacity=tables.capacity,
-            pool=self._pool_base,
-            programs=self.programs,
-            block_rows=self.block_rows,
-            min_keys=LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
-        )
+        options: dict[str, Any] = {
+            "rows": rows,
+            "heads": self.heads,
+            "capacity": tables.capacity,
+            "programs": self.programs,
+            "block_rows": self.block_rows,
+            "min_keys": LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
+        }
+        if sum(len(chunk.segments) for chunk in chunks) <= FEW_SEGMENTS:
+            reads, hidden = self._segment_reads(placed)
+            tails = self._decode_reads(placed, reads)
+            if tails is None:
+                self._mixed_reads(placed, reads, arrays=False)
+            plan = build_plan(reads, pool=self._pool_base, **options)
+        else:
+            arrays, hidden = self._segment_arrays(placed)
+            reads = []
+            tails = self._decode_reads(placed, reads)
+            own = None if tails is not None else self._mixed_reads(placed, reads)
+            if reads:
+                arrays = arrays.followed_by(ReadArrays.of(reads, self._pool_base))
+            if own is not None:
+                arrays = arrays.followed_by(own)
+            plan = plan_arrays(arrays, **options)
         tables.set_plan(plan)
         tables.begin_step(rows)
         step = tables.step
         logits = _put_rows(step, placed)
         if tails is None:
             self._put_writes(step, placed, plan)
-            return DeviceBatch("mixed", rows, logits, plan, reads, step, None)
+            return DeviceBatch("mixed", rows, logits, plan, step, None)
         private = [each.chunk.private for each in placed]
         tables_of_blocks = [each for each in private if isinstance(each, BlockTable)]
         self._put_tails(step, tables_of_blocks, tails)
         continuation = _Continuation(tables_of_blocks, tails, _hidden_from(hidden, rows))
-        return DeviceBatch("decode", rows, logits, plan, reads, step, continuation)
+        return DeviceBatch("decode", rows, logits, plan, step, continuation)
+
+    def forget(self) -> None:
+        """Let go of segments, which are kept from one step to the next."""
+        self._segments = {}
 
     def _segment_reads(self, placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[int, int]]:
         """Group segments by memory, so that views of one module are one read.
@@ -206,7 +258,7 @@ class DevicePlanner:
                     continue
                 read = by_states.get(states)
                 if read is None:
-                    base = self._base(states)
+                    base = self._base(states).base
                     read = by_memory.setdefault(
                         (base.memory[0], base.tokens), KVRead(KVRun(base, 0, base.tokens))
                     )
@@ -217,14 +269,73 @@ class DevicePlanner:
                 read.readers.append(KVConsumer(first, end, start - states.start, start))
         return list(by_memory.values()), hidden
 
-    def _base(self, states: StoredStates) -> KVBase:
+    def _segment_arrays(self, placed: Sequence[_PlacedChunk]) -> tuple[ReadArrays, dict[int, int]]:
+        """The same as `_segment_reads`, for many segments. The pool is base 0."""
+        known, kept = self._segments, dict[int, _Segments]()
+        for each in placed:
+            name = id(each.chunk.segments)
+            kept[name] = known.get(name) or self._arrays_of(each.chunk.segments)
+        self._segments = kept
+        pool = self._no_reads
+        every = [kept[id(each.chunk.segments)] for each in placed]
+        counts = [len(each.rows) for each in every]
+        if not any(counts):
+            return pool, {}
+        rows = np.concatenate([each.rows for each in every])
+        first_row = np.repeat([each.first_row for each in placed], counts)
+        end_row = np.repeat([each.end_row for each in placed], counts)
+        hidden: dict[int, int] = {}
+        at = 0
+        for each, segments, number in zip(placed, every, counts, strict=True):
+            if each.chunk.position_ids[0] < segments.last_start:
+                here = slice(at, at + number)
+                hidden |= _see_some(each, segments, first_row[here])
+            at += number
+        if hidden:
+            seen = np.flatnonzero(first_row < end_row)
+            rows, first_row, end_row = rows[seen], first_row[seen], end_row[seen]
+        order = rows[:, 0].argsort(kind="stable")
+        rows = rows[order]
+        begins = np.flatnonzero(np.diff(rows[:, 0], prepend=-1))
+        bases = rows[begins]
+        delta, start = rows[:, _DELTA], rows[:, _START]
+        numbers, counted = np.arange(1, len(bases) + 1), np.diff(begins, append=len(rows))
+        reads = ReadArrays(
+            np.concatenate([pool.bases, bases[:, 2 : 2 + BASE_WIDTH]]),
+            np.concatenate([pool.scales, bases[:, 2 + BASE_WIDTH : _DELTA]]),
+            columns_of(len(bases), numbers, 0, bases[:, 1], counted),
+            columns_of(len(rows), first_row[order], end_row[order], delta, start, ALL_TOKENS),
+        )
+        return reads, hidden
+
+    def _arrays_of(self, segments: tuple[Segment, ...]) -> _Segments:
+        rows = []
+        for segment in segments:
+            numbered = self._base(segment.states)
+            base = numbered.base
+            rows.append(
+                (
+                    numbered.number,
+                    base.tokens,
+                    *base.addresses,
+                    *(base.scales or NO_SCALES),
+                    segment.delta,
+                    segment.start,
+                )
+            )
+        last = max((segment.start for segment in segments), default=0)
+        return _Segments(segments, np.array(rows, dtype=np.int64).reshape(-1, _ROW), last)
+
+    def _base(self, states: StoredStates) -> _NumberedBase:
         """Base of some states, kept as long as the states, since most steps share it with earlier
-        ones."""
-        base = self._bases.get(states)
-        if base is None:
+        ones. States in the same memory have one base."""
+        found = self._bases.get(states)
+        if found is None:
             base = KVBase(states.keys, states.values, states.key_scales, states.value_scales)
-            self._bases[states] = base
-        return base
+            memory = (base.memory[0], base.tokens)
+            found = self._by_memory.get(memory) or _NumberedBase(next(self._numbers), base)
+            self._bases[states] = self._by_memory[memory] = found
+        return found
 
     def _decode_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> Ints | None:
         """Append the reads before the tails. Returns the first block of each tail, unless the step
@@ -263,8 +374,10 @@ class DevicePlanner:
                 return block
         return None
 
-    def _mixed_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> None:
-        """Append the reads of private states, with the new tokens."""
+    def _mixed_reads(
+        self, placed: Sequence[_PlacedChunk], reads: list[KVRead], *, arrays: bool = True
+    ) -> ReadArrays | None:
+        """Append the reads of private states, with the new tokens, or return them as arrays."""
         with_blocks = []
         for each in placed:
             private = each.chunk.private
@@ -275,12 +388,40 @@ class DevicePlanner:
                 with_blocks.append(each)
         size = self.pool.block_size
         blocks = _blocks_of(with_blocks, [-(-each.tokens // size) for each in with_blocks])
-        if _all_differ(blocks):
-            self._append_runs(with_blocks, _own_runs(blocks), (), reads)
-        else:
+        if not _all_differ(blocks):
             uses = _BlockUses.of(blocks)
             kept = np.ones(len(uses.owner), dtype=bool)
             self._append_runs(with_blocks, uses.runs(kept), uses.readers, reads)
+        elif self.gapless or not (arrays and blocks):
+            self._append_runs(with_blocks, _own_runs(blocks), (), reads)
+        else:
+            return self._own_reads(with_blocks, blocks)
+        return None
+
+    def _own_reads(
+        self, placed: Sequence[_PlacedChunk], blocks: Sequence[Sequence[int]]
+    ) -> ReadArrays:
+        """Reads of blocks that no two requests share, whose positions may have gaps."""
+        size, counts = self.pool.block_size, _ints([len(each) for each in blocks])
+        block_id = np.fromiter(chain.from_iterable(blocks), np.int64, int(counts.sum()))
+        owner = np.arange(len(blocks)).repeat(counts)
+        number = np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
+        starts = np.ones(len(owner), dtype=bool)
+        starts[1:] = (np.diff(block_id) != 1) | (np.diff(owner) != 0)
+        first = np.flatnonzero(starts)
+        length = np.diff(first, append=len(owner))
+        who = owner[first]
+        sizes = np.array([(p.first_row, p.end_row, p.past, p.tokens) for p in placed])
+        first_row, end_row, past, tokens = sizes[who].T
+        begin = number[first] * size
+        end = np.minimum(begin + length * size, tokens)
+        at = block_id[first] * size
+        pairs = zip(who.tolist(), begin.tolist(), strict=True)
+        origin = _ints([placed[index].position(token) for index, token in pairs]) - at
+        limit = np.where(end <= past + 1, ALL_TOKENS, at + past + 1 - begin)
+        runs = columns_of(len(at), 0, at, at + end - begin, 1)
+        readers = columns_of(len(at), first_row, end_row, 0, origin, limit)
+        return self._no_reads._replace(runs=runs, readers=readers)
 
     def _append_runs(
         self,
@@ -290,12 +431,12 @@ class DevicePlanner:
         reads: list[KVRead],
     ) -> None:
         size = self.pool.block_size
-        for owner, number, block_id, group, count in runs:
+        for owner, number, block_id, group, length in runs:
             own = placed[owner]
             readers = [own]
             if group >= len(placed):
                 readers = [placed[reader] for reader in groups[group - len(placed)]]
-            tokens = (number * size, min((number + count) * size, own.tokens))
+            tokens = (number * size, min((number + length) * size, own.tokens))
             self._append_parts(self._pool_base, block_id * size, own, tokens, readers, reads)
 
     def _append_parts(
@@ -442,6 +583,23 @@ def _place(chunks: Sequence[ScheduledChunk]) -> list[_PlacedChunk]:
         placed.append(_PlacedChunk(chunk, row, row + new, past, past + new))
         row += new
     return placed
+
+
+def _see_some(placed: _PlacedChunk, segments: _Segments, first_row: Ints) -> dict[int, int]:
+    """Let rows of a chunk see the segments that start at or before them only: changes the first row
+    of each segment.
+
+    Returns the start of the first segment that the last row does not see, by the row.
+    """
+    positions, end, hidden = placed.chunk.position_ids, placed.end_row, dict[int, int]()
+    for index, segment in enumerate(segments.segments):
+        start = segment.start
+        if start > positions[-1]:
+            hidden[end - 1] = min(start, hidden.get(end - 1, start))
+            first_row[index] = end
+        elif start > positions[0]:
+            first_row[index] += bisect_left(positions, start)
+    return hidden
 
 
 def _hidden_from(hidden: dict[int, int], rows: int) -> Ints | None:

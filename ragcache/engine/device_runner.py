@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -215,6 +215,8 @@ class DeviceModelRunner:
 
     def release_batch(self) -> None:
         self._last = None
+        if self._planner is not None:
+            self._planner.forget()
 
     def warm_up(self) -> None:
         """Compile the model and capture all graphs, the largest first. Logs the progress."""
@@ -333,11 +335,12 @@ class DeviceModelRunner:
         def begin() -> None:
             # other threads copy states meanwhile, which is no part of the graph
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(self._memory, capture_error_mode="thread_local")
+            with _random_state_apart(self.device):
+                graph.capture_begin(self._memory, capture_error_mode="thread_local")
             graphs.append(graph)
 
         def cut() -> None:
-            graphs[-1].capture_end()
+            self._end_capture(graphs[-1])
             begin()
 
         self._step.before_layer = cut if by_layer else None
@@ -348,8 +351,11 @@ class DeviceModelRunner:
                     logits = self._compute(
                         bucket.kind, self._tables, bucket.rows, bucket.logit_rows
                     )
-                finally:
-                    graphs[-1].capture_end()
+                except BaseException:
+                    with suppress(Exception):  # the error above is the reason
+                        self._end_capture(graphs[-1])
+                    raise
+                self._end_capture(graphs[-1])
         except Exception as error:  # CUDA, the compiler or a model that looks at its tokens
             self._failures += 1
             if by_layer:
@@ -362,6 +368,15 @@ class DeviceModelRunner:
         finally:
             self._step.before_layer = None
         return _Captured(graphs, logits)
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. If it has failed, PyTorch's allocator would go on with it."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # it may have ended
+                torch._C._cuda_endAllocateToPool(_index_of(self.device), self._memory)
+            raise
 
     def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
         """Launch the model over the first rows of some tables."""
@@ -456,6 +471,26 @@ class _Launch:
                 pairs.append((row, chunk.follows))
             row += len(chunk.position_ids)
         return np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@contextmanager
+def _random_state_apart(device: torch.device) -> Iterator[None]:
+    """Give the device's random generator another state within the block.
+
+    The begin of a capture marks the generator's state, and random draws raise until its end: those
+    of other threads too, and for ever if the capture fails. Steps draw nothing by the generator.
+    """
+    generator = torch.cuda.default_generators[_index_of(device)]
+    kept = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(kept)
 
 
 def _arriving(

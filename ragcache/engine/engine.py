@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -41,7 +41,7 @@ from ragcache.errors import (
     QueueFull,
     UnsupportedModel,
 )
-from ragcache.machine import close_at_exit
+from ragcache.machine import close_at_exit, frozen_heap
 from ragcache.models import CausalLM
 from ragcache.openmp import fit_threads, give_workers_back
 from ragcache.states import KVStates
@@ -329,16 +329,21 @@ class LLMEngine:
     def _serve(self) -> None:
         try:
             with _computing_on(self.stream):
-                self._run_steps()
+                self._warm_up()
+                # a CPU's steps are too long for a collection to be felt
+                with nullcontext() if self.stream is None else frozen_heap():
+                    self._run_steps()
         except BaseException as error:  # SystemExit, a panic of Rust: nothing may wait forever
             self._end(error)
 
-    def _run_steps(self) -> None:
+    def _warm_up(self) -> None:
         if self.config.warm_up:
             try:
                 self._core.runner.warm_up()
             except Exception:  # the first requests will report it
                 logger.exception("the engine could not be warmed up")
+
+    def _run_steps(self) -> None:
         while not (self._stopping and not self._core.busy):
             try:
                 self._take_messages(wait=not self._core.busy or self._core.is_stalled)

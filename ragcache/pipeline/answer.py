@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import (
     AsyncGenerator,
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 from ragcache.answers.policy import AnswerOutput, AnswerPolicy
 from ragcache.answers.quotations import AnswerSpan
@@ -279,6 +281,22 @@ class DeferredReleases:
 
     def __init__(self) -> None:
         self._leases: SimpleQueue[Lease] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._answers: WeakSet[PendingAnswer] = WeakSet()
+
+    def watch(self, answer: PendingAnswer) -> None:
+        """Let `release_finished` end the lease of an answer whose caller has not taken it."""
+        with self._lock:
+            self._answers.add(answer)
+
+    def release_finished(self) -> None:
+        """Release the leases of all requests that have ended, for a lease that waits for room."""
+        self.release()
+        with self._lock:
+            done = [answer for answer in self._answers if answer.handle.done]
+            self._answers.difference_update(done)
+        for answer in done:
+            answer.release()
 
     def put(self, *leases: Lease | None) -> None:
         """Take over leases that are not None. Never blocks, and may run at any line of a thread."""
@@ -310,6 +328,8 @@ class PendingAnswer:
         self._output: AnswerOutput | None = None
         self._lease_end = weakref.finalize(self, deferred.put, *leases)
         self._lease_end.atexit = False
+        if any(lease is not None for lease in leases):
+            deferred.watch(self)
 
     def result(self) -> Answer:
         """Wait for the answer. Raises the error of a failed request."""

@@ -275,7 +275,8 @@ class Conversations:
         try:
             self.rows.own(name, owned, time.time() + self.seconds)
             model = self.encoder.model.causal.fingerprint
-            request = LeaseRequest("ingest", CONVERSATION_MODE, None, model)
+            # does not wait: a request that holds a lease may wait for these states
+            request = LeaseRequest("ingest", CONVERSATION_MODE, None, model, patience=0.0)
             for key, each in states.items():
                 if self.storage == "disk":
                     self._store.put_states(key, each, request)

@@ -6,6 +6,7 @@ encoded at their positions in the schema and read piece by piece (Prompt Cache Â
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -105,8 +106,18 @@ class StateEncoder:
             salt=self.salt,
         )
 
-    def _request(self, origin: Origin, mode: str, root: KVKey | None = None) -> LeaseRequest:
-        return LeaseRequest(origin, mode, root, self.model.causal.fingerprint)
+    def _request(
+        self,
+        origin: Origin,
+        mode: str,
+        lengths: Mapping[KVKey, int],
+        root: KVKey | None = None,
+        patience: float = math.inf,
+    ) -> LeaseRequest:
+        """Return the request of a lease. `lengths`: numbers of tokens of the states."""
+        causal = self.model.causal
+        sizes = {key: length * causal.bytes_per_token for key, length in lengths.items()}
+        return LeaseRequest(origin, mode, root, causal.fingerprint, patience, sizes)
 
     def _encode_missing(self, lease: Lease, jobs: Mapping[KVKey, EncodeJob]) -> None:
         """Encode the states of a lease that no tier holds and no other caller is encoding."""
@@ -229,7 +240,7 @@ class ModuleEncoder(StateEncoder):
         """Return the properties of states of a module of `length` tokens that are stored."""
         before, _ = self.surroundings.place(length, encoding)
         root = self._root_key(before) if before else self.preamble_key
-        return self._request("ingest", encoding, root)
+        return self._request("ingest", encoding, {}, root)
 
     def lease(
         self,
@@ -237,6 +248,7 @@ class ModuleEncoder(StateEncoder):
         encodings: Encoding | Sequence[Encoding] = AFTER_PREAMBLE,
         origin: Origin = "question",
         starts: Sequence[int] | None = None,
+        patience: float = math.inf,
     ) -> Lease:
         """Lease the states of the preamble and of each module. Encodes missing ones.
 
@@ -246,8 +258,10 @@ class ModuleEncoder(StateEncoder):
             origin: Purpose of the lease.
             starts: Positions of the modules in the prompt, which matter for models whose states
                 cannot move. Defaults to one module after the other, after the preamble.
+            patience: Seconds to wait for room while other leases fill the first tier.
 
         Raises:
+            DeadlineExceeded: The patience has ended.
             StoreError: The states cannot be stored. Never raised for questions, which are answered
                 from states in memory.
         """
@@ -255,7 +269,7 @@ class ModuleEncoder(StateEncoder):
         if origin == "question":
             self.store.look_up([self.preamble_key, *(each.key for each in wanted)])
         with ExitStack() as undo:
-            lease = self._lease_root(self.preamble_ids, origin)
+            lease = self._lease_root(self.preamble_ids, origin, patience)
             undo.push(lease)
             for (encoding, before), run in groupby(wanted, lambda w: (w.encoding, w.before)):
                 self._extend(lease, list(run), encoding, before, origin)
@@ -272,11 +286,12 @@ class ModuleEncoder(StateEncoder):
         wanted = self._all_wanted(modules, encodings, starts)
         self.store.prefetch([self.preamble_key, *(each.key for each in wanted)])
 
-    def _lease_root(self, token_ids: Sequence[int], origin: Origin) -> Lease:
+    def _lease_root(self, token_ids: Sequence[int], origin: Origin, patience: float) -> Lease:
         """Lease the states of the tokens before modules. Encodes missing ones."""
         key = self._root_key(token_ids)
+        request = self._request(origin, "root", {key: len(token_ids)}, patience=patience)
         with ExitStack() as undo:
-            lease = self.store.lease([key], self._request(origin, "root"))
+            lease = self.store.lease([key], request)
             undo.push(lease)
             self._encode_missing(lease, {key: EncodeJob(token_ids)})
             undo.pop_all()
@@ -296,14 +311,18 @@ class ModuleEncoder(StateEncoder):
         while modules are encoded.
         """
         root = self._root_key(before) if before else self.preamble_key
-        lease.extend([each.key for each in wanted], self._request(origin, encoding, root))
+        lengths = {each.key: len(each.token_ids) for each in wanted}
+        lease.extend(list(lengths), self._request(origin, encoding, lengths, root))
         if not lease.missing:
             return
         with ExitStack() as roots:
             segment = None
             if before:
                 other = root not in lease.found
-                held = roots.enter_context(self._lease_root(before, origin)) if other else lease
+                # does not wait: other leases may wait for this one
+                held = (
+                    roots.enter_context(self._lease_root(before, origin, 0.0)) if other else lease
+                )
                 segment = Segment(held.found[root], 0)
             jobs = {each.key: EncodeJob(each.token_ids, each.start, segment) for each in wanted}
             self._encode_missing(lease, jobs)
@@ -414,8 +433,13 @@ class ScopeEncoder(StateEncoder):
         offsets = [p - tokens.start for p in tokens.position_ids]
         return self._state_key(tokens.token_ids, "schema", tokens.start, offsets=offsets)
 
-    def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:
-        """Lease the states of each group. Encodes missing ones.
+    def lease(
+        self,
+        groups: Sequence[ScopeTokens],
+        origin: Origin = "question",
+        patience: float = math.inf,
+    ) -> Lease:
+        """Lease the states of each group. Encodes missing ones. See `ModuleEncoder.lease`.
 
         Raises:
             StoreError: The states cannot be stored. Never raised for questions.
@@ -428,7 +452,9 @@ class ScopeEncoder(StateEncoder):
         if origin == "question":
             self.store.look_up(keys)
         with ExitStack() as undo:
-            lease = self.store.lease(keys, self._request(origin, "schema"))
+            lengths = {key: len(job.token_ids) for key, job in jobs.items()}
+            request = self._request(origin, "schema", lengths, patience=patience)
+            lease = self.store.lease(keys, request)
             undo.push(lease)
             self._encode_missing(lease, jobs)
             undo.pop_all()

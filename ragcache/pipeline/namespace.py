@@ -146,6 +146,7 @@ class SharedServices:
         )
         store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)
         store.on_heartbeat.append(shared.workers.wake)
+        store.on_wait.append(shared.deferred.release_finished)
         close_at_exit(shared)
         return shared
 

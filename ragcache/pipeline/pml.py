@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,8 +77,9 @@ class SchemaStates:
     def prefetch(self) -> None:
         """Do nothing: PML prompts are built one at a time, and the lease follows at once."""
 
-    def lease(self) -> Lease:
-        return self.encoder.lease([group.tokens for group in self.groups])
+    def lease(self, patience: float = math.inf) -> Lease:
+        groups = [group.tokens for group in self.groups]
+        return self.encoder.lease(groups, patience=patience)
 
     def record_owners(self, lease: Lease) -> None:
         if made := [key for key in lease.keys if lease.source[key] == "encoded"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -80,8 +81,12 @@ class PromptStates(Protocol):
     def prefetch(self) -> None:
         """Start to bring the states to memory. Returns at once."""
 
-    def lease(self) -> Lease:
-        """Lease the states in the order that `CachedSpan.group` counts. Encodes missing ones."""
+    def lease(self, patience: float = math.inf) -> Lease:
+        """Lease the states in the order that `CachedSpan.group` counts. Encodes missing ones.
+
+        Args:
+            patience: Seconds to wait for room while other requests fill the first tier.
+        """
 
     def record_owners(self, lease: Lease) -> None:
         """Record the owners of the states that were encoded for this prompt."""
@@ -107,9 +112,9 @@ class ModuleStates:
     def prefetch(self) -> None:
         self.encoder.prefetch(*self._placed())
 
-    def lease(self) -> Lease:
+    def lease(self, patience: float = math.inf) -> Lease:
         modules, encodings, starts = self._placed()
-        return self.encoder.lease(modules, encodings, starts=starts)
+        return self.encoder.lease(modules, encodings, starts=starts, patience=patience)
 
     def record_owners(self, lease: Lease) -> None:
         for group, key in zip(self.groups, lease.keys, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -158,6 +160,7 @@ class Submitter:
             PromptTooLong: A prompt leaves no room for an answer in the window or the engine's pool.
             ModeRefused: The answers of a mode are too far from `exact`.
             QueueFull: The queue is full. Prompts that were submitted already are canceled.
+            DeadlineExceeded: States of running requests filled the first tier for too long.
             EngineClosed: The engine has been closed.
         """
         self.deferred.release()
@@ -264,18 +267,22 @@ class Submitter:
     def _lease_and_submit(
         self,
         prompt: TokenPrompt,
-        request: MakeRequest,
+        make_request: MakeRequest,
         policies: Sequence[AnswerPolicy],
         refusal: str,
         generation: GenerationParams,
     ) -> PendingAnswer:
-        """Lease the states that the prompt reads, and queue the request."""
+        """Lease the states that the prompt reads, and queue the request.
+
+        Waiting for room in the first tier takes of the request's time.
+        """
         if not prompt.has_documents:
             return self._refuse(prompt, refusal)
         states, lease, resumed = prompt.states, None, None
+        timeout, began = generation.timeout, time.perf_counter()
         try:
             if states is not None:
-                lease = states.lease()
+                lease = states.lease(math.inf if timeout is None else timeout)
                 _record_owners(states, lease)
                 if percent := prompt.question.mode.blend_percent:
                     causal, token_ids = self.model.causal, states.token_ids
@@ -285,8 +292,11 @@ class Submitter:
             found = ((), ()) if lease is None else (lease.keys, lease.states)
             resumed = self._resume(prompt, build_context(prompt, *found), generation)
             prepared = prepare_answer(prompt, lease, time.perf_counter(), policies, resumed.tokens)
-            made = replace(request(resumed.context), keep=resumed.keep)
-            handle = self.engine.submit_request(made)
+            request = replace(make_request(resumed.context), keep=resumed.keep)
+            if timeout is not None:
+                left = timeout - (time.perf_counter() - began)
+                request = replace(request, timeout=max(left, sys.float_info.min))
+            handle = self.engine.submit_request(request)
             return PendingAnswer(prepared, handle, self.deferred, lease, resumed.lease)
         except BaseException:
             for held in (lease, None if resumed is None else resumed.lease):

@@ -16,18 +16,26 @@ thread or process. In the last case the lease waits for the end and looks again.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
-from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
+from ragcache.errors import (
+    LedgerUnavailable,
+    StoreBudgetExceeded,
+    StoreError,
+    StoreFull,
+    StoreUnwritable,
+)
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, wait_for_arrival
+from ragcache.store.lease_queue import LeaseQueue, QueuePlace
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, Room, SingleFlight
 
@@ -59,6 +67,11 @@ class LeaseRequest:
     """Key of the preamble that the states depend on."""
     model: str = ""
     """Fingerprint of the model."""
+    patience: float = math.inf
+    """Seconds to wait for room in the first tier while other leases fill it."""
+    sizes: Mapping[KVKey, int] = field(default_factory=dict)
+    """Bytes of the states, by key, as far as the caller knows them. For states that have to be
+    encoded, room is counted before."""
 
 
 @dataclass(slots=True)
@@ -96,6 +109,8 @@ class Lease:
         self.request = request
         self.tick = tick
         """Tick of the logical clock at which the lease began."""
+        self.place = QueuePlace(tick, request.patience)
+        """Place in the queue for room in the first tier."""
         self.found: dict[KVKey, StoredStates] = {}
         self.source: dict[KVKey, str] = {}
         """For each key, the tier that had its states (`device`, `host`, `disk` or `remote`), or
@@ -201,26 +216,43 @@ class LeaseManager:
         self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # starts threads on demand
         self._encoded: deque[KVKey] = deque(maxlen=_REMEMBERED)
         self._ahead: dict[KVKey, str] = {}  # unused states that were read ahead: their tiers
+        self.queue = LeaseQueue(memory)
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
         """Lease keys and read the states that the tiers have."""
         below = [index.name for index in self._memory.every[1:]]
         lease = Lease(self, keys, request, self._ledger.advance_clock(), below)
-        unique = lease.missing
-        self._memory.hold(unique)
-        try:
-            self.load(lease)
-        except BaseException:
-            self._memory.release(unique)
-            raise
+        self._enter(lease, lease.missing, extends=False)
         return lease
 
     def extend(self, lease: Lease, keys: Sequence[KVKey], request: LeaseRequest) -> None:
         """See `Lease.extend`."""
         assert not lease.missing, "a lease is extended when its states are here"
-        lease.keys, lease.request, lease.lost_blobs = (*lease.keys, *keys), request, False
-        self._memory.hold(lease.missing)
-        self.load(lease)
+        lease.request, lease.lost_blobs = request, False
+        before, lease.keys = lease.keys, (*lease.keys, *keys)
+        try:
+            self._enter(lease, lease.missing, extends=True)
+        except BaseException:
+            lease.keys = before
+            raise
+
+    def _enter(self, lease: Lease, keys: Sequence[KVKey], *, extends: bool) -> None:
+        """Hold keys and read their states, as soon as there is room beside other leases."""
+        while True:
+            self.queue.enter(lease.place, keys, lease.request.sizes)
+            try:
+                self.load(lease)
+                return
+            except BaseException as error:
+                self.queue.leave(lease.place, keys, ends=not extends)
+                for key in keys:
+                    lease.found.pop(key, None)
+                if not isinstance(error, StoreBudgetExceeded):
+                    raise
+                full = error.with_traceback(None)  # its frames refer to states on the device
+                full.__context__ = None
+            if not self.queue.await_release(lease.place):
+                raise full
 
     def unkept(self) -> set[KVKey]:
         """Return recently encoded keys that no persistent tier has."""
@@ -239,7 +271,7 @@ class LeaseManager:
         failures = [write.exception() for write in lease.writes]  # waits
         lease.writes.clear()
         self._end_encoding(lease)
-        self._memory.release(dict.fromkeys(lease.keys))
+        self.queue.leave(lease.place, list(dict.fromkeys(lease.keys)))
         if self._memory.top.tier.traits.grouped:
             lease.found.clear()  # references keep memory of a device in use
         if not abandoned:

@@ -23,7 +23,8 @@ from ragcache.tiers import TIERS, shared_tiers
 
 _READING_SECONDS, _POLL_SECONDS = 1.0, 0.002  # limit and pause of waiting for a step that reads
 _ATTEMPTS = 4  # to allocate one extent, each after an eviction
-_BLOCK = 4096  # maximum bytes by which a blob is larger than its states
+BLOB_ROUNDING = 4096
+"""Maximum bytes by which a blob is larger than its states."""
 
 
 @dataclass(slots=True)
@@ -119,6 +120,8 @@ class MemoryTiers:
         They were encoded while leases or pins filled the first tier (at most its budget), or are
         mapped from a disk (no bytes). They are kept until their last lease ends.
         """
+        self._copies: dict[str, dict[KVKey, None]] = {index.name: {} for index in self.indexes[1:]}
+        """For each lower tier, its states that a faster tier has as well, oldest copies first."""
         self._placing = {index.name: threading.RLock() for index in self.indexes}
 
     def hold(self, keys: Iterable[KVKey]) -> None:
@@ -222,11 +225,18 @@ class MemoryTiers:
     def choose_victims(self, index: TierIndex, need: int) -> dict[KVKey, str] | None:
         """Choose states to remove until `need` bytes of a tier become free, with the reasons.
 
-        Expired states go first, then states in eviction order. If that is not enough, returns None.
+        Expired states go first, then copies of states that a faster tier has, then states in
+        eviction order. If that is not enough, returns None.
         """
         with self.lock:
             leaving = dict.fromkeys(self.expired(index, time.time()), "ttl")
             need -= sum(index.entries.get(key).nbytes for key in leaving)
+            for key in self._copies.get(index.name, ()):
+                if need <= 0:
+                    break
+                if key not in leaving and key not in self.pinned:
+                    leaving[key] = "pressure"
+                    need -= index.entries.get(key).nbytes
             share = self.conversation_bytes
             if share is None:
                 share = (index.tier.budget_bytes or 0) // 4
@@ -307,6 +317,7 @@ class MemoryTiers:
             again = index.entries.add(key, nbytes, tick, reused=reused, conversation=entered)
             if again and index is self.top:
                 self.reused.add(key)
+            self._note_copies(key)
             self._usage.add_entry(self.row(index, key, nbytes, tick))
         return index.tier.get(key).readable()
 
@@ -323,7 +334,7 @@ class MemoryTiers:
         with self.lock:
             sizes = [s.entries.get(key).nbytes for s in self.every if key in s.entries]
         free = math.inf if tier.budget_bytes is None else tier.budget_bytes - tier.used_bytes
-        return bool(sizes) and min(sizes) - _BLOCK <= free
+        return bool(sizes) and min(sizes) - BLOB_ROUNDING <= free
 
     def room(self, nbytes: int, *, evict: bool = True) -> Allocate | None:
         """Return an allocator of main memory to load `nbytes` into. Without room, None.
@@ -416,9 +427,22 @@ class MemoryTiers:
             for key in self.expired(index, now):
                 self._remove(index, key, "ttl")
 
+    def _note_copies(self, key: KVKey) -> None:
+        """Record in which lower tiers a key is a copy."""
+        above = key in self.top.entries
+        for index in self.indexes[1:]:
+            copies, here = self._copies[index.name], key in index.entries
+            if above and here:
+                copies.setdefault(key)
+            else:
+                copies.pop(key, None)
+            above |= here
+
     def _remove(self, index: TierIndex, key: KVKey, reason: str) -> None:
-        nbytes = index.entries.remove(key, remember=reason == "pressure")
+        is_copy = key in self._copies.get(index.name, ())
+        nbytes = index.entries.remove(key, remember=reason == "pressure" and not is_copy)
         index.tier.delete(key)
+        self._note_copies(key)
         self._usage.remove_entry(index.name, key, nbytes, reason)
         self._counters.evictions[index.name, reason] += 1
 

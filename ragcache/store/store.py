@@ -90,6 +90,7 @@ class KVStore:
         self._keeping = threading.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
         """Functions called after each heartbeat, in its thread."""
+        self.on_wait = self._leases.queue.on_wait
         self.remote_checked = False
         self._remote_fault = ""
         self._stopped = threading.Event()
@@ -236,8 +237,11 @@ class KVStore:
         The caller claims, encodes and puts missing states without holding a lock, and releases the
         lease. Keys may repeat.
 
+        Waits in order for room in the first tier while other leases fill it.
+
         Raises:
-            StoreBudgetExceeded: The leased states exceed the budget of the first tier.
+            StoreBudgetExceeded: The states do not fit into the first tier, even alone.
+            DeadlineExceeded: The patience of the request has ended.
 
         Example:
             >>> with store.lease(keys) as lease:                      # doctest: +SKIP
@@ -323,7 +327,7 @@ class KVStore:
 
         Other keys are missing from `Lease.found`.
         """
-        lease = self._leases.lease(keys, LeaseRequest())
+        lease = self._leases.lease(keys, LeaseRequest(patience=0.0))
         try:
             self._leases.load(lease, wait=True)
         except BaseException:

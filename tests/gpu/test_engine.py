@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from ragcache.engine import (
     complete,
     encode,
 )
+from ragcache.engine.device_runner import DeviceModelRunner
 from ragcache.models import CausalLM, wrap
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
@@ -146,6 +149,64 @@ def test_graphs_are_captured_again_for_states_in_eight_bits(
             found = [handle.result() for handle in handles]
     assert_same_answers(found, expected, 1e-3)
     assert "without CUDA graphs" not in caplog.text
+
+
+def test_random_draws_go_on_after_a_failed_capture(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that looks at its numbers cannot be captured, as some mixtures of experts."""
+    forward = CausalLM.forward
+
+    def looking(self: CausalLM, batch: Any) -> torch.Tensor:
+        out = forward(self, batch)
+        assert out.isfinite().all().item()
+        return out
+
+    monkeypatch.setattr(CausalLM, "forward", looking)
+    gpu = on_gpu("llama")
+    states = encoded(gpu)
+    expected = complete(gpu, requests_over(states), config())
+    with LLMEngine(gpu, config(warm_up=True)) as engine:
+        handles = [engine.submit_request(request) for request in requests_over(states)]
+        assert_same_answers([handle.result() for handle in handles], expected, 1e-4)
+    assert "without CUDA graphs" in caplog.text
+    drawn = torch.rand(1000, device="cuda")
+    assert 0.4 < float(drawn.mean()) < 0.6
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn.uniform_()
+    graph.replay()
+    assert 0.4 < float(drawn.mean()) < 0.6
+
+
+def test_other_threads_draw_random_numbers_during_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compute, drawn = DeviceModelRunner._compute, list[torch.Tensor]()
+
+    def draw() -> torch.Tensor:
+        return torch.rand(1000, device="cuda")
+
+    def beside(self: DeviceModelRunner, *step: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            drawn.append(pool.submit(draw).result())
+        return compute(self, *step)
+
+    monkeypatch.setattr(DeviceModelRunner, "_compute", beside)
+    gpu = on_gpu("llama")
+    with ThreadPoolExecutor(1) as pool, LLMEngine(gpu, config(warm_up=True)) as engine:
+        engine.submit_request(requests_over(encoded(gpu))[0]).result()
+    assert len(drawn) > 10
+    assert all(0.4 < float(each.mean()) < 0.6 for each in drawn)
+
+
+def test_an_open_engine_keeps_old_objects_from_collections() -> None:
+    gpu = on_gpu("llama")
+    request = requests_over(encoded(gpu))[0]
+    with LLMEngine(gpu, config()) as engine:
+        engine.submit_request(request).result()
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 class EveryThird:

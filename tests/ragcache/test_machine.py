@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import torch
 from ragcache import machine
 from ragcache.machine import (
     available_memory,
+    frozen_heap,
     keep_freed_memory,
     linear_seconds,
     prefer_cublaslt,
@@ -197,3 +199,13 @@ def test_cublaslt_unless_the_environment_speaks(
         monkeypatch.setenv("TORCH_BLAS_PREFER_CUBLASLT", said)
     prefer_cublaslt()
     assert chosen == expected
+
+
+def test_old_objects_are_collected_after_the_last_frozen_block() -> None:
+    with frozen_heap():
+        assert gc.get_freeze_count() > 10_000
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # as it was: later tests' collections pass by it too

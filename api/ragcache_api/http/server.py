@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from ragcache import RagCache
 from ragcache.db import ApiKeys
 from ragcache.errors import ConfigurationError
-from ragcache.machine import release_freed_memory_regularly
+from ragcache.machine import frozen_heap, release_freed_memory_regularly
 from ragcache_api.http.app import create_app
 from ragcache_api.http.connection import ServiceProtocol
 from ragcache_api.http.requests import RequestRegistry
@@ -110,29 +110,24 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
     release_freed_memory_regularly()
     requests = app.state.service.requests
-    with frozen_heap():
+    with frozen_heap(), default_collections():
         GracefulServer(
             config, requests, settings.grace, settings.lame_duck, page=settings.page
         ).run()
 
 
 @contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection within the block.
+def default_collections() -> Iterator[None]:
+    """Collect garbage at Python's default rate within the block, even if a command has lowered it.
 
-    The libraries have half a million objects, and each full collection of them would halt every
-    stream for 0.26 s. New objects are collected at Python's default rate, even if a command has
-    lowered it: requests leave garbage for as long as the service runs.
+    Requests leave garbage for as long as the service runs.
     """
     before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(*_COLLECTIONS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:

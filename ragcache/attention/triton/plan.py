@@ -11,9 +11,9 @@ are (D, 1). A plan holds its addresses only: whoever plans a step keeps the tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,10 +31,8 @@ ALL_TOKENS: Final = 2**30
 PIECE_TOKENS: Final = 128
 """Runs are cut at multiples of so many tokens after their begin."""
 
-FEW_READERS: Final = 32
-"""Readers of a step up to which their entries are laid out one by one."""
-
 ITEM_WIDTH, BASE_WIDTH, SCALES_WIDTH = 8, 4, 6
+NO_SCALES: Final = (0,) * SCALES_WIDTH
 
 
 class TableOverflow(RagCacheError):
@@ -51,6 +49,15 @@ class TableCapacity:
     bases: int
     pages_per_row: int
     """Blocks that the tail of a row may cover."""
+
+    def check_room(self, *needed: int) -> None:
+        """Raise `TableOverflow` for more rows, bases, items or entries than there is room for."""
+        room = (self.rows, self.bases, self.items, self.entries)
+        if any(need > have for need, have in zip(needed, room, strict=True)):
+            raise TableOverflow(
+                "a step needs {} rows, {} bases, {} items and {} entries".format(*needed)
+                + "; the attention tables hold {}, {}, {} and {}".format(*room)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,11 @@ class KVBase:
         if key_scales is not None and value_scales is not None:
             addresses = (key_scales.data_ptr(), value_scales.data_ptr())
             self.scales = (*addresses, *key_scales.stride()[:2], *value_scales.stride()[:2])
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The base's row in the section `bases` of `TableViews`."""
+        return (*self.memory, *self.strides)
 
 
 class KVRun(NamedTuple):
@@ -135,7 +147,6 @@ class AttentionPlan:
     entry_fields: Int32s
     row_ptr: Int32s
     row_entries: Int64s
-    base_numbers: Mapping[tuple[int, int], int]
 
     @property
     def entries(self) -> int:
@@ -144,7 +155,8 @@ class AttentionPlan:
 
     def base_number(self, keys: Tensor, values: Tensor) -> int:
         """The number of a base that the plan reads."""
-        return self.base_numbers[keys.data_ptr(), values.data_ptr()]
+        found = (self.bases[:, 0] == keys.data_ptr()) & (self.bases[:, 1] == values.data_ptr())
+        return int(np.flatnonzero(found)[0])
 
 
 def build_plan(
@@ -158,7 +170,7 @@ def build_plan(
     block_rows: int = 64,
     min_keys: int = 256,
 ) -> AttentionPlan:
-    """Cuts reads into work items.
+    """Cuts reads into work items. Quick for the reads of a few requests.
 
     Args:
         reads: Runs and their readers.
@@ -174,20 +186,14 @@ def build_plan(
     Raises:
         TableOverflow: There is no room for the plan, even with runs uncut.
     """
-    bases = _Bases()
+    bases = Bases()
     if pool is not None:
         bases.number(pool)
     asked, ends = _asked_entries(reads)
     size = max(1, block_rows // heads.group)
     blocks = _entry_blocks(reads, bases, asked, ends, size)
     cut = _Cut.of(blocks, heads.num_kv_heads, programs, min_keys, capacity)
-    room = (capacity.rows, capacity.bases, capacity.items, capacity.entries)
-    needed = (rows, len(bases), cut.items, cut.entries)
-    if any(need > have for need, have in zip(needed, room, strict=True)):
-        raise TableOverflow(
-            "a step needs {} rows, {} bases, {} items and {} entries".format(*needed)
-            + "; the attention tables hold {}, {}, {} and {}".format(*room)
-        )
+    capacity.check_room(rows, len(bases), cut.items, cut.entries)
     items, quantized, sources = _items(blocks, cut.tokens, size)
     entries = asked[:, :0]
     if sources:
@@ -206,11 +212,10 @@ def build_plan(
         row_ptr=row_ptr,
         # stable sorting of 16 bits is a radix sort
         row_entries=(row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable"),
-        base_numbers=bases.numbers,
     )
 
 
-class _Bases:
+class Bases:
     """Numbers bases in the order in which they are first met."""
 
     def __init__(self) -> None:
@@ -230,30 +235,19 @@ class _Bases:
 
     def addresses(self) -> Int64s:
         """The section `bases` of `TableViews`."""
-        rows = [(*base.memory, *base.strides) for base in self._bases]
+        rows = [base.addresses for base in self._bases]
         return np.array(rows, dtype=np.int64).reshape(-1, BASE_WIDTH)
 
     def scales(self) -> Int64s:
         """The section `scales`."""
-        scales = np.zeros((len(self._bases), SCALES_WIDTH), dtype=np.int64)
-        for number, base in enumerate(self._bases):
-            if base.scales is not None:
-                scales[number] = base.scales
-        return scales
+        rows = [base.scales or NO_SCALES for base in self._bases]
+        return np.array(rows, dtype=np.int64).reshape(-1, SCALES_WIDTH)
 
 
 def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
     """One entry [row, delta, limit, origin] for every row that reads a run, read after read, before
     any run is cut: [4, N]. Also returns where the entries of each read end."""
     readers = [reader for read in reads for reader in read.readers]
-    asked, ends = (_few_entries if len(readers) <= FEW_READERS else _many_entries)(readers)
-    totals = [0, *ends]
-    return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
-
-
-def _few_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
-    """The entries of readers one after another, and where each reader ends. Faster than
-    `_many_entries` for few readers, above all if the processor has last run other code."""
     ends = [*accumulate([end - first for first, end, *_ in readers])]
     asked = np.empty((4, ends[-1] if ends else 0), dtype=np.int32)
     row, deltas, limits, origins = asked
@@ -264,22 +258,8 @@ def _few_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
         origins[at:to] = origin
         limits[at:to] = limit if limit == ALL_TOKENS else np.arange(limit, limit + end - first)
         at = to
-    return asked, ends
-
-
-def _many_entries(readers: Sequence[KVConsumer]) -> tuple[Int32s, list[int]]:
-    """The same for many readers."""
-    numbers = chain.from_iterable(readers)
-    fields = np.fromiter(numbers, np.int32, 5 * len(readers)).reshape(-1, 5).T
-    counts = fields[1] - fields[0]
-    ends = counts.cumsum()
-    asked = fields[[0, 2, 4, 3]].repeat(counts, axis=1)
-    within = np.arange(asked.shape[1]) - (ends - counts).repeat(counts)
-    asked[0] += within
-    limits = asked[2]
-    limits += within
-    np.minimum(limits, ALL_TOKENS, out=limits)
-    return asked, ends.tolist()
+    totals = [0, *ends]
+    return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
 
 
 class _EntryBlocks(NamedTuple):
@@ -295,7 +275,7 @@ class _EntryBlocks(NamedTuple):
 
 
 def _entry_blocks(
-    reads: Sequence[KVRead], bases: _Bases, asked: Int32s, ends: Sequence[int], size: int
+    reads: Sequence[KVRead], bases: Bases, asked: Int32s, ends: Sequence[int], size: int
 ) -> list[_EntryBlocks]:
     """All entries. Blocks of rows that do not see the whole run are cut short, each for itself."""
     found, first = [], 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragcache.attention.triton.plan import HeadLayout, TableCapacity, TableOverflow
 from ragcache.attention.triton.tables import AttentionTables
-from ragcache.engine import Segment
+from ragcache.engine import Segment, device_batch
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
@@ -39,6 +39,14 @@ MODULES = [
     _MODULE.part(0, 5, 3),
     _MODULE.part(4, 9, 7),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module", params=[-1, 99], ids=["arrays", "one by one"])
+def _ways_to_plan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan every step of a test as those of many requests, and as those of few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_batch, "FEW_SEGMENTS", request.param)
+        yield
 
 
 def block_table(block_ids: Sequence[int], positions: Sequence[int]) -> BlockTable:
@@ -265,14 +273,13 @@ def test_decoding_rows_see_what_their_chunks_say_in_every_step(
 
 def private_reads(batch: DeviceBatch) -> list[tuple[list[int], list[int]]]:
     """The pool's blocks of each read, and the first rows of its readers."""
-    return [
-        (
-            list(range(read.run.begin // BLOCK_SIZE, -(-read.run.end // BLOCK_SIZE))),
-            [reader.first_row for reader in read.readers],
-        )
-        for read in batch.reads
-        if read.run.base.keys is POOL.keys
+    rows = batch.plan.entry_fields[0].tolist()
+    found = [
+        (list(range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE))), rows[first : first + count])
+        for base, begin, end, first, count, *_ in batch.plan.items.tolist()
+        if base == 0
     ]
+    return sorted(found)
 
 
 def tails_of(tables: AttentionTables, batch: DeviceBatch) -> list[list[int]]:
@@ -318,7 +325,7 @@ def test_scattered_blocks_are_runs_of_their_own() -> None:
     tables = new_tables()
     private = block_table([5, 6, 9, 8, 3, 20], range(5 * BLOCK_SIZE + 2))
     batch = planned([chunk(private)], tables)
-    assert private_reads(batch) == [([5, 6], [0]), ([9], [0]), ([8], [0]), ([3], [0])]
+    assert private_reads(batch) == [([3], [0]), ([5, 6], [0]), ([8], [0]), ([9], [0])]
 
 
 def test_tails_grow_to_their_most_blocks() -> None:

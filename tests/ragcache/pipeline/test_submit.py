@@ -4,6 +4,7 @@ what cannot run is refused before anything is leased, and a batch is submitted w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -152,8 +153,8 @@ class FakeStates:
     def prefetch(self) -> None:
         self.calls.append("prefetch")
 
-    def lease(self) -> Lease:
-        self.calls.append("lease")
+    def lease(self, patience: float = math.inf) -> Lease:
+        self.calls.append("lease" if patience == math.inf else f"lease within {patience:g} s")
         causal = self.model.causal
         shape = (causal.num_layers, causal.num_kv_heads, 3, causal.head_dim)
         states = KVStates(torch.zeros(shape), torch.zeros(shape), 0)
@@ -192,6 +193,24 @@ def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) ->
     assert [source.tier for source in answer.sources] == ["disk"]
     reuse = answer.reuse
     assert (reuse.prompt_tokens, reuse.cached_tokens, reuse.computed_tokens) == (5, 3, 2)
+
+
+def test_a_waiting_lease_ends_those_of_answers_nobody_took(submitter: Submitter) -> None:
+    states = FakeStates(submitter.model)
+    [pending] = submitter.run([reading(states)])
+    pending.handle.result()
+    assert "release" not in states.calls
+    submitter.deferred.release_finished()
+    assert states.calls == ["lease", "own", "release"]
+    assert pending.result().finish_reason
+    assert states.calls == ["lease", "own", "release"]
+
+
+def test_waiting_for_room_takes_of_the_time_of_a_request(submitter: Submitter) -> None:
+    states = FakeStates(submitter.model)
+    [pending] = submitter.run([reading(states)], GenerationParams(timeout=60.0))
+    assert states.calls == ["lease within 60 s", "own"]
+    assert pending.result().finish_reason
 
 
 @pytest.mark.parametrize(

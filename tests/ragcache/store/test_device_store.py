@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ragcache.db import Database
-from ragcache.errors import StoreBudgetExceeded
-from ragcache.store import DeviceTier, KVStore, Lease, memory_tiers
+from ragcache.db import Database, Ledger
+from ragcache.errors import DeadlineExceeded, StoreBudgetExceeded
+from ragcache.states import KVKey
+from ragcache.store import DeviceTier, HostTier, KVStore, Lease, LeaseRequest, memory_tiers
 from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.conftest import keys
 from tests.ragcache.store.played_streams import Streams
@@ -84,16 +88,121 @@ def test_states_of_several_sizes_find_room_in_one_piece(store: KVStore) -> None:
         assert lease.source[large] == "device"
 
 
-def test_a_device_full_of_leased_states_refuses_and_goes_on(store: KVStore) -> None:
+def test_a_full_device_refuses_who_does_not_wait_and_goes_on(store: KVStore) -> None:
     lease = store.lease(keys(0, 1, 2))
     with pytest.raises(StoreBudgetExceeded, match="Raise device_bytes"):
-        store.lease(keys(3))
+        store.lease(keys(3), LeaseRequest(patience=0.0))
     with store.lease(keys(1)) as other:
         check(other, 1)
     check(lease, 0, 1, 2)
     lease.release()
     with store.lease(keys(3)) as other:
         check(other, 3)
+
+
+def in_thread(pool: ThreadPoolExecutor, store: KVStore, *numbers: int) -> Future[Lease]:
+    """Leases keys in another thread, and returns when that lease waits or is there."""
+    before = len(store._leases.queue._waiting)
+    request = LeaseRequest(sizes=dict.fromkeys(keys(*numbers), SIZE))
+    future = pool.submit(store.lease, keys(*numbers), request)
+    while not future.done() and len(store._leases.queue._waiting) == before:
+        time.sleep(0.001)
+    return future
+
+
+def test_leases_wait_in_order_for_a_full_device(store: KVStore) -> None:
+    """The second one would fit at once when the first does not, and stays behind it."""
+    lease, small = store.lease(keys(0, 1)), store.lease(keys(2))
+    with ThreadPoolExecutor(2) as pool:
+        first = in_thread(pool, store, 3, 4)
+        second = in_thread(pool, store, 5)
+        small.release()
+        assert not first.done()
+        assert not second.done()
+        lease.release()
+        with first.result(10) as one, second.result(10) as two:
+            check(one, 3, 4)
+            check(two, 5)
+            assert one.tick < two.tick
+    assert not store._leases.queue._holding
+    assert store._leases.queue._total == 0
+
+
+def test_a_lease_of_present_states_waits_for_no_room(store: KVStore) -> None:
+    with store.lease(keys(0, 1, 2)), store.lease(keys(1, 2)) as other:
+        check(other, 1, 2)
+
+
+def test_a_lease_larger_than_the_device_is_refused_once_alone(store: KVStore) -> None:
+    lease = store.lease(keys(0))
+    with ThreadPoolExecutor(1) as pool:
+        large = in_thread(pool, store, 1, 2, 3, 4)
+        assert not large.done()
+        lease.release()
+        with pytest.raises(StoreBudgetExceeded, match="Raise device_bytes"):
+            large.result(10)
+    with store.lease(keys(4)) as other:
+        check(other, 4)
+
+
+def test_the_patience_of_a_waiting_lease_ends(store: KVStore) -> None:
+    with (
+        store.lease(keys(0, 1, 2)),
+        pytest.raises(DeadlineExceeded, match="waited for room in the device tier"),
+    ):
+        store.lease(keys(3), LeaseRequest(patience=0.05))
+    assert set(store.memory.leases) == set()
+
+
+def test_a_waiting_extension_lets_another_one_finish(store: KVStore) -> None:
+    """Two leases hold a state each, and want two more of the device's three."""
+    one, two = store.lease(keys(0)), store.lease(keys(1))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(one.extend, keys(2, 3), LeaseRequest())
+        while not store._leases.queue._waiting:
+            time.sleep(0.001)
+        two.release()
+        waiting.result(10)
+    check(one, 0, 2, 3)
+    one.release()
+
+
+def test_states_to_encode_are_counted_before_they_are_made(store: KVStore) -> None:
+    new = make_key(30)
+    lease = store.lease([new], LeaseRequest(sizes={new: SIZE}))
+    assert lease.claim() == [new]
+    with ThreadPoolExecutor(1) as pool:
+        other = in_thread(pool, store, 0, 1, 2)
+        assert not other.done(), "room for the state that is being encoded"
+        lease.put(new, make_states(30, TOKENS))
+        lease.release()
+        with other.result(10) as held:
+            check(held, 0, 1, 2)
+
+
+def test_device_and_host_hold_nearly_their_sum(tmp_path: Path, database: Database) -> None:
+    """Twelve states over a device for six and a host for nine, three of which are being moved."""
+    host_size = HostTier(1 << 20).size_of(make_states(0, TOKENS))
+    streams = Streams()
+    device = DeviceTier(6 * SIZE, "cpu", streams=streams)
+    store = KVStore(Ledger(database), [device, HostTier(9 * host_size, pinned=False)])
+    store.ledger.begin()
+    rng, encoded = random.Random(1), list[KVKey]()
+    for number in range(12):
+        store.put_states(make_key(number), make_states(number, TOKENS))
+    for _ in range(200):
+        numbers = rng.sample(range(12), 3)
+        streams.end_all()
+        with store.lease(keys(*numbers)) as lease:
+            while missing := lease.claim():
+                for key in missing:
+                    encoded.append(key)
+                    lease.put(key, make_states(int(key[:2], 16), TOKENS))
+            check(lease, *numbers)
+    held = {key for index in store.memory.indexes for key in index.entries}
+    assert held == set(keys(*range(12)))
+    assert encoded == []
+    store.close()
 
 
 def test_a_lease_waits_for_a_step_that_still_reads(store: KVStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.attention.triton import plan as plan_module
+from ragcache.attention.triton.array_plan import ReadArrays, plan_arrays
 from ragcache.attention.triton.plan import (
     ALL_TOKENS,
     PIECE_TOKENS,
@@ -87,17 +88,16 @@ def defined_keys(reads: list[KVRead]) -> list[Counter[SeenKey]]:
 
 @given(
     sets_of_reads(), st.sampled_from([1, 3, 9, 64]), st.sampled_from([1, 8, 264]),
-    st.sampled_from([1, 256]), st.sampled_from([0, 99]),
+    st.sampled_from([1, 256]), st.booleans(),
 )  # fmt: skip
 def test_visible_keys_are_covered_once(
-    reads: list[KVRead], block_rows: int, programs: int, min_keys: int, few: int
+    reads: list[KVRead], block_rows: int, programs: int, min_keys: int, arrays: bool
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "FEW_READERS", few)
-        plan = build_plan(
-            reads, rows=ROWS, heads=HEADS, capacity=CAPACITY, block_rows=block_rows,
-            programs=programs, min_keys=min_keys,
-        )  # fmt: skip
+    options: dict[str, Any] = {
+        "rows": ROWS, "heads": HEADS, "capacity": CAPACITY, "block_rows": block_rows,
+        "programs": programs, "min_keys": min_keys,
+    }  # fmt: skip
+    plan = plan_arrays(ReadArrays.of(reads), **options) if arrays else build_plan(reads, **options)
     tables = uploaded(plan)
     assert keys_of_rows(tables.views, ROWS) == defined_keys(reads)
     assert_partials_reach_their_rows(tables.views, ROWS)
