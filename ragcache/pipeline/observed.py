@@ -165,8 +165,7 @@ class ObservedModules:
         if not self._reads(mode) or not self._gate.passes(mode):
             return
         until = time.time() + seconds
-        count = lambda part: len(self._tokens(part))  # noqa: E731
-        for piece in pieces(text, self._module_tokens, count):
+        for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):
             made = self._module_of(piece.strip(), mode)
             if made is not None:
                 self._keep(made, until, keeper)
