@@ -141,7 +141,7 @@ import dataclasses, importlib.util, json, sys
 from pathlib import Path
 from typing import Annotated
 from pydantic import Field
-import ragcache.params, ragcache.params.generation as generation
+import ragcache.params, ragcache.params.request as generation
 
 name = "ragcache.engine.sampling_params"  # without its package, which would take the old class
 path = Path(ragcache.__file__).with_name("engine") / "sampling_params.py"

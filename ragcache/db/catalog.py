@@ -67,6 +67,23 @@ _VERSIONS = (
     .join(NamespaceTable)
     .where(NamespaceTable.name == bindparam("namespace"))
 )
+_VERSION = (
+    select(
+        CollectionTable.id,
+        CollectionTable.revision,
+        select(func.coalesce(func.max(ScaffoldTable.id), 0))
+        .where(ScaffoldTable.collection_id == CollectionTable.id)
+        .scalar_subquery(),
+        CollectionTable.instruction,
+        CollectionTable.calibrations,
+    )
+    .join(NamespaceTable)
+    .where(
+        NamespaceTable.name == bindparam("namespace"),
+        CollectionTable.name == bindparam("collection"),
+    )
+)
+"""The columns of `CollectionVersion`. Every question reads them, so the statement is built once."""
 
 
 class CollectionVersion(NamedTuple):
@@ -385,16 +402,8 @@ class Catalog:
             return self._version_of(session, collection)
 
     def _version_of(self, session: Session, collection: str) -> CollectionVersion:
-        newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
-        newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
-        columns = (
-            CollectionTable.id,
-            CollectionTable.revision,
-            newest.scalar_subquery(),
-            CollectionTable.instruction,
-            CollectionTable.calibrations,
-        )
-        found = session.execute(self._within(select(*columns), collection)).one_or_none()
+        names = {"namespace": self.namespace, "collection": collection}
+        found = session.execute(_VERSION, names).one_or_none()
         if found is None:
             collection_id(session, collection, self.namespace)
             raise AssertionError("the collection appeared within one snapshot")

@@ -1,9 +1,8 @@
 """Options, each declared once. REST, command line, LangChain and settings inherit them."""
 
 from ragcache.params.base import Params, Surface, TakesOptions, explain
-from ragcache.params.generation import REFUSAL, GenerationParams
 from ragcache.params.open import OpenConfig
-from ragcache.params.search import SearchKind, SearchParams
+from ragcache.params.request import REFUSAL, GenerationParams, SearchKind, SearchParams
 
 __all__ = [
     "REFUSAL",

@@ -213,7 +213,7 @@ class ModuleEncoder(StateEncoder):
 
     @cached_property
     def preamble_key(self) -> KVKey:
-        return self._root_key(self.preamble_ids)
+        return self._state_key(self.preamble_ids, "root", 0)
 
     @cached_property
     def surroundings(self) -> Surroundings:
@@ -328,7 +328,9 @@ class ModuleEncoder(StateEncoder):
             self._encode_missing(lease, jobs)
 
     def _root_key(self, token_ids: Sequence[int]) -> KVKey:
-        return self._state_key(token_ids, "root", 0)
+        """Return the key of the tokens before modules, which is known for the preamble."""
+        preamble = token_ids is self.surroundings.preamble or token_ids is self.preamble_ids
+        return self.preamble_key if preamble else self._state_key(token_ids, "root", 0)
 
     def _wanted(
         self, token_ids: Sequence[int], encoding: Encoding, start: int | None

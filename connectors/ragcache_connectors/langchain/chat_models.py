@@ -19,7 +19,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from ragcache.errors import ConfigurationError
 from ragcache.modes import ROOTED, ReuseMode
 from ragcache.params import GenerationParams, SearchParams, Surface
-from ragcache.params.generation import StopStrings
+from ragcache.params.request import StopStrings
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
 from ragcache_connectors.langchain.call_options import SEARCH, CallOptions, ModelInfo
 from ragcache_connectors.langchain.messages import ChunkBuilder, chat_result, conversation

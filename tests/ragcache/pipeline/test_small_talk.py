@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache.answers.small_talk import is_small_talk
+from ragcache.pipeline.ask import is_small_talk
 
 
 @pytest.mark.parametrize(
