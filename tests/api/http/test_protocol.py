@@ -166,6 +166,7 @@ CHECKS = (
     content_type_conformance,
     response_schema_conformance,
 )
+schemathesis.serializer.alias("application/x-tar", "application/octet-stream")
 # What takes seconds each time (the plan measures, and verify reads every blob), and keys: the first
 # one would close the service to the calls after it.
 LEFT_OUT = r"/admin/(plan|verify|keys)"
