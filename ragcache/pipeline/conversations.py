@@ -35,7 +35,7 @@ BLOCK = 64
 """Runs of tokens begin and end at multiples of this number of own tokens."""
 MOST_TOKENS = 1024
 """Most tokens of a run."""
-MOST_ARRIVING = 64
+MOST_ARRIVING = 16
 """Runs that wait to be stored, above which no more are kept."""
 
 
