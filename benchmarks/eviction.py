@@ -33,7 +33,7 @@ from harness import (
 
 from ragcache.db import Database
 from ragcache.states import KVStates
-from ragcache.store import EvictionIndex, HostTier, KVStore, Lease
+from ragcache.store import EvictionIndex, HostTier, KVStore, Lease, TierEntries
 from ragcache.store.memory_tiers import TierIndex
 
 
@@ -189,7 +189,7 @@ def bench_store(workload: ZipfWorkload, setting: StoreSetting) -> dict[str, dict
         for kind in DRAWS:
             for name, made in POLICIES.items():
                 shutil.copytree(ingested, copy := Path(folder) / f"{kind} {name}")
-                index = lambda tier, made=made: TierIndex(tier, made())  # noqa: E731
+                index = lambda tier, made=made: TierIndex(tier, TierEntries(made()))  # noqa: E731
                 with patch("ragcache.store.store.TierIndex", index):
                     found[kind][name] = share_in_memory(copy, workload, setting, kind)
     return found

@@ -49,7 +49,6 @@ from ragcache.pipeline import (
 from ragcache.pipeline.answer import results
 from ragcache.pipeline.chat import kept_modules, select_given
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
-from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
@@ -643,11 +642,6 @@ class RagCache:
     def pins(self) -> Pins:
         """The callers' pins: states of documents that are kept within a budget, until a time."""
         return self.internals.pins
-
-    @property
-    def conversations(self) -> Conversations:
-        """The kept states of the namespace's chats: their sizes, and their deletion."""
-        return self.internals.conversations
 
     @property
     def gate(self) -> ModeGate:

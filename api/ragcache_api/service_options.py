@@ -68,7 +68,7 @@ class ServiceOptions(OpenConfig):
     """The most bytes of a request's body."""
     upload_bytes: Positive = 64 * 2**20
     """The most bytes of an upload."""
-    archive_bytes: Positive = 64 * 2**30
+    import_bytes: Positive = 64 * 2**30
     """The most bytes of an archive that an operator uploads."""
     mcp_ingest: bool = False
     """Let clients of the Model Context Protocol store documents."""

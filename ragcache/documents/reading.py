@@ -113,7 +113,7 @@ def _call(head: Sequence[Any], raw: bytes, limits: ReadOptions) -> bytes:
             wall_seconds=limits.wall_seconds,
         )
     except WorkerFailed as error:
-        raise UnreadableDocument(_explain(error)) from error
+        raise UnreadableDocument(_explain(error, limits)) from error
     kind, _, content = reply.partition(b"\n")
     if kind == b"done":
         return content
@@ -121,9 +121,12 @@ def _call(head: Sequence[Any], raw: bytes, limits: ReadOptions) -> bytes:
     raise refused(content.decode(errors="replace"))
 
 
-def _explain(error: WorkerFailed) -> str:
+def _explain(error: WorkerFailed, limits: ReadOptions) -> str:
     if isinstance(error, WorkerTimeout):
-        return f"{error} to read (option document_seconds); divide it, or save it as plain text"
+        return (
+            f"it takes more than {limits.seconds:g} s to read (option document_seconds); divide "
+            "it, or save it as plain text"
+        )
     if isinstance(error, WorkerOutOfMemory):
         return f"{error} to read (option document_memory); divide it, or save it as plain text"
     return f"{error}: it is damaged, or takes too much memory (option document_memory)"

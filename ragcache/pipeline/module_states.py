@@ -312,7 +312,8 @@ class ModuleEncoder(StateEncoder):
         """
         root = self._root_key(before) if before else self.preamble_key
         lengths = {each.key: len(each.token_ids) for each in wanted}
-        lease.extend(list(lengths), self._request(origin, encoding, lengths, root))
+        request = self._request(origin, encoding, lengths, root)
+        lease.extend([each.key for each in wanted], request)
         if not lease.missing:
             return
         with ExitStack() as roots:

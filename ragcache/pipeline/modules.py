@@ -22,6 +22,7 @@ from ragcache.db import (
 )
 from ragcache.errors import ConfigurationError
 from ragcache.modes import ROOTED, ReuseMode
+from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.pipeline.observed import ObservedModules
 from ragcache.states import KVKey
@@ -57,6 +58,8 @@ class Modules:
     tokens: ModuleTokens
     observed: ObservedModules
     """Texts that recur in prompts, which no document has."""
+    conversations: Conversations
+    """States of chats: their sizes, and their deletion."""
 
     def page(
         self,

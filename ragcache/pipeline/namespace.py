@@ -229,7 +229,6 @@ class Namespace:
     retrievers: Retrievers
     jobs: IngestionJobs
     pins: Pins
-    conversations: Conversations
 
     @classmethod
     def build(cls, name: str, shared: SharedServices) -> Namespace:
@@ -257,9 +256,6 @@ class Namespace:
             module_tokens=config.module_tokens,
             is_idle=lambda: not shared.engine.core.busy,
         )
-        modules = Modules(catalog, store, encoder, tokens, observed)
-        pins = Pins(modules, store, StoredObjects(database, name))
-        store.on_heartbeat += [pins.end_expired, observed.end_kept]
         conversations = Conversations(
             encoder,
             ConversationStates(database, name),
@@ -268,6 +264,9 @@ class Namespace:
             config.conversation_seconds or _CONVERSATION_SECONDS[config.conversation_storage],
             config.min_prefix_tokens,
         )
+        modules = Modules(catalog, store, encoder, tokens, observed, conversations)
+        pins = Pins(modules, store, StoredObjects(database, name))
+        store.on_heartbeat += [pins.end_expired, observed.end_kept]
         return cls(
             name,
             shared,
@@ -300,7 +299,6 @@ class Namespace:
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
             pins,
-            conversations,
         )
 
     def encoder_of(self, collection: str) -> ModuleEncoder:

@@ -152,8 +152,9 @@ class TierEntries:
     neither evicts the other. Not thread-safe.
     """
 
-    def __init__(self) -> None:
-        self.documents, self.conversations = EvictionIndex(), EvictionIndex()
+    def __init__(self, documents: EvictionIndex | None = None) -> None:
+        self.documents = EvictionIndex() if documents is None else documents
+        self.conversations = EvictionIndex()
 
     def _of(self, key: object) -> EvictionIndex:
         return self.conversations if key in self.conversations else self.documents

@@ -22,7 +22,7 @@ import ragcache_schemas as pml
 from ragcache import RagCache, planning
 from ragcache.contents import Collections, Documents, Schemas
 from ragcache.models import LoadedModel
-from ragcache.params import OpenConfig, base, generation
+from ragcache.params import OpenConfig, base, request
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app, load_command
@@ -370,7 +370,7 @@ def test_every_main_method_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [base, generation, filters, planning], ids=lambda each: each.__name__
+    "module", [base, request, filters, planning], ids=lambda each: each.__name__
 )
 def test_examples_of_functions_run(module: ModuleType) -> None:
     result = doctest.testmod(module)

@@ -330,8 +330,8 @@ class TestOptions:
          "chat_template_kwargs$"),
         ("chat chat_batch stream_chat stream_chat_batch", {"temperature": 1.0},
          "'temperature'; options: k, search, filters, threshold, relative_threshold, "
-         "rerank, mmr, candidates, collection, selection, mode, recognize, "
-         "recognize_recurring, tools, generation, chat_template_kwargs$"),
+         "rerank, mmr, candidates, collection, selection, documents, keep, keeper, mode, "
+         "recognize, recognize_recurring, tools, generation, chat_template_kwargs$"),
         ("prompt stream_prompt", {"k": 2},
          "'k'; options: mode, source, gener"),
         ("retrieve", {"collection": "notes", "mode": "exact"},

@@ -105,7 +105,7 @@ class AccessMiddleware:
         if _LARGE.match(path):
             limit = settings.upload_bytes
         elif ARCHIVES.match(path):
-            limit, seconds = settings.archive_bytes, _ARCHIVE_SECONDS
+            limit, seconds = settings.import_bytes, _ARCHIVE_SECONDS
         end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), seconds)
         check_length(headers.get("content-length"), limit)
         if is_packed(headers.get("content-encoding")):

@@ -69,7 +69,7 @@ def test_refusals_have_their_statuses(archive: bytes, client: TestClient, other:
         404,
         "urn:ragcache:problem:unknown-collection",
     )
-    with client_of(other, archive_bytes=len(archive) - 1) as small:
+    with client_of(other, import_bytes=len(archive) - 1) as small:
         assert small.put(NOTES, content=archive).status_code == 413
         cut = small.put(NOTES, content=archive[:-1024])
         assert (cut.status_code, cut.json()["type"]) == (

@@ -510,7 +510,7 @@ def test_a_killed_import_leaves_nothing_half_visible(
         tell("done")
 
     for turn in range(24):
-        told = run_and_kill(work, rng.uniform(0, 0.03), turn % 8)
+        told = run_and_kill(work, rng.uniform(0, 0.03), turn % 12)
         assert not [line for line in told if line.startswith("failed")], told
         with open_folder(states, model) as rag:
             store = rag.internals.shared.store

@@ -137,7 +137,7 @@ def test_nothing_is_kept_of_a_chat_that_stores_nothing(rag: RagCache) -> None:
 def test_short_chats_are_not_kept(rag: RagCache) -> None:
     short = [said("user", "How many days are there in a week?")]
     turn(rag, short, max_tokens=8)
-    assert rag.conversations.sizes() == {}
+    assert rag.modules.conversations.sizes() == {}
 
 
 def test_conversations_survive_a_restart_on_disk(tmp_path: Path, model: LoadedModel) -> None:
@@ -153,7 +153,7 @@ def test_memory_keeps_nothing_of_a_conversation_on_disk(rag: RagCache) -> None:
     for _ in range(3):
         turn(rag, conversation(1, 2, 3))
         rag.internals.shared.store.sweep()
-    assert set(rag.conversations.sizes()) == {"host"}
+    assert set(rag.modules.conversations.sizes()) == {"host"}
     kept = set(rag.internals.shared.store.disk.scan())
     assert kept.isdisjoint(rag.internals.shared.store.memory.top.entries)
 
@@ -162,7 +162,7 @@ def test_a_deleted_conversation_is_gone_from_every_tier(tmp_path: Path, model: L
     with opened(tmp_path / "state", model, conversation_storage="disk") as rag:
         turn(rag, conversation(1), prompt_cache_key="mine")
         turn(rag, conversation(7), prompt_cache_key="other")
-        kept = rag.conversations
+        kept = rag.modules.conversations
         foreseen = kept.delete("mine", dry_run=True)
         assert (foreseen.conversations, foreseen.keys) == (1, ())
         assert foreseen.freed["disk"] > 0
@@ -205,7 +205,7 @@ def test_branches_evictions_and_deletions_change_no_answer(
                 branches.append(messages)
             match rng.randrange(8):
                 case 0:
-                    kept.conversations.delete(rng.choice((None, "one")))
+                    kept.modules.conversations.delete(rng.choice((None, "one")))
                 case 1:
                     kept.internals.shared.store.evict(
                         list(kept.internals.shared.store.memory.top.entries)

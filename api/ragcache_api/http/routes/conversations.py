@@ -32,7 +32,7 @@ class DeletedConversations(ConversationsResponse):
 @router.get("")
 def get_conversations(context: ContextDep) -> ConversationsResponse:
     """Return the bytes that conversations take."""
-    return ConversationsResponse(bytes=context.rag.conversations.sizes())
+    return ConversationsResponse(bytes=context.rag.modules.conversations.sizes())
 
 
 @router.delete("")
@@ -53,7 +53,7 @@ def delete_conversation(
 
 
 def _delete(context: ContextDep, name: str | None, dry_run: bool) -> DeletedConversations:
-    deleted = context.rag.conversations.delete(name, dry_run=dry_run)
+    deleted = context.rag.modules.conversations.delete(name, dry_run=dry_run)
     return DeletedConversations(
         bytes=deleted.freed, dry_run=dry_run, conversations=deleted.conversations
     )
