@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, takewhile
@@ -65,19 +66,38 @@ class PrefixKeys:
         token_ids: Sequence[int],
         position_ids: Sequence[int],
     ) -> None:
-        digest = hashlib.sha256(identity.encode())
-        ordered = sorted(segments, key=lambda each: each.start)
-        self.length = len(token_ids) // BLOCK * BLOCK
+        self._digest = hashlib.sha256(identity.encode())
+        self._digests = [self._digest.digest()]
+        self._segments = sorted(segments, key=lambda each: each.start)
+        self.length = 0
         """Number of tokens that may be in runs."""
-        self._digests = [digest.digest()]
-        for begin in range(0, self.length, BLOCK):
+        self._hash(token_ids, position_ids)
+
+    def extended(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> PrefixKeys:
+        """Return the keys of a prompt that begins with these tokens. Hashes only what follows.
+
+        Args:
+            token_ids: All of its tokens.
+            position_ids: Position of each token.
+        """
+        longer = copy(self)
+        longer._digest = self._digest.copy()
+        longer._digests, longer._segments = [*self._digests], [*self._segments]
+        longer._hash(token_ids, position_ids)
+        return longer
+
+    def _hash(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> None:
+        """Hash the blocks behind the tokens that are hashed already."""
+        end = len(token_ids) // BLOCK * BLOCK
+        for begin in range(self.length, end, BLOCK):
             here = slice(begin, begin + BLOCK)
             positions = position_ids[here]
-            while ordered and ordered[0].start < positions[-1]:  # the tokens attend to it
-                segment = ordered.pop(0)
-                digest.update(f"{segment.name} at {segment.start},".encode())
-            digest.update(struct.pack(f"<{2 * BLOCK}i", *token_ids[here], *positions))
-            self._digests.append(digest.digest())
+            while self._segments and self._segments[0].start < positions[-1]:
+                segment = self._segments.pop(0)  # the tokens attend to it
+                self._digest.update(f"{segment.name} at {segment.start},".encode())
+            self._digest.update(struct.pack(f"<{2 * BLOCK}i", *token_ids[here], *positions))
+            self._digests.append(self._digest.digest())
+        self.length = end
 
     def run(self, begin: int, end: int) -> PrefixRun:
         """Return the run of tokens begin:end, which are multiples of `BLOCK`."""
@@ -163,7 +183,7 @@ class Conversations:
             self.encoder.identity, context.segments, context.token_ids, context.position_ids
         )
         runs, lease = self._lease(self._find(keys, len(context.token_ids) - 1))
-        keeper = partial(self._keep_answer, context, runs, name) if keep else None
+        keeper = partial(self._keep_answer, context, keys, runs, name) if keep else None
         if lease is None:
             return ResumedContext(context, keep=keeper)
         tokens = Counter[str]()
@@ -196,12 +216,18 @@ class Conversations:
         return here, lease
 
     def _keep_answer(
-        self, context: Context, read: list[PrefixRun], name: str | None, computed: ComputedTokens
+        self,
+        context: Context,
+        prompt: PrefixKeys,
+        read: list[PrefixRun],
+        name: str | None,
+        computed: ComputedTokens,
     ) -> None:
         """Keep the states that were computed for an answer. Runs in the engine's thread.
 
         Args:
             context: The context of the whole prompt.
+            prompt: Keys of its runs.
             read: Runs of the prompt that were read.
             name: Name of the conversation.
             computed: Tokens that were computed behind these runs.
@@ -211,7 +237,7 @@ class Conversations:
         positions = (*context.position_ids[:begin], *computed.position_ids)
         if len(tokens) < self.least_tokens or len(self._arriving) > MOST_ARRIVING:
             return
-        keys = PrefixKeys(self.encoder.identity, context.segments, tokens, positions)
+        keys = prompt.extended(tokens, positions)
         runs = list(_new_runs(keys, begin, len(context.token_ids)))
         states = {
             run.key: computed.read(run.begin - begin, run.end - begin)
