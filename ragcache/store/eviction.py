@@ -134,15 +134,7 @@ class EvictionIndex:
         Returns:
             Keys of the states. None, if all states that may go are not enough.
         """
-        victims = self.victims(stays)
-        chosen: list[KVKey] = []
-        while need_bytes > 0:
-            key = next(victims, None)
-            if key is None:
-                return None
-            need_bytes -= self.get(key).nbytes
-            chosen.append(key)
-        return chosen
+        return _take(self.victims(stays), need_bytes, self.get)
 
 
 class TierEntries:
@@ -217,17 +209,30 @@ class TierEntries:
         Returns:
             Keys of the states. None, if all states that may go are not enough.
         """
+        return _take(self._victims(stays, conversation_bytes), need_bytes, self.get)
+
+    def _victims(self, stays: Callable[[KVKey], bool], conversation_bytes: int) -> Iterator[KVKey]:
         documents, conversations = self.documents.victims(stays), self.conversations.victims(stays)
-        chosen: list[KVKey] = []
         held = self.conversations.used_bytes
-        while need_bytes > 0:
+        while True:
             above = held > conversation_bytes
             queues = (conversations, documents) if above else (documents, conversations)
             key = next(queues[0], None) or next(queues[1], None)
             if key is None:
-                return None
-            nbytes = self.get(key).nbytes
-            held -= nbytes if key in self.conversations else 0
-            need_bytes -= nbytes
-            chosen.append(key)
-        return chosen
+                return
+            held -= self.get(key).nbytes if key in self.conversations else 0
+            yield key
+
+
+def _take(
+    victims: Iterator[KVKey], need_bytes: int, entry_of: Callable[[KVKey], KVEntry]
+) -> list[KVKey] | None:
+    """Take victims until `need_bytes` become free. Returns None if all of them are not enough."""
+    chosen: list[KVKey] = []
+    while need_bytes > 0:
+        key = next(victims, None)
+        if key is None:
+            return None
+        need_bytes -= entry_of(key).nbytes
+        chosen.append(key)
+    return chosen
