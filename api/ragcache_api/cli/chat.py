@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,7 @@ def _converse(talk: Talk) -> None:
             ui.print_error(error)
 
 
-class Talk:
+class Talk(ABC):
     """A conversation, as messages without the retrieved documents."""
 
     def __init__(self) -> None:
@@ -97,13 +98,13 @@ class Talk:
             del self.said[:2]
             ui.errors.print("[dim]the oldest question is forgotten: the window is full[/]")
 
+    @abstractmethod
     def stream(self, messages: Messages) -> AnswerStream | ServedAnswer | None:
         """Begin to answer messages, or return None if the window leaves no room for an answer.
 
         Raises:
             PromptTooLong: The messages do not fit the model's window.
         """
-        raise NotImplementedError
 
 
 class LocalTalk(Talk):

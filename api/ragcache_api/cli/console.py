@@ -106,7 +106,7 @@ def open_rag(options: ServiceOptions, **changes: Any) -> RagCache:
 def _shown_logs(name: str, show: Callable[[str], None]) -> Iterator[None]:
     """Show the INFO records of a logger, such as the progress of the conversion of a model."""
     logger, handler = logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]  # as logging allows
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

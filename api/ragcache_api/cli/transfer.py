@@ -39,11 +39,7 @@ def export_collection(
         f"{done.states:,} states written to {file} ({done.nbytes:,} bytes)",
         markup=False,
     )
-    if done.missing:
-        ui.console.print(
-            f"{done.missing:,} modules have no states; `ragcache warm {collection}` encodes them",
-            markup=False,
-        )
+    _print_missing(done.missing, collection)
 
 
 @expand_options
@@ -86,9 +82,13 @@ def import_collection(
         f"{done.states:,} states stored, {done.known:,} there already, {done.encoded:,} encoded",
         markup=False,
     )
-    if done.missing:
+    _print_missing(done.missing, done.collection)
+
+
+def _print_missing(modules: int, collection: str) -> None:
+    """Say how many modules have no states, if there are any."""
+    if modules:
         ui.console.print(
-            f"{done.missing:,} modules have no states; `ragcache warm {done.collection}` encodes "
-            "them",
+            f"{modules:,} modules have no states; `ragcache warm {collection}` encodes them",
             markup=False,
         )
