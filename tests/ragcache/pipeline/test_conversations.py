@@ -149,6 +149,23 @@ def test_conversations_survive_a_restart_on_disk(tmp_path: Path, model: LoadedMo
     assert set(answer.reuse.resumed_tokens) == {"disk"}
 
 
+def test_another_process_over_the_disk_resumes_a_conversation(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    """It opened the folder before the conversation began, and knows of no state of it."""
+    folder = tmp_path / "state"
+    with (
+        opened(folder, model, conversation_storage="disk") as one,
+        opened(folder, model, conversation_storage="disk") as other,
+    ):
+        turn(one, conversation(1))
+        first = turn(other, conversation(1, 2, 3), store=False)
+        turn(one, conversation(1, 2, 3))
+        second = turn(other, conversation(1, 2, 3, 4, 5), store=False)
+    assert set(first.reuse.resumed_tokens) == {"disk"}
+    assert resumed(second) > resumed(first) > 2 * BLOCK
+
+
 def test_memory_keeps_nothing_of_a_conversation_on_disk(rag: RagCache) -> None:
     for _ in range(3):
         turn(rag, conversation(1, 2, 3))
