@@ -187,13 +187,16 @@ def _read_checkpoint(
     """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
 
+    gguf = source.endswith(".gguf")
+    # A name that nothing answers to fails before transformers is imported, which takes seconds.
+    place = source if gguf else _local_or_hub(source)
     try:
         with quiet_loading():
             from transformers import AutoConfig, AutoTokenizer
 
             from ragcache.models.checkpoint import load_checkpoint
 
-            place = _converted(source) if source.endswith(".gguf") else _local_or_hub(source)
+            place = _converted(source) if gguf else place
             tokenizer = AutoTokenizer.from_pretrained(place)
             config = AutoConfig.from_pretrained(place)
             text = config.get_text_config(decoder=True)
