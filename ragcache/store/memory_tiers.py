@@ -22,6 +22,7 @@ from ragcache.store.tiers import Tier
 from ragcache.tiers import TIERS, shared_tiers
 
 _READING_SECONDS, _POLL_SECONDS = 1.0, 0.002  # limit and pause of waiting for a step that reads
+_SPARE_METADATA = 1024  # of absent states, which is not worth a search
 _ATTEMPTS = 4  # to allocate one extent, each after an eviction
 BLOB_ROUNDING = 4096
 """Maximum bytes by which a blob is larger than its states."""
@@ -215,6 +216,14 @@ class MemoryTiers:
             for key in [key for key, until in self.until.items() if until <= now]:
                 if not self.is_known(key):
                     del self.until[key]
+
+    def forget_metadata(self) -> None:
+        """Forget the metadata of absent states, where it has become more than half of all."""
+        with self.lock:
+            known = sum(len(index.entries) for index in self.every)
+            if len(self.metadata) > 2 * known + _SPARE_METADATA:
+                kept = [key for key in self.metadata if key in self.leases or self.is_known(key)]
+                self.metadata = {key: self.metadata[key] for key in kept}
 
     def expired(self, index: TierIndex, now: float) -> list[KVKey]:
         """Return the expired states of a tier that may be removed."""

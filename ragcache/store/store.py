@@ -397,6 +397,7 @@ class KVStore:
                 self.memory.expire(index, now)
             index.tier.settle()
         self.memory.forget_expirations(now)
+        self.memory.forget_metadata()
         self._keep_reused()
         self.persistent.discard_later()
         with suppress(LedgerUnavailable):

@@ -11,7 +11,7 @@ from ragcache.db import Database
 from ragcache.db.references import retire
 from ragcache.db.tables import JobStateTable
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.store import KVStore, LeaseRequest, admin
+from ragcache.store import KVStore, LeaseRequest, admin, memory_tiers
 from tests.ragcache.conftest import full_lease, make_key, make_states
 from tests.ragcache.store.conftest import (
     BLOCK,
@@ -208,6 +208,20 @@ def test_a_disk_evicts_for_blobs_whose_process_died(reopen: Open) -> None:
     store.disk.scan()  # as at opening
     fill(store, 5)
     assert set(store.disk.keys()) >= set(keys(3, 4, 5))
+
+
+def test_what_is_known_of_absent_states_is_forgotten(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while some of them are leased."""
+    monkeypatch.setattr(memory_tiers, "_SPARE_METADATA", 0)
+    store = reopen(10)
+    fill(store, *range(20))
+    store.evict(keys(*range(1, 20)))
+    with full_lease(store, keys(0, 20), Producer(), INGEST):
+        store.evict(keys(20))
+        store.sweep()
+        assert store.memory.metadata.keys() == set(keys(0, 20))
 
 
 def test_expired_states_go_with_the_sweep(store: KVStore) -> None:
