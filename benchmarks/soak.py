@@ -36,7 +36,7 @@ from soak_report import WARM_UP_SECONDS, SoakRun, draw
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from ragcache.db.database import database_url
+from ragcache.db.database import APPLICATION_NAME, database_url
 from ragcache.db.tables import Base
 from ragcache.evaluation import load_dataset
 
@@ -45,6 +45,9 @@ _START_SECONDS = 300.0  # until a service must be ready
 _OUTAGE_SECONDS = 8.0  # of PostgreSQL
 _BUDGETS = {"host_bytes": "96MiB", "disk_bytes": "192MiB", "private_bytes": "64MiB"}
 _REPLICA_DISK = "64MiB"  # less than all states take, so that it is full in minutes
+_SQLITE_SIZE = text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
+_POSTGRES_SIZE = text("SELECT pg_database_size(current_database())")
+_CONNECTIONS = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # else its kernels fill a gigabyte in some hours
@@ -196,24 +199,25 @@ class Probe:
         service, postgres = self.service, self.service.postgres
         events, self.events = self.events, []
         measured = [m for each in service.processes() if (m := self._process(each))]
-        backends: list[dict[str, Any]] = []
         if postgres is not None:
             every = family(postgres.process.pid)
-            backends = [m for each in every if (m := self._process(each))]
-            sums = {kind: sum(each[kind] for each in backends) for kind in ("memory", "rss")}
-            measured += [{"role": "postgres", "pid": 0, **sums}] if backends else []
+            if backends := [m for each in every if (m := self._process(each))]:
+                sums = {kind: sum(each[kind] for each in backends) for kind in ("memory", "mapped")}
+                measured.append({"role": "postgres", "pid": 0, **sums})
+        ledger = self._ledger()
         return {
             "at": round(time.monotonic() - self.begun, 2),
             "events": events,
             "processes": [each for each in measured if each["role"] != "other"],
-            "numbers": {"processes": len(measured), "connections": len(backends) or None},
+            "numbers": {"processes": len(measured), "connections": ledger.pop("connections", None)},
             "cpu": round(sum(self._cpu.values()), 2),
             "disk": {
                 name: _bytes_below(service.folder / name)
                 for name in ("state", "remote")
                 if (service.folder / name).exists()
             },
-            "ledger": self._ledger(),
+            "ledger": ledger,
+            "tiers": self.load.tiers(),
             "counts": dict(self.load.counts),
             "seconds": self.load.take_seconds(),
             "unexpected": list(self.load.unexpected),
@@ -221,14 +225,14 @@ class Probe:
 
     def _process(self, process: psutil.Process) -> dict[str, Any] | None:
         try:
-            role, memory = _role(process), process.memory_full_info()
+            role, memory = _role(process), process.memory_info()
             times = process.cpu_times()
             self._cpu[process.pid] = times.user + times.system
             return {
                 "role": role,
                 "pid": process.pid,
-                "memory": memory.uss,
-                "rss": memory.rss,
+                "memory": memory.rss - memory.shared,
+                "mapped": memory.shared,
                 "threads": process.num_threads(),
                 "descriptors": process.num_fds(),
             }
@@ -236,7 +240,7 @@ class Probe:
             return None  # it has just ended
 
     def _ledger(self) -> dict[str, Any]:
-        """Bytes and rows; empty while it does not answer."""
+        """Bytes, rows, and the service's connections to PostgreSQL; empty without an answer."""
         if self._engine is None:
             self._engine = create_engine(database_url(self.service.ledger))
         try:
@@ -245,10 +249,11 @@ class Probe:
                     name: connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one()
                     for name in Base.metadata.tables
                 }
-                size = "SELECT pg_database_size(current_database())"
-                if self.service.postgres is None:
-                    size = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
-                return {"bytes": connection.execute(text(size)).scalar_one(), "rows": rows}
+                size, found = _SQLITE_SIZE, {"rows": rows}
+                if self.service.postgres is not None:
+                    size, named = _POSTGRES_SIZE, {"name": APPLICATION_NAME}
+                    found["connections"] = connection.execute(_CONNECTIONS, named).scalar_one()
+                return found | {"bytes": connection.execute(size).scalar_one()}
         except SQLAlchemyError:
             self._engine.dispose()
             return {}

@@ -141,6 +141,13 @@ class MixedLoad:
             report: dict[str, Any] = _json(client.post("/admin/verify"))
         return report
 
+    def tiers(self) -> dict[str, list[int]]:
+        """Bytes and states of each tier; empty without an answer."""
+        with self._client() as client, suppress(httpx.HTTPError, WrongResponse):
+            listed = _json(client.get("/admin/tiers", timeout=5))["items"]
+            return {each["name"]: [each["used_bytes"], each["states"]] for each in listed}
+        return {}
+
     def _client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=90)
 
@@ -240,7 +247,8 @@ class MixedLoad:
 
     def _do_schema(self, client: httpx.Client, rng: random.Random) -> None:
         name = f"place{rng.randrange(1000)}"
-        fields = {name: {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}}
+        word = {"type": "string", "pattern": "^[a-z]{1,20}$"}  # the reader refuses empty strings
+        fields = {name: word, "sure": {"type": "boolean"}}
         schema = {
             "type": "object",
             "properties": fields,

@@ -35,6 +35,11 @@ Ts = TypeVarTuple("Ts")
 
 BUSY_SECONDS = 30.0  # how long a writer waits for another one of the same SQLite file
 _CONNECT_SECONDS = 5
+APPLICATION_NAME = "ragcache"
+"""Name of the connections in `pg_stat_activity`, unless the URL has an `application_name`."""
+CONNECTIONS_KEPT = 3
+"""Connections to PostgreSQL that a process keeps. More are closed after their use."""
+_MOST_CONNECTIONS = 15
 _REST_SECONDS = 1.0  # pause before a ledger that failed is read again
 _READS = {"ragcache_begin": "BEGIN"}
 _ONE_READ = {"ragcache_begin": None}  # one statement is a transaction by itself
@@ -267,10 +272,15 @@ def _engine(url: str, busy_seconds: float) -> Engine:
         event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
         return engine
-    arguments = {"connect_timeout": _CONNECT_SECONDS}
+    arguments = {"connect_timeout": _CONNECT_SECONDS, "fallback_application_name": APPLICATION_NAME}
     try:
         return create_engine(
-            url, connect_args=arguments, json_serializer=encode, pool_pre_ping=True
+            url,
+            connect_args=arguments,
+            json_serializer=encode,
+            pool_pre_ping=True,
+            pool_size=CONNECTIONS_KEPT,
+            max_overflow=_MOST_CONNECTIONS - CONNECTIONS_KEPT,
         )
     except ModuleNotFoundError as error:
         raise MissingExtra("PostgreSQL needs psycopg: pip install 'ragcache[postgres]'") from error

@@ -40,7 +40,7 @@ from ragcache.tiers import TIERS, persistent_tiers
 logger = logging.getLogger(__name__)
 
 _COMMIT_SECONDS = 30.0  # maximum duration of a transaction
-EVICTIONS_KEPT = 100_000
+EVICTIONS_KEPT = 1_000
 """Evictions that the ledger remembers."""
 
 # Columns that recording states again updates, in persistent tiers and in memory tiers.

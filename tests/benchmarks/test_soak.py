@@ -24,7 +24,7 @@ def make_points(value: Callable[[float], float], hours: float = 2) -> list[tuple
 
 def sample(at: float, **changes: Any) -> dict[str, Any]:
     """A sample of a service that is flat, but for the changes."""
-    service = {"role": "service", "pid": 7, "memory": 800 * MIB, "rss": 900 * MIB}
+    service = {"role": "service", "pid": 7, "memory": 800 * MIB, "mapped": 90 * MIB}
     flat = {
         "at": at, "events": [], "processes": [service | {"threads": 20, "descriptors": 30}],
         "numbers": {"processes": 1, "connections": 0}, "cpu": at / 4, "disk": {"state": 50 * MIB},

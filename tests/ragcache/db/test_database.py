@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import select, text
 
 from ragcache.db import Database, ledger_status, migrations
-from ragcache.db.database import StaleCache, Unchanged
+from ragcache.db.database import APPLICATION_NAME, CONNECTIONS_KEPT, StaleCache, Unchanged
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.db.tables import Base, NamespaceTable, SessionTable, StateTable
@@ -28,6 +28,7 @@ from ragcache.errors import (
     StoreUnwritable,
 )
 from ragcache.states import FORMAT_VERSION
+from tests.ragcache.conftest import postgres_schema
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +167,30 @@ def test_an_unreachable_postgresql_error_hides_the_password() -> None:
     with pytest.raises(LedgerUnavailable, match="does not answer") as caught:
         Database.open("postgresql://nobody:secret@/none?host=/nowhere")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("socket_enabled")
+def test_a_process_keeps_few_connections_to_postgresql() -> None:
+    """A peak takes more, which are closed after it."""
+    mine = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'of this test'")
+    with (
+        postgres_schema() as url,
+        closing(Database.open(f"{url}&application_name=of this test")) as d,
+    ):
+        with ExitStack() as peak:
+            readers = [peak.enter_context(d.reading()) for _ in range(CONNECTIONS_KEPT + 2)]
+            assert {reader.scalar(mine) for reader in readers} >= {CONNECTIONS_KEPT + 2}
+        with d.reading() as session:
+            assert session.scalar(mine) == CONNECTIONS_KEPT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("socket_enabled")
+def test_connections_to_postgresql_have_a_name() -> None:
+    shown = text("SHOW application_name")
+    with postgres_schema() as url, closing(Database.open(url)) as d, d.reading() as session:
+        assert session.scalar(shown) == APPLICATION_NAME
 
 
 def test_places_without_a_ledger_are_named(tmp_path: Path) -> None:
