@@ -58,7 +58,9 @@ class Collections:
     def delete(self, collection: str) -> int:
         """Delete a collection with its documents, and return how many it had."""
         namespace = self._namespace
-        return delete_documents(namespace.catalog, namespace.shared.store, collection)
+        deleted = delete_documents(namespace.catalog, namespace.shared.store, collection)
+        namespace.retrievers.retriever_for().indexes.update(collection)
+        return deleted
 
     def preview_deletion(
         self, collection: str, document_ids: Sequence[str] | None = None

@@ -99,6 +99,13 @@ class QuotableText:
     last_boundary: Ints
     """[N + 1]: the last word boundary up to each place."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the graph, about 40 for each byte of the text."""
+        edges = (self.first, self.tokens, self.ends, self.last_boundary)
+        starts = (self.start_tokens, self.start_ends, self.starts)
+        return len(self.raw) + sum(each.nbytes for each in edges + starts)
+
     @classmethod
     def of(cls, text: str, spellings: TokenSpellings, cuts: Sequence[int] = ()) -> QuotableText:
         """Build the graph of a text.

@@ -20,7 +20,7 @@ from ragcache.engine import Choice
 from ragcache.models import LoadedModel
 
 CONTEXT = 240  # maximum characters of a span's prefix and suffix
-_KEPT = 512  # graphs of modules in the cache, which evicts the least recently used
+_KEPT_BYTES = 2**24  # of graphs in the cache, which evicts the least recently used
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class Quotations:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._known: OrderedDict[int, QuotableText] = OrderedDict()
+        self._bytes = 0
         self._lock = threading.Lock()
 
     def of(self, modules: Sequence[ModuleRow]) -> QuotationSources:
@@ -131,7 +132,10 @@ class Quotations:
             for module in modules
         }
         with self._lock:
-            self._known.update(made)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            for number, text in made.items():
+                if number not in self._known:  # another thread may have made it as well
+                    self._known[number] = text
+                    self._bytes += text.nbytes
+            while self._bytes > _KEPT_BYTES:
+                self._bytes -= self._known.popitem(last=False)[1].nbytes
         return made

@@ -147,7 +147,7 @@ class Catalog:
         self._unchanged = Unchanged(database)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
-        self._token_ids: dict[int, tuple[int, ...]] = {}  # they never change
+        self._token_ids: dict[int, bytes] = {}  # int32 [tokens] by module; they never change
 
     @property
     def ledger_is_away(self) -> bool:
@@ -346,21 +346,19 @@ class Catalog:
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return the token ids of modules under this catalog's tokenizer, where stored."""
-        known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
+        remembered = self._token_ids.get  # another thread may clear them
+        known = {n: ids for n in module_ids if (ids := remembered(n)) is not None}
         missing = [number for number in module_ids if number not in known]
         if missing:
             with self._database.reading() as session:
                 known |= self._read_tokens(session, missing)
-        return known
+        return {n: tuple(np.frombuffer(ids, dtype="<i4").tolist()) for n, ids in known.items()}
 
-    def _read_tokens(
-        self, session: Session, module_ids: Sequence[int]
-    ) -> dict[int, tuple[int, ...]]:
+    def _read_tokens(self, session: Session, module_ids: Sequence[int]) -> dict[int, bytes]:
         statement = select(TokenTable.module_id, TokenTable.token_ids).where(
             TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
         )
-        rows = session.execute(statement)
-        found = {n: tuple(np.frombuffer(blob, dtype="<i4").tolist()) for n, blob in rows}
+        found: dict[int, bytes] = dict(session.execute(statement).tuples().all())
         if len(self._token_ids) + len(found) > _REMEMBERED:
             self._token_ids.clear()
         self._token_ids.update(found)

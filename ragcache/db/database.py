@@ -202,6 +202,7 @@ class Unchanged:
         if known is not None and known[0] == changes:
             value: T = known[1]
             return value
+        self._values.pop(name, None)  # the query may find nothing of this name any more
         value = query()
         if changes is not None:
             self._values[name] = changes, value

@@ -147,6 +147,9 @@ class CollectionIndexes:
     threads need the first index of a collection, one builds it and the others wait. More than
     `EMBEDDED_AT_ONCE` modules without a vector are embedded in the background. After a failure, a
     question starts that again after a pause of a second at first and a minute at most.
+
+    The index of a collection that any process has deleted goes with the next call that names it, or
+    with the first index of another collection.
     """
 
     def __init__(
@@ -177,9 +180,13 @@ class CollectionIndexes:
         before = self._indexes.get(collection)
         if before is None:
             return self._catalog.version(collection)
-        version, changes = self._catalog.version_and_changes(
-            collection, before.version, before.modules
-        )
+        try:
+            version, changes = self._catalog.version_and_changes(
+                collection, before.version, before.modules
+            )
+        except UnknownCollection:
+            self._forget(collection)
+            raise
         if changes is not None and changes.version.collection == before.version.collection:
             with self._lock(collection):
                 if self._indexes.get(collection) is before:  # nobody else has applied them
@@ -204,13 +211,15 @@ class CollectionIndexes:
             return index
         known = index.vectors is not None and index.vectors.dimension == dimension
         if not known or 0 < index.missing <= EMBEDDED_AT_ONCE:
-            index = self._with_vectors(collection, dimension)
+            index = self._with_vectors(collection, index, dimension)
         if index.missing:
             self._background.request(collection)
         return index
 
     def update(self, collection: str) -> None:
         """Apply a change to the index of a collection if it is built, so that no question has to.
+
+        The index of a deleted collection goes.
 
         If the ledger does not answer, the next question applies the change.
         """
@@ -234,14 +243,14 @@ class CollectionIndexes:
                 return
             dimension = self._dimension(collection, index)
             if dimension is not None and index.vectors is None:
-                index = self._with_vectors(collection, dimension, {})
+                index = self._with_vectors(collection, index, dimension, {})
             missing = index.without_vectors()
             made = self._stored_vectors(collection, dimension, [row.id for row in missing])
             rest = [row for row in missing if row.id not in made][:_EMBEDDED_IN_TURN]
             made |= self._embed_modules(rest, dimension)
             if made:
                 dimension = len(next(iter(made.values())))
-                index = self._with_vectors(collection, dimension, made)
+                index = self._with_vectors(collection, index, dimension, made)
             if index.missing:
                 self._background.request(collection)
 
@@ -269,8 +278,16 @@ class CollectionIndexes:
             known = {} if before is None else before.modules
             contents = self._catalog.reread_modules(collection, known)
             index = self._updated(collection, before, contents)
+            if before is None:
+                for deleted in self._indexes.keys() - self._catalog.versions().keys():
+                    self._forget(deleted)
             self._indexes[collection] = index
             return index
+
+    def _forget(self, collection: str) -> None:
+        """Remove what is kept of a collection. If it exists again, it is read again."""
+        for kept in (self._indexes, self._changing, self._embedding):
+            kept.pop(collection, None)
 
     def _updated(
         self, collection: str, before: CollectionIndex | None, contents: Contents
@@ -288,16 +305,20 @@ class CollectionIndexes:
         return CollectionIndex(contents.version, modules, before.words.update(texts), vectors)
 
     def _with_vectors(
-        self, collection: str, dimension: int, made: Mapping[int, np.ndarray] | None = None
+        self,
+        collection: str,
+        index: CollectionIndex,
+        dimension: int,
+        made: Mapping[int, np.ndarray] | None = None,
     ) -> CollectionIndex:
-        """Add vectors of one length to the index of a collection.
+        """Add vectors of one length to the index of a collection, or a later one of it.
 
         They are the vectors of the index, or else stored ones, and `made`. By default a few missing
         vectors are made now. An embedder that changed under its name leaves vectors of another
         length, which are not used.
         """
         with self._lock(collection):
-            index = self._indexes[collection]
+            index = self._indexes.get(collection, index)
             vectors = index.vectors
             if vectors is None or vectors.dimension != dimension:
                 stored = self._stored_vectors(collection, dimension)

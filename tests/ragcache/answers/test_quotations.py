@@ -16,7 +16,8 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
-from ragcache.answers.quotations import AnswerSpan
+from ragcache.answers.quotations import AnswerSpan, Quotations
+from ragcache.db import ModuleRow
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import InvalidRequest, LedgerUnavailable
 from ragcache.models import LoadedModel, wrap_causal
@@ -263,3 +264,16 @@ def test_without_the_ledger_quotations_have_their_offsets(rag: RagCache) -> None
     finally:
         event.remove(engine, "before_cursor_execute", fail)
     catalog.collections()
+
+
+def test_graphs_of_texts_are_kept_up_to_a_number_of_bytes(
+    tiny_reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [ModuleRow(n, f"{n}", "", "", f"Key {n} hangs in the yard.") for n in range(4)]
+    quotations = Quotations(tiny_reader)
+    first = quotations.of(rows[:1]).graphs[0]
+    assert quotations.of(rows[:1]).graphs[0] is first
+    monkeypatch.setattr("ragcache.answers.quotations._KEPT_BYTES", 3 * first.nbytes)
+    later = quotations.of(rows[1:]).graphs
+    assert quotations.of(rows[1:]).graphs == later, "graphs are equal only to themselves"
+    assert quotations.of(rows[:1]).graphs[0] is not first

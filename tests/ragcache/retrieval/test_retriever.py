@@ -610,6 +610,21 @@ def test_a_new_collection_of_the_same_name_has_its_own_index(
     assert found(retriever, "boat") == ["new"]
 
 
+def test_the_index_of_a_deleted_collection_goes(database: Database) -> None:
+    """At once where this process deletes it, or else with the first index of another one."""
+    catalog, retriever = opened(database)
+    for name in ("notes", "other", "plans"):
+        catalog.replace_documents(name, [document("a", "boat")])
+    for name in ("notes", "other"):
+        retriever.retrieve("boat", name, SearchParams())
+    catalog.delete_collection("notes")
+    retriever.indexes.update("notes")
+    assert retriever.indexes._indexes.keys() == {"other"}
+    catalog.delete_collection("other")
+    retriever.retrieve("boat", "plans", SearchParams())
+    assert retriever.indexes._indexes.keys() == {"plans"}
+
+
 class Other(Topics):
     """Another name."""
 
