@@ -172,7 +172,7 @@ def bench_overload(setting: OverloadSetting, progress: Progress) -> dict[str, An
         with RagCache.open(Path(place) / "state", embedding="none", force_modes=True) as rag:
             rag.ingest(_COLLECTION, [setting.documents])
             keys = {
-                name: rag.keys.create(name, "admin" if name == "heavy" else "user")[1]
+                name: rag.keys.create(name, role="admin" if name == "heavy" else "user")[1]
                 for name in ("heavy", "light")
             }
         with _service(Path(place) / "state", setting) as (process, port):

@@ -212,7 +212,7 @@ def foreign_first_tokens(rag: RagCache, port: int, runs: int) -> dict[str, Any]:
     draw = random.Random(7)
     texts = [_text(draw) for _ in range(runs)]
     rag.within("red").ingest("texts", [SourceDocument(str(n), t) for n, t in enumerate(texts)])
-    red, blue = (rag.keys.create(name, "user", name)[1] for name in ("red", "blue"))
+    red, blue = (rag.keys.create(name, namespace=name)[1] for name in ("red", "blue"))
     name = rag.stats().model
     times: dict[str, list[float]] = {"own": [], "foreign": [], "unknown": []}
     with ClientProcess(port) as client:

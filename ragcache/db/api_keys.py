@@ -15,15 +15,13 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from ragcache.config import NAMESPACE, check_namespace
 from ragcache.db.database import Database, StaleCache
 from ragcache.db.sql import namespace_id
 from ragcache.db.tables import ApiKeyTable, NamespaceTable
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
+from ragcache.params import KeyParams, TakesOptions
 
 logger = logging.getLogger(__name__)
-
-ROLES = ("user", "admin")
 
 _MARK = "rc-"
 _SECRET_BYTES = 32
@@ -33,21 +31,18 @@ _AGE = 10.0  # seconds after which keys are read again
 _SEARCH_SECONDS = 1.0  # between two searches for secrets that are not among the keys in memory
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKeyRow:
+class ApiKeyRow(KeyParams):
     """An API key, without its secret. Times are Unix seconds."""
 
     id: int
     name: str
-    role: str
-    namespace: str
     prefix: str
     """First characters of the secret."""
     created_at: float
-    last_used: float | None
-    revoked_at: float | None
-    pin_bytes: int = 0
-    """Most bytes of states that its holder keeps from eviction."""
+    last_used: float | None = None
+    """Unset until the key is used."""
+    revoked_at: float | None = None
+    """Unset while the key is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +87,38 @@ class ApiKeys:
         self._used: dict[int, float] = {}
         self._lock = threading.Lock()
 
-    def create(
-        self, name: str, role: str = "user", namespace: str = NAMESPACE, pin_bytes: int = 0
-    ) -> tuple[ApiKeyRow, str]:
+    @TakesOptions(KeyParams)
+    def create(self, name: str, options: KeyParams) -> tuple[ApiKeyRow, str]:
         """Create a key, and return it with its secret.
 
         Args:
             name: Name to list the key under.
-            role: `user` or `admin`.
-            namespace: Namespace that the key opens.
-            pin_bytes: Most bytes of states that its holder keeps from eviction. Operators have no
-                limit.
+            options: The options of the key.
 
         Raises:
-            ConfigurationError: The name, the role or the budget cannot be used.
+            ConfigurationError: The name or an option cannot be used.
+
+        Example:
+            >>> from ragcache import RagCache
+            >>> with RagCache.open("state") as rag:
+            ...     key, secret = rag.keys.create("page", role="admin")
         """
-        if role not in ROLES:
-            raise ConfigurationError(f"unknown role {role!r}; roles: {', '.join(ROLES)}")
         if not name.strip() or len(name) > _NAME:
             raise ConfigurationError(f"a key needs a name of 1 to {_NAME} characters")
-        if pin_bytes < 0:
-            raise ConfigurationError(f"pin_bytes is {pin_bytes}; it must be 0 or more")
-        check_namespace(namespace)
         secret = _MARK + secrets.token_urlsafe(_SECRET_BYTES)
         prefix, now = secret[:_SHOWN], time.time()
         with self._database.transaction() as session:
             row = ApiKeyTable(
                 name=name,
-                role=role,
-                namespace_id=namespace_id(session, namespace),
+                namespace_id=namespace_id(session, options.namespace),
                 prefix=prefix,
                 digest=_digest(secret),
-                pin_bytes=pin_bytes,
                 created_at=now,
+                **options.model_dump(exclude={"namespace"}),
             )
             session.add(row)
             session.flush()
-            made = _row(row, namespace)
+            made = _row(row, options.namespace)
         self._forget()
         return made, secret
 
@@ -237,14 +227,5 @@ def _select() -> Any:
 
 
 def _row(key: ApiKeyTable, namespace: str) -> ApiKeyRow:
-    return ApiKeyRow(
-        key.id,
-        key.name,
-        key.role,
-        namespace,
-        key.prefix,
-        key.created_at,
-        key.last_used,
-        key.revoked_at,
-        key.pin_bytes,
-    )
+    names = ApiKeyRow.model_fields.keys() - {"namespace"}
+    return ApiKeyRow(namespace=namespace, **{name: getattr(key, name) for name in names})

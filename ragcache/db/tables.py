@@ -381,6 +381,8 @@ class ApiKeyTable(Base):
     """SHA-256 of the secret, which is stored nowhere."""
     pin_bytes: Mapped[int] = mapped_column(default=0)
     """Most bytes of states that its holder keeps from eviction."""
+    recognize_recurring: Mapped[bool] = mapped_column(default=True)
+    """Whether texts that recur in its holder's prompts are read from states."""
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]

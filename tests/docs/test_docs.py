@@ -84,6 +84,29 @@ def test_readme_commands_exist() -> None:
     assert {"ingest", "ask", "serve"} <= names <= set(commands.commands)
 
 
+def options_of(command: Any) -> set[str]:
+    """The long options of a command, and of the commands below it."""
+    own = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    below = getattr(command, "commands", {}).values()
+    return own.union(*(options_of(each) for each in below))
+
+
+COMMAND = re.compile(r"(?:^|`|\$ )ragcache (\w+)([^`\n#|]*)", re.MULTILINE)
+
+
+def test_options_of_commands_in_the_pages_exist() -> None:
+    commands, pages = get_command(app).commands, [REPOSITORY / "README.md"]
+    pages += (REPOSITORY / "docs").rglob("*.md")
+    known = {name: options_of(load_command(name)) | {"--help"} for name in commands}
+    wrong = [
+        f"{page.name}: {found[0]}"
+        for page in pages
+        for found in COMMAND.finditer(page.read_text(encoding="utf-8"))
+        if set(re.findall(r" (--[a-z-]+)", found[2])) - known.get(found[1], set())
+    ]
+    assert not wrong
+
+
 PML = (REPOSITORY / "docs/guides/pml.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```([a-z ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError, MissingExtra
+from ragcache.params import KeyParams
 from ragcache_api.cli import console as ui
-from ragcache_api.cli.options import LEDGER, STORE, Offer, expand_options
+from ragcache_api.cli.options import ENCODING, LEDGER, STORE, Offer, expand_options
 from ragcache_api.cli.progress import progress_bar
 from ragcache_api.service_options import ServiceOptions
 
@@ -35,12 +35,8 @@ keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True
 @expand_options
 def create_key(
     name: Annotated[str, typer.Argument(help="The name of its holder.")],
+    params: KeyParams,
     options: Annotated[ServiceOptions, LEDGER],
-    role: Annotated[str, typer.Option(help="user or admin.")] = "user",
-    namespace: Annotated[str, typer.Option(help="The namespace that it opens.")] = "default",
-    pin_bytes: Annotated[
-        str, typer.Option(help="Most bytes of states that a user may pin, such as 256MiB.")
-    ] = "0",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
@@ -49,9 +45,9 @@ def create_key(
         settings.state.mkdir(0o700, parents=True, exist_ok=True)
         settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
     with _keys(settings) as keys:
-        row, secret = keys.create(name, role, namespace, parse_bytes(pin_bytes))
+        row, secret = keys.create(name, **params.given())
     if as_json:
-        ui.print_json({**asdict(row), "secret": secret})
+        ui.print_json({**row.model_dump(), "secret": secret})
         return
     typer.echo(secret)
     holder = f"{row.role}, namespace {row.namespace}"
@@ -68,7 +64,7 @@ def list_keys(
     with _keys(ui.read_settings(options)) as keys:
         rows = keys.list()
     if as_json:
-        ui.print_json(rows)
+        ui.print_json([row.model_dump() for row in rows])
     elif not rows:
         ui.console.print("no keys yet; `ragcache keys create` makes one")
     else:
@@ -447,7 +443,7 @@ def _check_state(settings: ServiceSettings) -> str:
         return f"{len(list_modules(database))} modules in {settings.state}"
 
 
-SERVING = Offer(("model", "dtype", "embedding", "instruction", "state", "host", "port", "replicas"))
+SERVING = Offer((*ENCODING.names, "embedding", "conversation_storage", "host", "port", "replicas"))
 
 
 @expand_options

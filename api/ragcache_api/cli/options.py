@@ -19,7 +19,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from ragcache.errors import ConfigurationError
-from ragcache.params import GenerationParams, Params, SearchParams
+from ragcache.params import GenerationParams, KeyParams, Params, SearchParams
 from ragcache.params.base import bounds, with_signature
 from ragcache_api.service_options import ServiceOptions
 
@@ -79,6 +79,7 @@ PANELS: dict[type[Params], str] = {
     GenerationParams: "Answer",
     SearchParams: "Search",
     ServiceOptions: "Folder and model",
+    KeyParams: "Key",
 }
 LEDGER = Offer(("ledger", "state"))
 """Options of commands that read or change the ledger only."""
@@ -138,12 +139,12 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
     is_union = isinstance(field.annotation, UnionType) or get_origin(field.annotation) is Union
     kinds = get_args(field.annotation) if is_union else (field.annotation,)
     kinds = tuple(each for each in kinds if each is not type(None))
-    shapes = [get_origin(each) or each for each in kinds]
+    shapes = [_shape(each) for each in kinds]
     more: dict[str, Any] = {"help": _help(model, name, field), "rich_help_panel": PANELS[model]}
     kind: Any = str
     if shapes == [bool]:
         kind = bool
-        flags = (f"{flags[0]}/--no-{flags[0][2:]}",) if field.default is None else flags
+        flags = flags if field.default is False else (f"{flags[0]}/--no-{flags[0][2:]}",)
     elif shapes == [Literal]:
         more["metavar"] = "|".join(get_args(kinds[0]))
     elif Mapping in shapes:
@@ -156,6 +157,12 @@ def _option(model: type[Params], name: str) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
+
+
+def _shape(kind: Any) -> Any:
+    """Return the class of a type, such as `int` of `Annotated[int, Field(ge=1)]`."""
+    origin = get_origin(kind)
+    return _shape(get_args(kind)[0]) if origin is Annotated else origin or kind
 
 
 def _help(model: type[Params], name: str, field: FieldInfo) -> str:

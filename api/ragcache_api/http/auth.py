@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
 from ragcache.errors import MissingExtra
+from ragcache.params import KeyParams
 from ragcache_api.http.browser import open_paths
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.incoming import (
@@ -56,20 +57,22 @@ _OWN_SITES = ("same-origin", "none")  # `none`: the user typed or opened the add
 class Caller:
     """The sender of a request."""
 
-    role: str
-    """`user` or `admin`."""
-    namespace: str
+    options: KeyParams
+    """Options of the request's key."""
     bucket: str
     """Name under which the caller's requests are counted against the rate."""
     key: int | None = None
     """Id of the API key. Unset while no key exists."""
-    pin_bytes: int = 0
-    """Most bytes of states that a user keeps from eviction."""
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the caller works in."""
+        return self.options.namespace
 
     @property
     def is_operator(self) -> bool:
         """Whether the caller may see what all namespaces share."""
-        return self.role == "admin" and self.namespace == NAMESPACE
+        return self.options.role == "admin" and self.namespace == NAMESPACE
 
     def require_operator(self) -> None:
         """Raise `HTTPProblem` (403) unless the caller may see what all namespaces share."""
@@ -118,7 +121,7 @@ class AccessMiddleware:
         caller = await self._identify(secret_of(headers), address)
         if caller.key is None:
             self._check_origin(headers)
-        if _ADMIN.match(path) and caller.role != "admin":
+        if _ADMIN.match(path) and caller.options.role != "admin":
             raise HTTPProblem(403, "forbidden", "this key's role is not `admin`")
         await self._rate.hit(caller.bucket)
         return caller
@@ -133,7 +136,7 @@ class AccessMiddleware:
         if verdict is None:
             verdict = await to_thread.run_sync(self._keys.check, secret, limiter=self._threads)
         if not verdict.exist:
-            return Caller("admin", NAMESPACE, address)
+            return Caller(KeyParams(role="admin"), address)
         row = verdict.key
         if row is None:
             raise HTTPProblem(
@@ -143,7 +146,7 @@ class AccessMiddleware:
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},
             )
-        return Caller(row.role, row.namespace, f"key {row.id}", row.id, row.pin_bytes)
+        return Caller(row, f"key {row.id}", row.id)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse calls of other sites' pages while no key exists. Raises `HTTPProblem` (403).

@@ -59,13 +59,13 @@ def open_conversation(
         documents: Documents to answer from, in place of a collection.
         keep: Texts to keep as modules, and the seconds for which they are kept.
     """
-    rag, options = AsyncRagCache(context.rag), body.reading()
+    rag, options, key = AsyncRagCache(context.rag), body.reading(), context.caller.options
     if body.collection is not None:
         options = body.retrieval() | context.selection | {"collection": body.collection}
     options |= {
         "tools": tools,
         "recognize": recognize,
-        "recognize_recurring": body.recognize_recurring,
+        "recognize_recurring": body.recognize_recurring and key.recognize_recurring,
         "documents": documents,
         "keep": keep or {},
         "keeper": context.keeper,

@@ -123,7 +123,8 @@ class RequestContext:
         """The caller as the owner of pins. Administrators have no budget."""
         caller = self.caller
         name = "" if caller.key is None else f"key {caller.key}"
-        return Keeper(name, None if caller.role == "admin" else caller.pin_bytes)
+        options = caller.options
+        return Keeper(name, None if options.role == "admin" else options.pin_bytes)
 
     @property
     def objects(self) -> StoredObjects:

@@ -45,6 +45,8 @@ def test_a_key_is_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:
 def test_key_errors_are_named(run: Run) -> None:
     error_of(run("keys", "ls"), "NoState")
     error_of(run("keys", "create", "page", "--role", "root"), "ConfigurationError")
+    error_of(run("keys", "ls"), "NoState")
+    error_of(run("keys", "create", " "), "ConfigurationError")
     assert "no keys yet" in run("keys", "ls")[1]
     error_of(run("keys", "revoke", "7"), "UnknownKey")
 

@@ -340,7 +340,7 @@ def test_without_replicas_the_gateway_says_so(cluster: LocalCluster) -> None:
 def test_keys_rates_and_tenants(cluster: LocalCluster, replicas: LocalReplicas) -> None:
     """The last test of this file: from the first key on, each request needs one."""
     keys = cluster.rags[0].keys
-    a, b = (keys.create(name, "user", name)[1] for name in ("tenant-a", "tenant-b"))
+    a, b = (keys.create(name, namespace=name)[1] for name in ("tenant-a", "tenant-b"))
     as_a, as_b = ({"Authorization": f"Bearer {key}"} for key in (a, b))
     cluster.rags[0].within("tenant-a").ingest("notes", cluster.folder / "notes" / "leave.md")
     flush(cluster)

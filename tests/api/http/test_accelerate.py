@@ -11,8 +11,37 @@ import pytest
 from ragcache import RagCache
 from ragcache.models import LoadedModel
 from tests.api.http.conftest import client_of
+from tests.conftest import REPOSITORY
 
-TRACE = Path(__file__).parents[3] / "examples" / "open_webui" / "trace.jsonl"
+TRACE = REPOSITORY / "examples" / "open_webui" / "trace.jsonl"
+
+
+PAGE = (REPOSITORY / "examples/handbook/cold-store.md").read_text(encoding="utf-8")
+
+
+def test_a_key_without_recurring_texts_reads_none(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path / "state", quick_reader, embedding="none", force_modes=True) as rag:
+        client = client_of(rag)
+        cached = {}
+        operator = rag.keys.create("operator", role="admin")[1]
+        for recognize in (True, False):
+            body = {"name": "chat", "namespace": f"n{recognize}", "recognize_recurring": recognize}
+            headers = {"Authorization": f"Bearer {operator}"}
+            made = client.post("/admin/keys", json=body, headers=headers).json()
+            assert made["recognize_recurring"] is recognize
+            headers = {"Authorization": f"Bearer {made['secret']}"}
+            for turn in ("One.", "Another one.", "A third."):
+                body = {
+                    "messages": [{"role": "user", "content": f"{turn}\n\n{PAGE}\n\nWho?"}],
+                    "max_tokens": 1,
+                }
+                answer = client.post("/v1/chat/completions", json=body, headers=headers)
+                usage = answer.json()["usage"]
+                rag.internals.shared.observing.submit(int).result()
+            cached[recognize] = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached[True] > 96 > cached[False]
 
 
 @pytest.mark.slow

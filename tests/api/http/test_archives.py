@@ -84,7 +84,7 @@ def test_archives_are_for_administrators(
 ) -> None:
     with RagCache.open(tmp_path / "keyed", quick_reader) as rag, client_of(rag) as client:
         user, tenant = (
-            {"Authorization": f"Bearer {rag.keys.create(name, role, namespace)[1]}"}
+            {"Authorization": f"Bearer {rag.keys.create(name, role=role, namespace=namespace)[1]}"}
             for name, role, namespace in (("u", "user", "default"), ("t", "admin", "tenant"))
         )
         for method in ("GET", "PUT"):

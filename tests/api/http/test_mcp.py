@@ -34,7 +34,7 @@ def keyed(tmp_path: Path, quick_reader: LoadedModel) -> Iterator[tuple[RagCache,
     with RagCache.open(tmp_path / "keyed", quick_reader, max_tokens=4) as rag:
         rag.ingest("tides", [_note("tide", "The tide is out at six.")])
         rag.within("tenant").ingest("boats", [_note("boat", "The boat is blue.")])
-        keys = {name: rag.keys.create(name, "user", name)[1] for name in ("default", "tenant")}
+        keys = {name: rag.keys.create(name, namespace=name)[1] for name in ("default", "tenant")}
         yield rag, keys
 
 

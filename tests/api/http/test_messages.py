@@ -270,7 +270,7 @@ def test_models_have_the_fields_of_anthropic(client: TestClient) -> None:
 
 
 def test_keys_come_in_anthropics_header(rag: RagCache) -> None:
-    row, secret = rag.keys.create("tenant", "admin")
+    row, secret = rag.keys.create("tenant", role="admin")
     try:
         with client_of(rag) as client:
             refused = send(client)

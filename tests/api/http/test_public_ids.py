@@ -23,7 +23,7 @@ def two(
         for name in "abc":
             rag.within("red").ingest("notes", [SourceDocument(name, f"The leaf {name} is red.")])
         with client_of(rag) as client:
-            secret = rag.keys.create("red", "admin", "red")[1]
+            secret = rag.keys.create("red", role="admin", namespace="red")[1]
             yield client, rag, {"Authorization": f"Bearer {secret}"}
 
 
@@ -54,7 +54,7 @@ def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
     two: tuple[TestClient, RagCache, dict[str, str]],
 ) -> None:
     client, rag, red = two
-    operator = {"Authorization": f"Bearer {rag.keys.create('operator', 'admin')[1]}"}
+    operator = {"Authorization": f"Bearer {rag.keys.create('operator', role='admin')[1]}"}
     rag.ingest("own", [SourceDocument(name, f"The leaf {name} is green.") for name in "xy"])
     rag.ingest("more", [SourceDocument("z", "The leaf z is green.")])
     for headers in (red, operator):
@@ -100,7 +100,7 @@ def tenants(
     with RagCache.open(folder / "state", quick_reader) as rag, client_of(rag) as client:
         rag.within("red").ingest("notes", write_notes(folder / "notes"))
         headers = [
-            {"Authorization": f"Bearer {rag.keys.create(name, 'admin', name)[1]}"}
+            {"Authorization": f"Bearer {rag.keys.create(name, role='admin', namespace=name)[1]}"}
             for name in ("red", "blue")
         ]
         yield client, headers[0], headers[1]

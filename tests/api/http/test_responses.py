@@ -335,7 +335,7 @@ def test_an_unused_store_expires_with_its_documents(
 
 
 def test_files_of_a_tenant_are_its_own(rag: RagCache) -> None:
-    rows = [rag.keys.create("operator", "admin"), rag.keys.create("b", "user", "tenant")]
+    rows = [rag.keys.create("operator", role="admin"), rag.keys.create("b", namespace="tenant")]
     try:
         with client_of(rag) as client:
             first, second = ({"Authorization": f"Bearer {secret}"} for _, secret in rows)

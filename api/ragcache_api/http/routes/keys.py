@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 from pydantic import Field
 
 from ragcache.config import NAMESPACE
-from ragcache_api.http.bodies import PathName
+from ragcache.db import ApiKeyRow
+from ragcache.params import KeyParams, Surface
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import PageOf, PageQuery, RequestModel, ResponseModel, problems
+from ragcache_api.http.protocol import PageOf, PageQuery, problems
 from ragcache_api.http.service import ContextDep
 
 router = APIRouter(prefix="/admin/keys", tags=["keys"], responses=problems(500, 507))
-Role = Literal["user", "admin"]
 
 
-class KeyRequest(RequestModel):
+class KeyRequest(Surface, KeyParams):
     """A key to create."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     """Name to list the key under, 1 to 100 characters."""
-    role: Role = "user"
-    """`user` may ask and ingest; `admin` may also use `/admin`."""
-    namespace: PathName = NAMESPACE
-    """Namespace that the key opens."""
-    pin_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Most bytes of states that a `user` keeps from eviction. `admin` has no limit."""
 
 
-class KeyResponse(ResponseModel):
+class KeyResponse(ApiKeyRow):
     """A key without its secret."""
 
-    id: int
-    name: str
-    role: Role
-    namespace: str
-    prefix: str
-    """First characters of the secret."""
-    created_at: float
-    """Unix seconds."""
-    last_used: float | None
-    """Unix seconds. Null for a key that was never used."""
-    revoked_at: float | None
-    """Unix seconds. Null for a valid key."""
-    pin_bytes: int
-    """Most bytes of states that a `user` keeps from eviction."""
     current: bool = False
     """Whether this request came with the key."""
 
@@ -62,12 +42,12 @@ class KeyCreatedResponse(KeyResponse):
 def list_keys(context: ContextDep, page: PageQuery) -> PageOf[KeyResponse]:
     """List all keys, including revoked ones, oldest first."""
     context.caller.require_operator()
-    listed = [KeyResponse.model_validate(row) for row in context.rag.keys.list()]
     current = context.caller.key
-    return page.cut(
-        [each.model_copy(update={"current": each.id == current}) for each in listed],
-        lambda key: f"{key.id:020}",
-    )
+    listed = [
+        KeyResponse(**row.model_dump(), current=row.id == current)
+        for row in context.rag.keys.list()
+    ]
+    return page.cut(listed, lambda key: f"{key.id:020}")
 
 
 @router.post("", status_code=201, responses=problems(409))
@@ -85,9 +65,9 @@ def create_key(body: KeyRequest, context: ContextDep, response: Response) -> Key
             "the first key closes the service to requests without one, so it has to be an "
             f"operator's: role `admin`, namespace {NAMESPACE!r}",
         )
-    row, secret = keys.create(body.name, body.role, body.namespace, body.pin_bytes)
+    row, secret = keys.create(body.name, **KeyParams.part_of(body).given())
     response.headers["Cache-Control"] = "no-store"
-    return KeyCreatedResponse(**KeyResponse.model_validate(row).model_dump(), secret=secret)
+    return KeyCreatedResponse(**row.model_dump(), secret=secret)
 
 
 @router.delete("/{key}", responses=problems(409))
@@ -106,4 +86,4 @@ def revoke_key(key: Annotated[int, Path(ge=1, lt=2**63)], context: ContextDep) -
         )
     keys = context.rag.keys
     keys.revoke(key)
-    return KeyResponse.model_validate(next(row for row in keys.list() if row.id == key))
+    return KeyResponse(**next(row for row in keys.list() if row.id == key).model_dump())
