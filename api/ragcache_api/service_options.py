@@ -34,8 +34,10 @@ class ServiceOptions(OpenConfig):
 
     model: str | None = None
     """A model folder, hub name or GGUF file. The embedded reader by default."""
-    served_name: Annotated[str | None, Field(pattern=r"^[^@\s]{1,200}$")] = None
-    """The model's id for OpenAI's clients, without `@`. The last part of `model` by default."""
+    served_name: Annotated[str | None, Field(max_length=200, pattern=r"^[^/\s]+(/[^/\s]+)*$")] = (
+        None
+    )
+    """The model's id for clients. The last part of `model` by default."""
     embedding: str = "auto"
     """Retrieval by meaning: `auto`, `minilm`, `none`, or a folder or hub name."""
     reranker: str | None = None

@@ -260,7 +260,7 @@ PROGRAMS = (
         group="Programs",
         expects=(ANSWER, SOURCE, " office", SOURCE, "[DONE]"),
         note="Its page lists `ragcache-reader` and one model for each collection, "
-        "`ragcache-reader@handbook`. Answers of these show their sources. A model that follows "
+        "`ragcache-reader/handbook`. Answers of these show their sources. A model that follows "
         "instructions writes titles, tags and follow-up questions; with the embedded reader, turn "
         "them off (Admin Panel, Settings, Interface).",
     ),

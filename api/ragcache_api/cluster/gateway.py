@@ -53,6 +53,7 @@ from ragcache_api.http.dispatch import AnsweredRequest, answered_by, parse_body
 from ragcache_api.http.envelope import REQUEST_ID_HEADER, Envelope, request_id, stream_error
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.incoming import wait_for_disconnect
+from ragcache_api.http.model_ids import served_name_of
 from ragcache_api.settings import ServiceSettings
 from ragcache_schemas import PMLError, parse_prompt
 
@@ -126,6 +127,8 @@ class Gateway:
     """Seconds that catalogs stay usable while the ledger does not answer."""
     embedder: Embeddings | None
     reranker: Reranker | None
+    served_name: str
+    """Id of the served model for clients."""
     watch: SessionWatch
     """Finds replicas that are halted, or that ended unnoticed."""
     retried: int = 0
@@ -204,7 +207,8 @@ class Gateway:
             body = await Request(scope, receive).body()
         except ClientDisconnect:
             raise HTTPProblem(499, "client-gone", "the client went away") from None
-        asked = parse_body(scope["path"], body) if scope["method"] == "POST" else None
+        posted = scope["method"] == "POST"
+        asked = parse_body(scope["path"], body, self.served_name) if posted else None
         reads = RequestReads()
         if asked is not None:
             reads = await asyncio.to_thread(self._locate, scope["state"]["caller"], asked)
@@ -382,6 +386,7 @@ def create_gateway(
         settings.stale_seconds,
         resolve_embedder(settings.embedding),
         resolve_reranker(settings.reranker),
+        served_name_of(settings),
         SessionWatch(database),
     )
     logged = AccessLog.around(AccessMiddleware(gateway, keys, settings), settings.access_log)

@@ -255,7 +255,7 @@ class CountTokensRequest(Surface, Asking):
         "max_new_tokens": "give max_tokens",
     }
     model: Annotated[str, Field(max_length=1000)]
-    """Id of the served model, alone or as `MODEL@COLLECTION`."""
+    """Id of the served model, alone or as `MODEL/COLLECTION`."""
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     """The conversation, oldest message first."""
     system: TextBlocks | None = None

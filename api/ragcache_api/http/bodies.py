@@ -24,6 +24,7 @@ from ragcache_api.http.client_fields import (
     UnservedField,
 )
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.model_ids import collection_in
 
 _NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
 PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
@@ -191,7 +192,7 @@ class GenerationRequest(Asking, ClientOptions):
     """Fields of OpenAI and vLLM that are refused."""
 
     model: Annotated[str, Field(max_length=1000)] = ""
-    """Id of the served model, alone or as `MODEL@COLLECTION`. May be left out."""
+    """Id of the served model, alone or as `MODEL/COLLECTION`. May be left out."""
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the probability to sample from, 0 to 1. 0 takes the likeliest token."""
     stream: bool = False
@@ -202,17 +203,17 @@ class GenerationRequest(Asking, ClientOptions):
     recognize_recurring: bool = True
     """Read texts that recur in the prompts of the key's namespace from states."""
 
-    def addressed(self, base: str | None) -> Self:
+    def addressed(self, served: str, base: str | None) -> Self:
         """Return the request with the collection that its URL, model's id or own field names.
 
         Args:
+            served: Id of the served model.
             base: The collection that the base URL names.
 
         Raises:
-            HTTPProblem: (400) The request names several collections.
+            HTTPProblem: (404) The request names another model. (400) It names several collections.
         """
-        _, collection = split_model_id(self.model)
-        named = named_collection(base, collection, self.collection)
+        named = named_collection(base, collection_in(self.model, served), self.collection)
         return self.model_copy(update={"collection": named})
 
     def generation(self, deadline: float, **own: Any) -> GenerationParams:
@@ -340,12 +341,6 @@ class CompletionRequest(Surface, GenerationRequest):
 
 class TranslatedRequest(ChatRequest):
     """A chat that came in another interface than OpenAI's chat completions."""
-
-
-def split_model_id(model_id: str) -> tuple[str, str | None]:
-    """Return the model and the collection of an id, `MODEL` or `MODEL@COLLECTION`."""
-    model, _, collection = model_id.partition("@")
-    return model, collection or None
 
 
 def named_collection(*names: str | None) -> str | None:

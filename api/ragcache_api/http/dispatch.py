@@ -39,10 +39,15 @@ def answered_by(path: str) -> tuple[type[BaseModel] | None, str | None]:
     return _ROUTES.get(route), base
 
 
-def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
+def parse_body(path: str, body: bytes, served: str) -> AnsweredRequest | None:
     """Parse a request for an answer, with the collection that it names anywhere.
 
     A request of another interface becomes a chat. Another path or an invalid body gives None.
+
+    Args:
+        path: Path of the request.
+        body: Body of the request.
+        served: Id of the served model.
     """
     model, base = answered_by(path)
     if model is None:
@@ -50,7 +55,7 @@ def parse_body(path: str, body: bytes) -> AnsweredRequest | None:
     try:
         parsed = model.model_validate_json(body)
         asked = _translated(parsed)
-        return asked.addressed(base) if isinstance(asked, GenerationRequest) else asked
+        return asked.addressed(served, base) if isinstance(asked, GenerationRequest) else asked
     except (ValidationError, HTTPProblem):
         return None
 

@@ -23,8 +23,7 @@ def addressed(body: Body, context: RequestContext) -> Body:
     Raises:
         HTTPProblem: (404) The model is not served. (400) The request names several collections.
     """
-    context.service.check_served(body.model)
-    return body.addressed(context.base_collection)
+    return body.addressed(context.service.served_name, context.base_collection)
 
 
 def open_question(

@@ -179,7 +179,7 @@ class ResponsesRequest(Surface, Asking):
     unserved: ClassVar[Mapping[str, UnservedField]] = UNSERVED_IN_RESPONSES
     """Fields that are refused."""
     model: Annotated[str, Field(max_length=1000)] = ""
-    """Id of the served model, alone or as `MODEL@COLLECTION`. May be left out."""
+    """Id of the served model, alone or as `MODEL/COLLECTION`. May be left out."""
     input: Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_items)]
     """A text, or messages, calls of functions and their outputs, oldest first."""
     instructions: Text | None = None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from time import monotonic, time
 from typing import Annotated, Any
 
@@ -20,8 +18,8 @@ from ragcache.pipeline.namespace import SharedServices
 from ragcache.retrieval import Selection
 from ragcache_api.http.admission import LOOKAHEAD, AdmissionQueue
 from ragcache_api.http.auth import Caller
-from ragcache_api.http.bodies import CollectionName, split_model_id
-from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.bodies import CollectionName
+from ragcache_api.http.model_ids import served_name_of
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
@@ -67,18 +65,7 @@ class Service:
     @property
     def served_name(self) -> str:
         """The model's id for OpenAI's clients, which names no folder of the machine."""
-        return self.settings.served_name or _last_part(self.model)
-
-    def check_served(self, model_id: str) -> None:
-        """Raise `HTTPProblem` (404) unless a model's id names the served model.
-
-        One model is served, so an empty name means it, and a name before it, as in `openai/MODEL`,
-        is ignored.
-        """
-        model, _ = split_model_id(model_id)
-        if model and not f"/{model}".endswith(f"/{self.served_name}"):
-            detail = f"the model {model_id!r:.200} is not served; {self.served_name!r} is"
-            raise HTTPProblem(404, "model-not-found", detail, None, "model")
+        return served_name_of(self.settings, self.model)
 
     @property
     def tokenizer(self) -> Any:
@@ -89,15 +76,6 @@ class Service:
         if namespace not in self._namespaces:
             self._namespaces[namespace] = self.rag.within(namespace)
         return self._namespaces[namespace]
-
-
-_SNAPSHOT = re.compile(r"models--[^/]+--([^/]+)/snapshots/[^/]+/?$")  # of the hub's cache
-
-
-def _last_part(model: str) -> str:
-    """Return the last part of a model's folder or hub name, without `@` and white space."""
-    cached = _SNAPSHOT.search(model)
-    return re.sub(r"[@\s]", "-", cached[1] if cached else PurePath(model).name) or "model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ def test_a_response_that_is_refused_elsewhere_is_an_error() -> None:
 def test_greedy_streams_of_one_text_may_go_on(more: dict[str, Any], expected: bool) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     body = json.dumps({**chat, **more}).encode()
-    assert is_resumable(parse_body("/v1/chat/completions", body)) is expected
-    assert not is_resumable(parse_body("/v1/chat/completions", b"[]"))
+    assert is_resumable(parse_body("/v1/chat/completions", body, "m")) is expected
+    assert not is_resumable(parse_body("/v1/chat/completions", b"[]", "m"))
 
 
 def test_what_may_not_go_on_ends_where_it_was() -> None:

@@ -90,7 +90,7 @@ def test_a_stop_sequence_is_named(client: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/collections/notes/v1/messages"])
 def test_a_collection_is_cited_as_search_results(client: TestClient, path: str) -> None:
-    model = MODEL if "collections" in path else f"{MODEL}@notes"
+    model = MODEL if "collections" in path else f"{MODEL}/notes"
     told = send(client, path, model=model, max_tokens=20, min_confidence=0).json()
     [block] = told["content"]
     cited = block["citations"][0]
@@ -242,7 +242,7 @@ def test_calls_become_blocks() -> None:
             "type": "base64", "media_type": "application/pdf", "data": "h\u00f6fn"})]}]},
          400, "invalid_request_error", "no base64"),
         ({"stop": "x"}, 400, "invalid_request_error", "give stop_sequences"),
-        ({"model": f"{MODEL}@none"}, 404, "not_found_error", "none"),
+        ({"model": f"{MODEL}/none"}, 404, "not_found_error", "none"),
     ],
 )  # fmt: skip
 def test_errors_have_anthropics_shape(
@@ -285,7 +285,7 @@ def test_keys_come_in_anthropics_header(rag: RagCache) -> None:
 
 def test_the_gateway_reads_messages_as_chats() -> None:
     body = request({"role": "user", "content": "Hi"}).model_dump_json(exclude_unset=True).encode()
-    asked = parse_body("/v1/collections/notes/v1/messages", body)
+    asked = parse_body("/v1/collections/notes/v1/messages", body, MODEL)
     assert asked is not None
     assert asked.collection == "notes"
     with pytest.raises(HTTPProblem, match="cites either"):
@@ -297,7 +297,7 @@ def test_the_gateway_reads_messages_as_chats() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_streams_of_messages_stay_with_their_replica(stream: bool) -> None:
     body = request({"role": "user", "content": "Hi"}, stream=stream)
-    asked = parse_body("/v1/messages", body.model_dump_json(exclude_unset=True).encode())
+    asked = parse_body("/v1/messages", body.model_dump_json(exclude_unset=True).encode(), MODEL)
     assert asked is not None
     assert asked.stream is stream
     assert not is_resumable(asked)

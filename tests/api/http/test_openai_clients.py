@@ -59,7 +59,7 @@ def test_completions_models_and_errors(openai: OpenAI) -> None:
 
     made = openai.completions.create(model=MODEL, prompt="The boat", max_tokens=3, logprobs=1)
     assert len(made.choices[0].logprobs.tokens) == 3
-    assert [model.id for model in openai.models.list()] == [MODEL, f"{MODEL}@notes"]
+    assert [model.id for model in openai.models.list()] == [MODEL, f"{MODEL}/notes"]
     with pytest.raises(NotFoundError, match="not served"):
         openai.chat.completions.create(model="other", messages=MESSAGES)
 

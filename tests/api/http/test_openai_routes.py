@@ -17,6 +17,7 @@ from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
 from ragcache_api.http.bodies import ChatRequest
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.model_ids import collection_in
 from ragcache_api.http.sources import annotations_of, source_of
 from ragcache_api.http.tools import OutputFormat, join_deltas
 from tests.api.http.asgi import events
@@ -578,9 +579,9 @@ QUESTION = {"messages": [{"role": "user", "content": LEAVE}], "max_tokens": 4}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"model": f"{MODEL}@notes"}),
+        ("/v1/chat/completions", {"model": f"{MODEL}/notes"}),
         ("/v1/collections/notes/chat/completions", {"model": MODEL}),
-        ("/v1/collections/notes/chat/completions", {"model": f"{MODEL}@notes"}),
+        ("/v1/collections/notes/chat/completions", {"model": f"{MODEL}/notes"}),
         ("/v1/collections/notes/chat/completions", {"model": MODEL, "collection": "notes"}),
     ],
 )
@@ -603,11 +604,11 @@ def test_a_completion_below_a_collection(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "model", "status", "code"),
     [
-        ("/v1/chat/completions", f"{MODEL}@none", 404, "unknown_collection"),
-        ("/v1/chat/completions", "other@notes", 404, "model_not_found"),
+        ("/v1/chat/completions", f"{MODEL}/none", 404, "unknown_collection"),
+        ("/v1/chat/completions", "other/notes", 404, "model_not_found"),
         ("/v1/collections/none/chat/completions", MODEL, 404, "unknown_collection"),
         ("/v1/collections/notes/chat/completions", "other", 404, "model_not_found"),
-        ("/v1/collections/notes/chat/completions", f"{MODEL}@other", 400, "invalid_request"),
+        ("/v1/collections/notes/chat/completions", f"{MODEL}/other", 400, "invalid_request"),
     ],
 )
 def test_wrong_names_of_collections(
@@ -619,25 +620,25 @@ def test_wrong_names_of_collections(
 
 def test_models_name_the_collections(client: TestClient) -> None:
     listed = [each["id"] for each in client.get("/v1/models").json()["data"]]
-    assert listed == [MODEL, f"{MODEL}@notes"]
+    assert listed == [MODEL, f"{MODEL}/notes"]
     assert [client.get(f"/v1/models/{each}").json()["id"] for each in listed] == listed
-    assert client.get(f"/v1/models/{MODEL}@none").status_code == 404
+    assert client.get(f"/v1/models/{MODEL}/none").status_code == 404
     base = "/v1/collections/notes/models"
     [card] = client.get(base).json()["data"]
     assert card["id"] == MODEL
     assert [client.get(f"{base}/{each}").json()["id"] for each in listed] == listed
-    assert client.get(f"{base}/{MODEL}@other").status_code == 400
+    assert client.get(f"{base}/{MODEL}/other").status_code == 400
     for path in ("/v1/collections/none/models", f"/v1/collections/none/models/{MODEL}"):
         missing = client.get(path)
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_collection")
 
 
-@pytest.mark.parametrize("model", [None, "", MODEL, f"openai/{MODEL}", f"openai/{MODEL}@notes"])
+@pytest.mark.parametrize("model", [None, "", MODEL, f"openai/{MODEL}", f"openai/{MODEL}/notes"])
 def test_names_of_the_one_model(client: TestClient, model: str | None) -> None:
     told = client.post("/v1/chat/completions", json=QUESTION | {"model": model})
     assert told.status_code == 200, told.text
     assert told.json()["model"] == MODEL
-    assert ("sources" in told.json()) is str(model).endswith("@notes")
+    assert ("sources" in told.json()) is str(model).endswith("/notes")
     if model:
         card = client.get(f"/v1/models/{model}").json()
         assert card["id"] == model.removeprefix("openai/")
@@ -649,7 +650,7 @@ def test_names_of_the_one_model(client: TestClient, model: str | None) -> None:
         ("/srv/models/Qwen3-4B", {}, "Qwen3-4B"),
         ("Qwen/Qwen3-4B", {}, "Qwen3-4B"),
         ("/c/models--Qwen--Qwen3-4B/snapshots/0a1b", {}, "Qwen3-4B"),
-        ("/srv/a b@c", {}, "a-b-c"),
+        ("/srv/a b@c", {}, "a-b@c"),
         ("/srv/models/Qwen3-4B", {"served_name": "team/chat"}, "team/chat"),
     ],
 )
@@ -665,6 +666,32 @@ def test_the_id_of_a_model_is_no_path(
         refused = ask(served, model="gpt-4o").json()["error"]
         assert f"{expected!r} is" in refused["message"]
         assert "/srv" not in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("model_id", "served", "expected"),
+    [
+        ("", "Qwen3-4B", None),
+        ("Qwen3-4B", "Qwen3-4B", None),
+        ("Qwen/Qwen3-4B", "Qwen3-4B", None),
+        ("Qwen3-4B/notes", "Qwen3-4B", "notes"),
+        ("openai/Qwen/Qwen3-4B/notes", "Qwen3-4B", "notes"),
+        ("team/chat/notes", "team/chat", "notes"),
+        ("openai/team/chat", "team/chat", None),
+        ("chat/chat", "chat", "chat"),
+        ("a/a/b", "a/a", "b"),
+    ],
+)
+def test_ids_of_models_name_a_collection(model_id: str, served: str, expected: str | None) -> None:
+    assert collection_in(model_id, served) == expected
+
+
+@pytest.mark.parametrize(
+    "model_id", ["notes", "Qwen3-4B/", "Qwen3-4B/a/b", "my-Qwen3-4B", "@notes"]
+)
+def test_ids_of_other_models_are_refused(model_id: str) -> None:
+    with pytest.raises(HTTPProblem, match="is not served; 'Qwen3-4B' is"):
+        collection_in(model_id, "Qwen3-4B")
 
 
 def test_annotations_cite_the_documents_of_the_text(client: TestClient) -> None:

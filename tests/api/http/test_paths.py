@@ -157,18 +157,21 @@ def test_head_is_get_without_a_body(client: TestClient, path: str) -> None:
     ("path", "model", "collection"),
     [
         ("/v1/chat/completions", "reader", None),
-        ("/v1/chat/completions", "reader@notes", "notes"),
+        ("/v1/chat/completions", "reader/notes", "notes"),
         ("/v1/collections/notes/chat/completions", "reader", "notes"),
         ("/v1/collections/notes/completions", "reader", "notes"),
     ],
 )
 def test_gateway_finds_the_collection(path: str, model: str, collection: str | None) -> None:
     body = {"model": model, "prompt": "Where?", "messages": [{"role": "user", "content": "Where?"}]}
-    parsed = parse_body(path, json.dumps(body).encode())
+    parsed = parse_body(path, json.dumps(body).encode(), "reader")
     assert isinstance(parsed, ChatRequest | CompletionRequest)
     assert parsed.collection == collection
 
 
 def test_gateway_reads_nothing_for_two_collections() -> None:
     body = {"model": "reader@boats", "messages": [{"role": "user", "content": "Where?"}]}
-    assert parse_body("/v1/collections/notes/chat/completions", json.dumps(body).encode()) is None
+    assert (
+        parse_body("/v1/collections/notes/chat/completions", json.dumps(body).encode(), "reader")
+        is None
+    )

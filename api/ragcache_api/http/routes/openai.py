@@ -29,9 +29,9 @@ from ragcache_api.http.bodies import (
     CompletionRequest,
     GenerationRequest,
     named_collection,
-    split_model_id,
     unsupported,
 )
+from ragcache_api.http.model_ids import collection_in
 from ragcache_api.http.openings import (
     addressed,
     open_conversation,
@@ -164,11 +164,11 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
 
 @_routes.get("/models")
 def list_models(context: ContextDep) -> ModelList:
-    """List the served model and, unless the base URL names one, each `MODEL@COLLECTION`."""
+    """List the served model and, unless the base URL names one, each `MODEL/COLLECTION`."""
     served, base = context.service.served_name, context.base_collection
     ids = [served]
     if base is None:
-        ids += [f"{served}@{name}" for name in context.rag.collections.names()]
+        ids += [f"{served}/{name}" for name in context.rag.collections.names()]
     else:
         _check_collection(context, base)
     cards = [_model_card(context.service, each) for each in ids]
@@ -178,12 +178,11 @@ def list_models(context: ContextDep) -> ModelList:
 @_routes.get("/models/{name:id}")
 def get_model(name: str, context: ContextDep) -> ModelCard:
     """Return a model by its id."""
-    context.service.check_served(name)
-    _, collection = split_model_id(name)
+    served = context.service.served_name
+    collection = collection_in(name, served)
     if named := named_collection(context.base_collection, collection):
         _check_collection(context, named)
-    served = context.service.served_name
-    return _model_card(context.service, "@".join(filter(None, (served, collection))))
+    return _model_card(context.service, "/".join(filter(None, (served, collection))))
 
 
 router.include_router(_routes, prefix="/v1", tags=["openai"])

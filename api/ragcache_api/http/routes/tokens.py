@@ -13,6 +13,7 @@ from ragcache.modes import EXACT
 from ragcache.pipeline.chat import ChatCall, Conversation
 from ragcache_api.http.bodies import ChatMessage, Text, TokenIds, Tool, invalid
 from ragcache_api.http.client_fields import ClientModel
+from ragcache_api.http.model_ids import collection_in
 from ragcache_api.http.protocol import ResponseModel, openai_problems
 from ragcache_api.http.service import ContextDep, RequestContext
 from ragcache_api.http.tools import plain_tool
@@ -121,7 +122,7 @@ async def tokenizer_info(context: ContextDep) -> dict[str, Any]:
 
 def _check_model(context: RequestContext, body: TokensRequest) -> None:
     if body.model is not None:
-        context.service.check_served(body.model)
+        collection_in(body.model, context.service.served_name)
 
 
 def _conversation(body: TokenizeRequest) -> tuple[Conversation, ChatCall]:

@@ -7,7 +7,7 @@ token=$(curl --silent $webui/api/v1/auths/signin --json '{"email": "", "password
   python -c 'import json, sys; print(json.load(sys.stdin)["token"])')
 for stream in false true; do
   curl --silent $webui/api/chat/completions --header "Authorization: Bearer $token" --json '{
-    "model": "ragcache-reader@handbook",
+    "model": "ragcache-reader/handbook",
     "messages": [{"role": "user", "content": "Where does the key of the pool car hang?"}],
     "stream": '$stream'
   }'
