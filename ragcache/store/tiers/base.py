@@ -193,6 +193,8 @@ SUFFIX = ".safetensors"
 PART = ".part"
 _DIGITS = frozenset("0123456789abcdef")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_sync_content = getattr(os, "fdatasync", os.fsync)  # macOS has none
 
 
 def key_of(name: str) -> KVKey | None:
@@ -224,12 +226,27 @@ def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
 
 
 def write_through(path: Path, parts: Sequence[memoryview]) -> None:
-    """Create a file and return when its content is on the disk."""
+    """Create a file and return when its content is on the disk.
+
+    The blocks are allocated first, so that the file system has little to write but the content.
+    """
     with path.open("xb") as file:
+        _allocate(file.fileno(), sum(map(len, parts)))
         for part in parts:
             file.write(part)
         file.flush()
-        os.fsync(file.fileno())
+        _sync_content(file.fileno())
+
+
+def _allocate(file: int, nbytes: int) -> None:
+    """Allocate the blocks of a file. Raises `OSError` if the disk is full."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
 
 
 def allocated(path: Path) -> int:
