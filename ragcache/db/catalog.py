@@ -118,6 +118,7 @@ class CollectionContents:
     """As in `CollectionVersion`."""
     calibrations: str | None
     """As in `CollectionVersion`."""
+    description: str
     scaffolds: Mapping[KVKey, Sequence[str]]
     """Names of modules that were encoded together, by the key of their joint states."""
 
@@ -251,7 +252,11 @@ class Catalog:
                 )
             freed = delete_rows(session, owner, names)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
-            settings = {"instruction": contents.instruction, "calibrations": contents.calibrations}
+            settings = {
+                "instruction": contents.instruction,
+                "calibrations": contents.calibrations,
+                "description": contents.description,
+            }
             session.execute(changed.values(settings))
             for document in contents.documents:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
@@ -464,18 +469,34 @@ class Catalog:
             jobs.note_deleted(session, self.namespace, target, source_ids)
             return retire(session, delete_rows(session, owner, source_ids))
 
-    def add_collection(self, collection: str) -> bool:
+    def add_collection(self, collection: str, description: str = "") -> bool:
         """Create a collection without documents. Returns whether it is new."""
         with self._database.transaction() as session:
-            number = insert_returning(session, CollectionTable, self._new(session, collection))
+            row = self._new(session, collection) | {"description": description}
+            number = insert_returning(session, CollectionTable, row)
             return number is not None
 
     def set_instruction(self, collection: str, instruction: str | None) -> None:
         """Change the instruction of a collection's prompts. Raises `UnknownCollection`."""
+        self._set(collection, instruction=instruction)
+
+    def set_description(self, collection: str, description: str) -> None:
+        """Change the description of a collection. Raises `UnknownCollection`."""
+        self._set(collection, description=description)
+
+    def description(self, collection: str) -> str:
+        """Return the description of a collection. Raises `UnknownCollection`."""
+        with self._database.reading() as session:
+            own = CollectionTable.id == collection_id(session, collection, self.namespace)
+            found: str = session.scalars(select(CollectionTable.description).where(own)).one()
+        return found
+
+    def _set(self, collection: str, **settings: str | None) -> None:
+        """Change columns of a collection. Raises `UnknownCollection`."""
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             changed = update(CollectionTable).where(CollectionTable.id == owner)
-            session.execute(changed.values(instruction=instruction))
+            session.execute(changed.values(settings))
 
     def change_calibrations(
         self, collection: str, change: Callable[[str | None], str | None]

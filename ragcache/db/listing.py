@@ -114,9 +114,10 @@ class ModuleDetail:
 
 @dataclass(frozen=True, slots=True)
 class CollectionRow:
-    """A collection, with the numbers of its documents and their modules."""
+    """A collection, with its description and the numbers of its documents and their modules."""
 
     name: str
+    description: str
     documents: int
     modules: int
 
@@ -145,6 +146,7 @@ def collection_page(
     rows = (
         select(
             CollectionTable.name,
+            CollectionTable.description,
             _count(DocumentTable).where(inside).scalar_subquery(),
             _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
         )

@@ -68,6 +68,8 @@ class CollectionTable(Base):
     """Instruction before the documents in prompts. Defaults to the folder's instruction."""
     calibrations: Mapped[str | None]
     """Calibrations of answers by model, as JSON."""
+    description: Mapped[str] = mapped_column(default="")
+    """Contents of the collection, in words for people and for models that choose among several."""
 
 
 class DocumentTable(Base):

@@ -33,7 +33,7 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.states.serialization import mapped_states, read_blob
 
-VERSION = 1
+VERSION = 2
 """Version of the archive's own layout."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 _BLOCK = 512
@@ -115,6 +115,8 @@ class Manifest(_Record):
     """Name of the embedder of the modules' vectors."""
     calibrations: str | None
     """Calibrations of answers by model, as JSON."""
+    description: str
+    """Description of the collection."""
     scaffolds: list[list[str]]
     """Names of modules that were encoded together."""
     documents: int

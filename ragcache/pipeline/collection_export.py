@@ -135,6 +135,7 @@ class CollectionExporter:
             instruction=encoder.frame.instruction,
             embedder=None if shared.embedder is None else embedder_name(shared.embedder),
             calibrations=version.calibrations,
+            description=self.namespace.catalog.description(self.collection),
             scaffolds=scaffolds,
             documents=documents,
         )

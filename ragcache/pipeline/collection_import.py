@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ragcache.answers.confidence import read_calibrations
-from ragcache.config import salt_of
+from ragcache.config import check_description, salt_of
 from ragcache.db import (
     CollectionContents,
     NewDocument,
@@ -27,7 +27,13 @@ from ragcache.db import (
 )
 from ragcache.documents import SourceDocument
 from ragcache.documents.source import check_metadata, check_storable
-from ragcache.errors import ArchiveDamaged, ArchiveMismatch, CollectionExists, DocumentError
+from ragcache.errors import (
+    ArchiveDamaged,
+    ArchiveMismatch,
+    CollectionExists,
+    ConfigurationError,
+    DocumentError,
+)
 from ragcache.modes import AFTER_PREAMBLE, Encoding
 from ragcache.pipeline.archive import ArchivedDocument, ArchiveReader, Manifest, damaged
 from ragcache.pipeline.collection_export import Report, fingerprints, joined
@@ -147,7 +153,7 @@ class CollectionImporter:
                 f"{self.archive.name} cannot be used here: {'; '.join(reasons)}. Open the folder "
                 "with the same model, or give --encode to take the texts and encode them here"
             )
-        self._check_calibrations()
+        self._check_settings()
         contents = _Contents(encoder, takes_states=not reasons)
         theirs = replace(encoder, salt=salt_of(self._manifest.namespace))
         tokens: dict[str, Sequence[int]] = {}
@@ -201,7 +207,11 @@ class CollectionImporter:
         }
         return [text for name, text in told.items() if getattr(theirs, name) != getattr(ours, name)]
 
-    def _check_calibrations(self) -> None:
+    def _check_settings(self) -> None:
+        try:
+            check_description(self._manifest.description)
+        except ConfigurationError as error:
+            raise self._damaged(str(error)) from None
         try:
             read_calibrations(self._manifest.calibrations)
         except Exception as error:
@@ -317,7 +327,11 @@ class CollectionImporter:
             None if self._manifest.instruction == shared.instruction else self._manifest.instruction
         )
         new = CollectionContents(
-            self._rows(contents), own, self._manifest.calibrations, contents.scaffolds
+            self._rows(contents),
+            own,
+            self._manifest.calibrations,
+            self._manifest.description,
+            contents.scaffolds,
         )
         freed = namespace.catalog.fill_collection(self.collection, new, job, replaces=self.replaces)
         shared.store.discard(freed)

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ragcache.config import (
     NAMESPACE,
+    check_description,
     check_embedding,
     check_instruction,
     check_namespace,
@@ -49,8 +50,12 @@ def collections(
     elif not rows:
         ui.console.print("no collections yet; `ragcache ingest` makes one")
     else:
-        cells = [(escape(r.name), f"{r.documents:,}", f"{r.modules:,}") for r in rows]
-        ui.console.print(ui.plain_table("collection", "documents", "modules", rows=cells))
+        cells = [
+            (escape(r.name), f"{r.documents:,}", f"{r.modules:,}", escape(r.description))
+            for r in rows
+        ]
+        titles = ("collection", "documents", "modules", "description")
+        ui.console.print(ui.plain_table(*titles, rows=cells))
 
 
 @expand_options
@@ -158,6 +163,30 @@ def _check_ids(collection: str, ids: list[str] | None, known: Collection[str]) -
             f"the collection {collection!r} has no document {unknown[0]!r}; nothing was changed. "
             f"`ragcache documents {collection}` lists them"
         )
+
+
+@expand_options
+def description(
+    collection: CollectionArgument,
+    options: Annotated[ServiceOptions, LEDGER],
+    text: Annotated[
+        str | None, typer.Argument(help="The description; without it, the present one is printed.")
+    ] = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+) -> None:
+    """Set the description of a collection, which lists show and no prompt contains.
+
+    An assistant that speaks the Model Context Protocol chooses a collection by it.
+    """
+    check_namespace(namespace)
+    check_description(text or "")
+    with ui.open_ledger(ui.read_settings(options)) as database:
+        from ragcache.db import Catalog
+
+        catalog = Catalog(database, "", None, namespace)
+        if text is not None:
+            catalog.set_description(collection, text)
+        ui.console.print(catalog.description(collection), markup=False)
 
 
 @expand_options

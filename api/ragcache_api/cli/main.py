@@ -47,6 +47,7 @@ _COMMANDS = {
     "retrieve": ("documents.retrieve", "Find the best modules for a query, with their scores."),
     "collections": ("documents.collections", "List collections, with their sizes."),
     "documents": ("documents.documents", "List the documents of a collection."),
+    "description": ("documents.description", "Set the description of a collection, for lists."),
     "instruction": (
         "documents.instruction",
         "Set the instruction with which the model reads the documents of a collection.",

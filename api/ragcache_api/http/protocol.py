@@ -23,6 +23,7 @@ from ragcache import (
     SourceDocument,
     Timings,
 )
+from ragcache.config import MAX_DESCRIPTION
 from ragcache.db import HeldState
 from ragcache.db.sql import page_of
 from ragcache.pipeline import ObservedModule
@@ -517,10 +518,21 @@ def answer_response(id: str, answer: Answer) -> dict[str, Any]:
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION)]
+"""Contents of a collection in words, for people and for models that choose among several."""
+
+
 class CollectionRequest(RequestModel):
     """A collection to create."""
 
     name: CollectionName
+    description: Description = ""
+
+
+class DescriptionBody(RequestModel):
+    """The description of a collection."""
+
+    description: Description
 
 
 class InstructionRequest(RequestModel):

@@ -44,10 +44,10 @@ class VectorStores:
     def __init__(self, context: RequestContext) -> None:
         self._context, self._rag, self._objects = context, context.rag, context.objects
 
-    def create(self, value: Mapping[str, Any]) -> str:
+    def create(self, value: Mapping[str, Any], description: str = "") -> str:
         """Create a store, and return its id."""
         id = f"vs_{token_hex(12)}"
-        self._rag.collections.create(id)
+        self._rag.collections.create(id, description)
         self._objects.add(STORE, {**value, "last_active_at": time.time()}, id=id)
         return id
 

@@ -58,7 +58,7 @@ class CollectionDescription(_Result):
 
     name: str
     description: str
-    """Names of some of its documents."""
+    """Its description, or else the names of some of its documents."""
     documents: int
     """Number of documents."""
 
@@ -69,17 +69,20 @@ class CollectionsResult(_Result):
     collections: list[CollectionDescription]
 
 
-class SearchArguments(_Arguments):
+class _RetrievalArguments(_Arguments):
+    collection: Name
+    """Name of the collection, as `list_collections` gives it."""
+    k: Annotated[int, Field(ge=1, le=50)] = DEFAULT_K
+    """Most passages to find."""
+    filters: dict[str, Any] | None = None
+    """Conditions on the documents' metadata, such as {"year": {"$gte": 2020}}."""
+
+
+class SearchArguments(_RetrievalArguments):
     """A search."""
 
     query: Text
     """Words or a question to look for."""
-    collection: Name
-    """Name of the collection, as `list_collections` gives it."""
-    k: Annotated[int, Field(ge=1, le=50)] = DEFAULT_K
-    """Most passages to return."""
-    filters: dict[str, Any] | None = None
-    """Conditions on the documents' metadata, such as {"year": {"$gte": 2020}}."""
 
 
 class McpPassage(_Result):
@@ -103,16 +106,10 @@ class PassagesResult(_Result):
     passages: list[McpPassage]
 
 
-class AskArguments(_Arguments):
-    """A question."""
+class AskArguments(_RetrievalArguments):
+    """A question, which is answered from the passages that are found for it."""
 
     question: Text
-    collection: Name
-    """Name of the collection, as `list_collections` gives it."""
-    k: Annotated[int, Field(ge=1, le=50)] = DEFAULT_K
-    """Number of passages to answer from."""
-    filters: dict[str, Any] | None = None
-    """Conditions on the documents' metadata, such as {"year": {"$gte": 2020}}."""
 
 
 class AskResult(_Result):
@@ -183,7 +180,7 @@ def _describe_collections(rag: RagCache) -> CollectionsResult:
         collections=[
             CollectionDescription(
                 name=row.name,
-                description=_describe(rag, row.name, row.documents),
+                description=row.description or _describe(rag, row.name, row.documents),
                 documents=row.documents,
             )
             for row in rag.collections.page(limit=_MOST_COLLECTIONS).items

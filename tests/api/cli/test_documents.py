@@ -14,7 +14,7 @@ from tests.tiny_encoders import write_cross_encoder
 
 def test_collections_and_documents_are_listed(run: Run, ingested: Path) -> None:
     [notes] = json_of(run("collections", "--json"))
-    assert notes == {"name": "notes", "documents": 3, "modules": 3}
+    assert notes == {"name": "notes", "description": "", "documents": 3, "modules": 3}
     listed = json_of(run("documents", "notes", "--json"))
     assert [row["id"] for row in listed] == ["boats.md", "keys.md", "leave.md"]
     assert {row["modules"] for row in listed} == {1}
@@ -128,6 +128,18 @@ def test_warm_encodes_states_that_were_lost(
     assert all(row["tiers"] for row in json_of(run("modules", "ls", "--json")))
     error_of(run("warm", "notes", "absent.md"), "DocumentError")
     error_of(run("warm", "notes", "--mode", "exact"), "ConfigurationError")
+
+
+@pytest.mark.slow
+def test_a_collection_gets_a_description(run: Run, ingested: Path) -> None:
+    command = ("description", "notes")
+    assert run(*command)[1].strip() == ""
+    assert run(*command, "Boats [and] keys.")[1] == run(*command)[1] == "Boats [and] keys.\n"
+    assert "Boats [and] keys." in run("collections")[1]
+    assert json_of(run("collections", "--json"))[0]["description"] == "Boats [and] keys."
+    error_of(run(*command, "x" * 2001), "ConfigurationError")
+    error_of(run("description", "nowhere", "Boats."), "UnknownCollection")
+    assert run(*command, "")[1].strip() == ""
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_a_collection_is_made_empty_and_deleted_with_its_row(client: TestClient)
     again = client.post("/v1/collections", json={"name": "bare"})
     assert (again.status_code, again.json()["created"]) == (200, False)
     listed = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
-    assert listed["bare"] == {"name": "bare", "documents": 0, "modules": 0}
+    assert listed["bare"] == {"name": "bare", "description": "", "documents": 0, "modules": 0}
     assert client.get("/v1/collections/bare/documents").json()["total"] == 0
     assert client.delete("/v1/collections/bare").json() == {"deleted": 0}
     names = [each["name"] for each in client.get("/v1/collections").json()["items"]]
@@ -381,6 +381,23 @@ def test_the_events_of_a_job_tell_why_they_end(
     assert told[-1][0] == "error"
     assert told[-1][1]["type"] == f"urn:ragcache:problem:{code}"
     assert told[-1][1]["instance"] == "/v1/jobs/1"
+
+
+def test_a_collection_has_a_description(client: TestClient) -> None:
+    client.post("/v1/collections", json={"name": "maps", "description": "Charts of the bay."})
+    place = "/v1/collections/maps/description"
+    assert client.get(place).json() == {"description": "Charts of the bay."}
+    told = client.put(place, json={"description": "Old charts."}).json()
+    assert told == client.get(place).json() == {"description": "Old charts."}
+    again = client.post("/v1/collections", json={"name": "maps", "description": "x"})
+    assert again.json() == {"name": "maps", "created": False}
+    [row] = [row for row in client.get("/v1/collections").json()["items"] if row["name"] == "maps"]
+    assert row["description"] == "Old charts."
+    assert client.put(place, json={"description": "x" * 2001}).status_code in (400, 422)
+    assert client.put(place, json={"description": "\0"}).status_code == 400
+    missing = place.replace("maps", "none")
+    assert client.get(missing).status_code == 404
+    assert client.put(missing, json={"description": "x"}).status_code == 404
 
 
 def test_a_collection_has_an_instruction_of_its_own(client: TestClient) -> None:

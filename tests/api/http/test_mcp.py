@@ -182,8 +182,13 @@ async def test_resources_are_listed_in_pages(tmp_path: Path, quick_reader: Loade
             texts = [_note(f"{n:03} ?/", f"Note {n}.") for n in range(number)]
             if texts:
                 rag.ingest(name, texts)
+        rag.collections.set_description("a", "Notes by number.")
         session = McpSession(rag, ask=lambda _: None)  # type: ignore[arg-type,return-value]
         async with Client(create_mcp_server(lambda _: session)) as client:
+            found = (await client.call_tool("list_collections", {})).structured_content
+            described = {each["name"]: each["description"] for each in found["collections"]}
+            assert described["a"] == "Notes by number."
+            assert described["b"] == "no documents yet"
             uris, cursor, pages = [], None, 0
             while pages == 0 or cursor is not None:
                 page = await client.list_resources(cursor=cursor)

@@ -246,7 +246,9 @@ class TestOpenAIsClient:
     pytestmark = real
 
     def test_a_store_is_made_filled_and_asked(self, openai: OpenAI) -> None:
-        store = openai.vector_stores.create(name="Boats", metadata={"team": "harbour"})
+        store = openai.vector_stores.create(
+            name="Boats", description="Boats of the harbour.", metadata={"team": "harbour"}
+        )
         file = openai.vector_stores.files.upload_and_poll(
             vector_store_id=store.id, file=("boats.md", BOATS), poll_interval_ms=100
         )

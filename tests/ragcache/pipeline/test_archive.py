@@ -29,7 +29,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.pipeline.archive import ArchiveIndex, checksum_of
+from ragcache.pipeline.archive import VERSION, ArchiveIndex, checksum_of
 from ragcache.pipeline.collection_export import CollectionExporter
 from ragcache.store.verify import verify
 from tests.ragcache.pipeline.conftest import DOCUMENTS
@@ -49,7 +49,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory, tiny_reader: LoadedModel) 
     """The archive of a collection with an instruction, a scaffold and states of two encodings."""
     folder = tmp_path_factory.mktemp("export")
     with open_folder(folder / "state", tiny_reader) as rag:
-        rag.collections.create("notes")
+        rag.collections.create("notes", "Boats, keys and leave.")
         rag.collections.set_instruction("notes", "Answer in one word.")
         rag.ingest("notes", DOCUMENTS)
         rag.modules.warm("notes", ["boats", "keys"], mode="isolated")
@@ -122,6 +122,7 @@ def test_an_import_computes_nothing(archive: Path, other: RagCache) -> None:
     assert (done.states, done.known, done.encoded, done.missing) == (6, 0, 0, 0)
     assert [each[0] for each in reports] == ["verifying"] * 6 + ["storing"] * 6
     assert other.collections.instruction("notes") == "Answer in one word."
+    assert other.collections.description("notes") == "Boats, keys and leave."
     assert other.stats().encoded == 0
     assert verify(other.internals.shared.store).found == ()
     answer = other.ask(QUESTION, collection="notes", k=3)
@@ -227,8 +228,8 @@ def test_every_fingerprint_is_compared(
 
 
 def test_another_format_is_refused(archive: Path, tmp_path: Path, other: RagCache) -> None:
-    edit = edited("manifest.json", lambda manifest: manifest.update(version=2, more=1))
-    with pytest.raises(ArchiveMismatch, match="has version 2 of the archive's format"):
+    edit = edited("manifest.json", lambda manifest: manifest.update(version=VERSION + 1, more=1))
+    with pytest.raises(ArchiveMismatch, match=f"has version {VERSION + 1} of the archive's"):
         other.collections.import_archive(changed(archive, tmp_path / "a.tar", edit), encode=True)
 
 
@@ -385,6 +386,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Files], object]]] = {
     "bad calibrations": (
         "its calibrations are not readable",
         edited("manifest.json", lambda m: m.update(calibrations='{"a": 1}')),
+    ),
+    "a long description": (
+        "the description of a collection has 2,001 characters",
+        edited("manifest.json", lambda m: m.update(description="x" * 2001)),
     ),
 }
 

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Path, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
+from ragcache.pipeline.collection_import import CollectionImport
 from ragcache.store.tiers.base import named_os_error
 from ragcache_api.http.bodies import CollectionName
-from ragcache_api.http.protocol import Flag, ResponseModel, problems
+from ragcache_api.http.protocol import Flag, problems
 from ragcache_api.http.service import ContextDep, RequestContext
 
 router = APIRouter(prefix="/admin/collections", tags=["archives"], responses=problems(500))
@@ -21,22 +22,6 @@ Collection = Annotated[CollectionName, Path()]
 MEDIA_TYPE = "application/x-tar"
 _PIECE = 1 << 20  # bytes that are sent or written at once
 _CONTENT = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-
-
-class ImportResponse(ResponseModel):
-    """The result of an import."""
-
-    collection: str
-    documents: int
-    modules: int
-    states: int
-    """Number of states that were stored."""
-    known: int
-    """Number of states of the archive that the folder held already."""
-    encoded: int
-    """Number of modules that were encoded."""
-    missing: int
-    """Number of modules without states, which the first questions encode."""
 
 
 class ArchiveResponse(StreamingResponse):
@@ -72,7 +57,7 @@ _UPLOAD: dict[str, Any] = {
 @router.put("/{collection}/archive", **_UPLOAD)
 async def import_archive(
     collection: Collection, context: ContextDep, encode: Flag = False, replace: Flag = False
-) -> ImportResponse:
+) -> CollectionImport:
     """Store the collection of an archive, whose whole content is verified first.
 
     The documents appear together at the end. After an interruption, the same upload stores only
@@ -81,14 +66,13 @@ async def import_archive(
     """
     with tempfile.TemporaryFile(dir=_folder(context)) as file:
         await _receive(context.request, file)
-        done = await run_in_threadpool(
+        return await run_in_threadpool(
             context.rag.collections.import_archive,
             file,
             collection,
             encode=encode,
             replace=replace,
         )
-    return ImportResponse.model_validate(done)
 
 
 def _folder(context: RequestContext) -> str:

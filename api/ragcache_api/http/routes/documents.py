@@ -31,6 +31,7 @@ from ragcache_api.http.protocol import (
     CollectionRequest,
     DeletedResponse,
     DeletionResponse,
+    DescriptionBody,
     DocumentResponse,
     DocumentsRequest,
     DocumentTextResponse,
@@ -77,7 +78,7 @@ def add_collection(
     body: CollectionRequest, context: ContextDep, response: Response
 ) -> CollectionCreatedResponse:
     """Create a collection without documents."""
-    created = context.rag.collections.create(body.name)
+    created = context.rag.collections.create(body.name, body.description)
     response.status_code = 201 if created else 200
     return CollectionCreatedResponse(name=body.name, created=created)
 
@@ -95,6 +96,21 @@ def set_instruction(
     """Change the instruction of a collection."""
     context.rag.collections.set_instruction(collection, body.instruction)
     return get_instruction(collection, context)
+
+
+@router.get("/{collection}/description")
+def get_description(collection: Collection, context: ContextDep) -> DescriptionBody:
+    """Return the description of a collection, or an empty text."""
+    return DescriptionBody(description=context.rag.collections.description(collection))
+
+
+@router.put("/{collection}/description")
+def set_description(
+    collection: Collection, body: DescriptionBody, context: ContextDep
+) -> DescriptionBody:
+    """Change the description of a collection, which lists show and no prompt contains."""
+    context.rag.collections.set_description(collection, body.description)
+    return body
 
 
 @router.delete("/{collection}")

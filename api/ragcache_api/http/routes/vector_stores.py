@@ -13,7 +13,7 @@ from ragcache.retrieval import Hit
 from ragcache_api.http.bodies import CollectionName, invalid
 from ragcache_api.http.client_fields import ClientModel
 from ragcache_api.http.lists import ListOf, ListQuery
-from ragcache_api.http.protocol import ResponseModel, openai_problems
+from ragcache_api.http.protocol import Description, ResponseModel, openai_problems
 from ragcache_api.http.responses import RankingOptions, plain_filters
 from ragcache_api.http.routes.responses import DeletedObject
 from ragcache_api.http.service import ContextDep
@@ -62,6 +62,8 @@ class StoreChanges(ClientModel):
 class StoreRequest(StoreChanges):
     """A vector store to create."""
 
+    description: Description | None = None
+    """Description of its collection."""
     file_ids: Annotated[list[str], Field(max_length=_FILES)] = Field(default_factory=list)
     """Files to attach."""
     chunking_strategy: ChunkingStrategy | None = None
@@ -222,7 +224,7 @@ class FileContent(ResponseModel):
 def create_store(body: StoreRequest, context: ContextDep) -> StoreResponse:
     """Create a vector store, and attach files."""
     stores = VectorStores(context)
-    id = stores.create(body.changes())
+    id = stores.create(body.changes(), body.description or "")
     if body.file_ids:
         stores.attach(id, [(each, {}) for each in body.file_ids])
     return StoreResponse.model_validate(stores.get(id))
