@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragcache.bench.harness import LlamaShape, shaped_causal
+from ragcache.bench.harness import LlamaShape, shaped_causal, silence_others
 from ragcache.states import KVKey
 
 if TYPE_CHECKING:
@@ -35,7 +35,12 @@ def draw_model(shape: LlamaShape, device: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def shaped_model(shape: LlamaShape, device: str | None = None, dtype: str = "auto") -> LoadedModel:
+def shaped_model(
+    shape: LlamaShape,
+    device: str | None = None,
+    dtype: str = "auto",
+    answers: Sequence[int] | None = None,
+) -> LoadedModel:
     """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer.
 
     Args:
@@ -44,19 +49,20 @@ def shaped_model(shape: LlamaShape, device: str | None = None, dtype: str = "aut
             model answers with tokens that are text. Defaults to a model on the CPU, as
             `shaped_causal` makes it.
         dtype: What a model on the CPU computes in, as in `load_model`.
+        answers: Tokens that answers consist of. Defaults to tokens that are text on a device, and
+            to all tokens on the CPU.
     """
     from ragcache.models import LoadedModel, load_model, wrap_causal
 
     tokenizer = load_model().tokenizer
     if device is None:
-        return LoadedModel("shape", shaped_causal(shape, dtype), tokenizer)
+        return LoadedModel("shape", shaped_causal(shape, dtype, answers), tokenizer)
     model = draw_model(shape, device)
-    silent = torch.ones(shape.vocabulary, dtype=torch.bool)
-    for token in range(min(shape.vocabulary, len(tokenizer))):
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        silent[token] = not text.isprintable() or not text.isascii() or not text
-    with torch.no_grad():
-        model.lm_head.weight[silent] = 0  # of thousands of logits the largest is above zero
+    if answers is None:
+        tokens = range(min(shape.vocabulary, len(tokenizer)))
+        texts = ((each, tokenizer.decode([each], skip_special_tokens=True)) for each in tokens)
+        answers = [each for each, text in texts if text and text.isascii() and text.isprintable()]
+    silence_others(model, answers)
     causal = wrap_causal(model)
     causal.fingerprint = f"random weights of {shape}"
     return LoadedModel("shape", causal, tokenizer)

@@ -2,72 +2,67 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ragcache.bench.conversation_turns import (
+    AGENTS,
+    CHATS,
+    FEW_AGENTS,
+    FEW_CHATS,
+    Session,
+    SessionKind,
+    Trace,
+)
 from ragcache.bench.harness import Progress
+from ragcache.documents import SourceDocument
 from ragcache.machine import describe_machine
 from ragcache.models import LoadedModel
 from ragcache.params import GenerationParams
 from ragcache.params.open import ConversationStorage
 from ragcache.pipeline.answer import Answer
 from ragcache.rag import RagCache
-
-
-@dataclass(frozen=True, slots=True)
-class SessionKind:
-    """Conversations of one kind. Ranges are the least and the most, drawn evenly."""
-
-    sessions: int
-    turns: int
-    first_tokens: int
-    """Tokens before the first message: instructions and tools."""
-    new_tokens: tuple[int, int]
-    """Tokens that each turn adds: a message, or the result of a tool."""
-    answer_tokens: int
-    pause: tuple[float, float]
-    """Seconds from an answer to the next turn. They decide on the order of turns alone."""
-
-    @property
-    def tokens(self) -> float:
-        """Mean tokens of a session at its end."""
-        return self.first_tokens + self.turns * (sum(self.new_tokens) / 2 + self.answer_tokens)
-
-
-CHATS = SessionKind(12, 5, 64, (50, 250), 8, (5.0, 120.0))
-AGENTS = SessionKind(8, 6, 768, (64, 384), 4, (1.0, 60.0))
-
+from ragcache.store.admin import move
 
 _SIDES: tuple[ConversationStorage, ...] = ("none", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationsSetting:
-    """The conversations, and the pool that holds a part of them."""
+    """The conversations, and the memory for their states."""
 
     chats: SessionKind = CHATS
     agents: SessionKind = AGENTS
     pool_share: float = 0.1
     """Share of all sessions' tokens that the engine's pool holds."""
-    long_tokens: int = 4096
+    concurrent: int = 8
+    """Sessions that are answered at once."""
+    long_tokens: int = 8192
     """Tokens of the conversation whose resumption is timed."""
+    next_tokens: int = 256
+    """Tokens of the turn that resumes it."""
     runs: int = 5
     """Runs of each timing."""
+    host_bytes: int | str = "2GiB"
+    """Budget of the host tier, all of which conversations may take."""
+    device_bytes: int | str | None = None
+    """Budget of the device tier. Defaults to the memory that the engine leaves free."""
+    parts: tuple[str, ...] = ("chats", "agents", "resume", "restart", "decode")
+    """Parts that are measured."""
     seed: int = 7
 
-
-@dataclass(slots=True)
-class _Session:
-    tokens: list[int]
-    turns: int = 0
+    @classmethod
+    def reduced(cls, **given: Any) -> ConversationsSetting:
+        """Return a setting of some minutes on a CPU."""
+        return cls(**{"chats": FEW_CHATS, "agents": FEW_AGENTS, "long_tokens": 4096} | given)
 
 
 @dataclass(slots=True)
@@ -79,7 +74,229 @@ class _Play:
     computed: int = 0
     """Number of these tokens that were computed again."""
     seconds: float = 0.0
+    turns: int = 0
+    by_turn: dict[int, list[int]] = field(default_factory=dict)
+    """For each turn of a session, `history` and `computed`."""
     answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    def count(self, session: Session, answer: Answer) -> None:
+        """Count the answer to a session's last message, and add it to the session."""
+        reuse, tokens = answer.reuse, answer.choices[0].token_ids
+        again = max(0, session.history - (reuse.prompt_tokens - reuse.computed_tokens))
+        for sums in (self.by_turn.setdefault(session.turns, [0, 0]),):
+            sums[0] += session.history
+            sums[1] += again
+        self.history += session.history
+        self.computed += again
+        self.turns += 1
+        self.answers.append(tokens)
+        session.tokens += tokens
+        session.history = reuse.prompt_tokens + len(tokens)
+        session.turns += 1
+
+    def figures(self) -> dict[str, Any]:
+        """Return the share of history that was computed again, by turn, and turns a second."""
+        shares = [computed / max(history, 1) for history, computed in self.by_turn.values()]
+        return {"computed_share_by_turn": shares, "turns_per_second": self.turns / self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """The parts of the benchmark over one model."""
+
+    setting: ConversationsSetting
+    model: LoadedModel
+    words: tuple[int, ...]
+    """Tokens whose texts are words. A text of them has the same tokens again."""
+    progress: Progress
+
+    def play_kind(self, name: str, kind: SessionKind) -> dict[str, Any]:
+        """Play the same sessions with kept states and without."""
+        plays = {}
+        for storage in _SIDES:
+            self.progress(f"{name}, storage {storage}")
+            with self.opened(storage, pool_bytes=self._pool_bytes(kind)) as rag:
+                plays[storage] = self._play(rag, kind)
+        lost, kept = plays["none"], plays["memory"]
+        pairs = zip(kept.answers, lost.answers, strict=True)
+        equal = [one == other for one, other in pairs]
+        return {
+            f"recomputed_share_{name}": kept.computed / kept.history,
+            f"pool_share_{name}": lost.computed / lost.history,
+            f"{name}_rate_ratio": lost.seconds / kept.seconds,
+            f"equal_answers_share_{name}": statistics.mean(equal),
+            f"{name}_by_storage": {side: play.figures() for side, play in plays.items()},
+        }
+
+    def chats(self) -> dict[str, Any]:
+        return self.play_kind("chats", self.setting.chats.within(self._window))
+
+    def agents(self) -> dict[str, Any]:
+        return self.play_kind("agents", self.setting.agents.within(self._window))
+
+    def resume(self) -> dict[str, Any]:
+        """Time the first token behind a long conversation: from the pool, and from the host."""
+        tokens, new, times = self._long(), self._draw(self.setting.next_tokens), _Times()
+        for storage in _SIDES:
+            with self.opened(storage) as rag:
+                for number in range(self.setting.runs):
+                    long = [self.words[number], *tokens]
+                    computed = _answer(rag, long, 1)
+                    if storage == "memory":
+                        _move_to_host(rag)
+                    resumed = _answer(rag, [*long, *new], 1)
+                    times.add("computed", computed)
+                    times.add(storage, resumed)
+                    for tier in resumed.reuse.resumed_tokens:
+                        times.add(f"from {tier}", resumed)
+        medians = times.medians()
+        return {
+            "resume_host_ms_over_pool": 1000 * (medians["memory"] - medians["none"]),
+            "resume_host_speedup": medians["computed"] / medians["memory"],
+            "resume_seconds": medians,
+        }
+
+    def restart(self) -> dict[str, Any]:
+        """Time a long conversation's first token after a restart, and count resumed ones."""
+        tokens, ratios, resumed = self._long(), list[float](), list[bool]()
+        with TemporaryDirectory() as made:
+            for number in range(self.setting.runs):
+                long = [self.words[number], *tokens]
+                with self.opened("disk", folder=Path(made)) as rag:
+                    computed = _answer(rag, long, 1)
+                with self.opened("disk", folder=Path(made)) as rag:
+                    again = _answer(rag, [*long, *self.words[-2:]], 1)
+                ratios.append(computed.timings.first_token / again.timings.first_token)
+                resumed.append(again.reuse.resumed_tokens.get("disk", 0) > len(tokens) - 2 * 64)
+        return {
+            "resume_disk_speedup": statistics.median(ratios),
+            "restart_resumed_share": statistics.mean(resumed),
+        }
+
+    def decode(self) -> dict[str, Any]:
+        """Time a stream alone, beside chats that are kept, and beside chats that are not.
+
+        The ratio is the stream's time alone with what keeping adds, over its time alone.
+        """
+        ratios, shares = list[float](), list[float]()
+        with self.opened("memory") as rag:
+            for number in range(2 * self.setting.runs + 1):
+                seconds = {"alone": self._stream(rag, None)}
+                for store in sorted((True, False), reverse=number % 2 == 1):
+                    seconds[str(store)] = self._stream(rag, store)
+                if number:  # the first run warms up
+                    added = seconds["True"] - seconds["False"]
+                    ratios.append(1 + added / seconds["alone"])
+                    shares.append(seconds["True"] / seconds["False"])
+        return {
+            "decode_step_ratio": statistics.median(ratios),
+            "decode_stream_ratio": statistics.median(shares),
+        }
+
+    def _stream(self, rag: RagCache, store: bool | None) -> float:
+        """Return the seconds of a stream. `store`: whether the chats beside it are kept."""
+        generation = _generation(256, store=False)
+        chats = [] if store is None else [self._draw(512) for _ in range(4)]
+        stream = rag.stream_chat(self._draw(16), generation=generation)
+        begun = time.perf_counter()
+        for chat in chats:
+            _answer(rag, chat, 8, store=bool(store))
+        list(stream)
+        seconds = time.perf_counter() - begun
+        _wait(rag)
+        return seconds
+
+    @contextmanager
+    def opened(
+        self,
+        storage: ConversationStorage,
+        *,
+        pool_bytes: int | None = None,
+        folder: Path | None = None,
+    ) -> Iterator[RagCache]:
+        """Open a folder, in which all memory may have conversations."""
+        setting = self.setting
+        with (
+            TemporaryDirectory() as made,
+            RagCache.open(
+                folder or Path(made),
+                self.model,
+                embedding="none",
+                force_modes=True,
+                recognize_recurring=False,
+                conversation_storage=storage,
+                conversation_bytes=setting.host_bytes,
+                host_bytes=setting.host_bytes,
+                device_bytes=setting.device_bytes,
+                device=str(self.model.causal.device),
+                private_bytes=pool_bytes,
+            ) as rag,
+        ):
+            yield rag
+
+    @property
+    def _window(self) -> int:
+        return self.model.causal.window - 64
+
+    def _pool_bytes(self, kind: SessionKind) -> int:
+        """Return the size of a pool for a share of the sessions, and for the longest of them."""
+        share = self.setting.pool_share * kind.sessions * kind.tokens
+        tokens = max(2 * (kind.most_tokens + 64), share)
+        return int(tokens * self.model.causal.computed_bytes_per_token)
+
+    def _play(self, rag: RagCache, kind: SessionKind) -> _Play:
+        """Answer all turns, in the order in which their pauses end."""
+        trace, play = Trace(kind, self.words, self.setting.seed), _Play()
+        decode = self.model.tokenizer.decode
+        texts = [
+            decode(trace.document(number)).strip()
+            for number in range(2 * kind.documents * kind.collections)
+        ]
+        if texts:
+            named = enumerate(texts)
+            rag.ingest("documents", [SourceDocument(str(name), text) for name, text in named])
+
+        def prompt(session: Session) -> Sequence[int] | str:
+            if not session.documents:
+                return session.tokens
+            read = "\n\n".join(texts[number] for number in session.documents)
+            return f"{read}\n\n{decode(session.tokens)}"
+
+        total = kind.sessions * kind.turns
+        for wave in trace.waves(self.setting.concurrent):
+            prompts = [prompt(session) for session in wave]
+            begun = time.perf_counter()
+            answers = rag.chat_batch(prompts, generation=_generation(kind.answer_tokens))
+            play.seconds += time.perf_counter() - begun
+            for session, answer in zip(wave, answers, strict=True):
+                play.count(session, answer)
+            if play.turns * 20 // total > (play.turns - len(wave)) * 20 // total:
+                self.progress(f"{play.turns} of {total} turns in {play.seconds:.0f} s")
+        return play
+
+    def _draw(self, count: int) -> list[int]:
+        return random.choices(self.words, k=count)
+
+    def _long(self) -> list[int]:
+        rng, setting = random.Random(self.setting.seed), self.setting
+        most = min(setting.long_tokens, self._window - setting.next_tokens - 2)
+        return rng.choices(self.words, k=most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Times to first tokens, by the name of the side."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, answer: Answer) -> None:
+        """Add the time of an answer."""
+        self.seconds.setdefault(name, []).append(answer.timings.first_token)
+
+    def medians(self) -> Mapping[str, float]:
+        """Return the median of each side, in seconds, without its first time, which warms up."""
+        each = self.seconds.items()
+        return {name: statistics.median(times[1:] or times) for name, times in each}
 
 
 def bench_conversations(
@@ -87,106 +304,57 @@ def bench_conversations(
 ) -> dict[str, Any]:
     """Play the same conversations with kept states and without, and time their resumption.
 
-    Conversations are token ids, so that each turn begins with the tokens of the turn before it.
-
     Returns:
         `recomputed_share_chats`, `recomputed_share_agents`: share of the earlier turns' tokens that
         are computed again, and the same without kept states as `pool_share_…`.
         `agents_rate_ratio`: ratio of the times of all turns of the agents.
         `resume_host_ms_over_pool`: milliseconds by which the first token after `long_tokens` comes
         later from the host tier than from the pool. `resume_disk_speedup`: ratio of its time,
-        computed, to its time from disk after a restart. `decode_step_ratio`: ratio of a stream's
-        time beside conversations that are kept to its time beside ones that are not.
+        computed, to its time from disk after a restart. `decode_step_ratio`: time of a stream's
+        steps while other chats are kept, over its time without, as `_Bench.decode` says.
         `restart_resumed_share`: share of conversations that start from their states after a
-        restart. `equal_answers_share`: share of equal answers of both sides.
+        restart. `equal_answers_share_…`: share of equal answers of both sides.
     """
+    bench = _Bench(setting, model, words_of(model.decode, model.causal.vocabulary), progress)
+    parts: Mapping[str, Callable[[], dict[str, Any]]] = {
+        "chats": bench.chats,
+        "agents": bench.agents,
+        "resume": bench.resume,
+        "restart": bench.restart,
+        "decode": bench.decode,
+    }
     results: dict[str, Any] = {}
-    for name, kind in (("chats", setting.chats), ("agents", setting.agents)):
-        plays = {}
-        for storage in _SIDES:
-            progress(f"{name}, storage {storage}")
-            with _opened(model, storage, _pool_bytes(setting, kind, model)) as rag:
-                plays[storage] = _play(rag, kind, setting.seed)
-        kept, lost = plays["memory"], plays["none"]
-        results[f"recomputed_share_{name}"] = kept.computed / kept.history
-        results[f"pool_share_{name}"] = lost.computed / lost.history
-        results[f"{name}_rate_ratio"] = lost.seconds / kept.seconds
-        equal = [one == other for one, other in zip(kept.answers, lost.answers, strict=True)]
-        results[f"equal_answers_share_{name}"] = statistics.mean(equal)
-    progress("resuming a long conversation")
-    results |= _resumption(setting, model)
-    progress("restarting")
-    results |= _restart(setting, model)
-    progress("a stream beside kept conversations")
-    results["decode_step_ratio"] = _decode_ratio(setting, model)
-    context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
-    return results | context
+    for name in setting.parts:
+        progress(name)
+        results |= parts[name]()
+    return results | {
+        "model": model.name,
+        "setting": asdict(setting),
+        "machine": describe_machine(),
+    }
 
 
-@contextmanager
-def _opened(
-    model: LoadedModel,
-    storage: ConversationStorage,
-    pool_bytes: int | None = None,
-    folder: Path | None = None,
-) -> Iterator[RagCache]:
-    with (
-        TemporaryDirectory() as made,
-        RagCache.open(
-            folder or Path(made),
-            model,
-            embedding="none",
-            force_modes=True,
-            recognize_recurring=False,
-            conversation_storage=storage,
-            conversation_bytes="2GiB",
-            private_bytes=pool_bytes,
-        ) as rag,
-    ):
-        yield rag
+def words_of(decode: Callable[[list[int]], str], vocabulary: int) -> tuple[int, ...]:
+    """Return tokens whose texts are a blank and a lower-case word.
+
+    Args:
+        decode: Returns the text of tokens.
+        vocabulary: Number of tokens of the model.
+    """
+    texts = ((token, decode([token])) for token in range(min(vocabulary, 32_000)))
+    words = ((token, text[1:]) for token, text in texts if text[:1] == " ")
+    found = (token for token, word in words if word.isascii() and word.isalpha() and word.islower())
+    return tuple(islice(found, 8192))
 
 
-def _pool_bytes(setting: ConversationsSetting, kind: SessionKind, model: LoadedModel) -> int:
-    """Return the size of a pool for a share of the sessions, and for the longest of them."""
-    most = kind.first_tokens + kind.turns * (kind.new_tokens[1] + kind.answer_tokens) + 64
-    tokens = max(2 * most, setting.pool_share * kind.sessions * kind.tokens)
-    return int(tokens * model.causal.computed_bytes_per_token)
-
-
-def _play(rag: RagCache, kind: SessionKind, seed: int) -> _Play:
-    """Answer all turns, in the order in which their pauses end."""
-    rng, play = random.Random(seed), _Play()
-    vocabulary = rag.internals.shared.model.causal.vocabulary
-
-    def draw(count: int) -> list[int]:
-        return [rng.randrange(100, vocabulary - 100) for _ in range(count)]
-
-    first = draw(kind.first_tokens)
-    due = [(rng.uniform(*kind.pause), n, _Session([*first])) for n in range(kind.sessions)]
-    heapq.heapify(due)
-    while due:
-        now, number, session = heapq.heappop(due)
-        history = len(session.tokens) if session.turns else 0
-        session.tokens += draw(rng.randint(*kind.new_tokens))
-        begun = time.perf_counter()
-        answer = _answer(rag, session.tokens, kind.answer_tokens)
-        play.seconds += time.perf_counter() - begun
-        read = answer.reuse.prompt_tokens - answer.reuse.computed_tokens
-        play.history += history
-        play.computed += max(0, history - read)
-        play.answers.append(answer.choices[0].token_ids)
-        session.tokens += answer.choices[0].token_ids
-        session.turns += 1
-        if session.turns < kind.turns:
-            heapq.heappush(due, (now + rng.uniform(*kind.pause), number, session))
-    return play
+def _generation(count: int, *, store: bool = True) -> GenerationParams:
+    return GenerationParams(
+        max_tokens=count, ignore_eos=True, extractive=False, confidence=False, store=store
+    )
 
 
 def _answer(rag: RagCache, tokens: Sequence[int], count: int, *, store: bool = True) -> Answer:
-    generation = GenerationParams(
-        max_tokens=count, ignore_eos=True, extractive=False, confidence=False, store=store
-    )
-    return rag.chat([*tokens], generation=generation)
+    return rag.chat([*tokens], generation=_generation(count, store=store))
 
 
 def _wait(rag: RagCache) -> None:
@@ -194,68 +362,9 @@ def _wait(rag: RagCache) -> None:
     rag.internals.shared.keeping.submit(lambda: None).result()
 
 
-def _long(setting: ConversationsSetting, model: LoadedModel) -> list[int]:
-    rng = random.Random(setting.seed)
-    window = model.causal.window - 64
-    return [
-        rng.randrange(100, model.causal.vocabulary - 100)
-        for _ in range(min(setting.long_tokens, window))
-    ]
-
-
-def _resumption(setting: ConversationsSetting, model: LoadedModel) -> dict[str, float]:
-    """Time the first token behind a long conversation: from the pool, and from the host tier."""
-    tokens, times = _long(setting, model), dict[str, list[float]]()
-    for _ in range(setting.runs):
-        for storage in _SIDES:
-            with _opened(model, storage) as rag:
-                computed = _answer(rag, tokens, 1)
-                _wait(rag)
-                resumed = _answer(rag, [*tokens, 101, 102], 1)
-            times.setdefault(storage, []).append(resumed.timings.first_token)
-            times.setdefault("computed", []).append(computed.timings.first_token)
-    medians = {name: statistics.median(each) for name, each in times.items()}
-    return {
-        "resume_host_ms_over_pool": 1000 * (medians["memory"] - medians["none"]),
-        "resume_host_speedup": medians["computed"] / medians["memory"],
-    }
-
-
-def _restart(setting: ConversationsSetting, model: LoadedModel) -> dict[str, float]:
-    """Time the first token of a long conversation after a restart, and count resumed ones."""
-    tokens, ratios, resumed = _long(setting, model), list[float](), list[bool]()
-    with TemporaryDirectory() as made:
-        for number in range(setting.runs):
-            long = [103 + number, *tokens]
-            with _opened(model, "disk", folder=Path(made)) as rag:
-                computed = _answer(rag, long, 1)
-            with _opened(model, "disk", folder=Path(made)) as rag:
-                again = _answer(rag, [*long, 101, 102], 1)
-            ratios.append(computed.timings.first_token / again.timings.first_token)
-            resumed.append(again.reuse.resumed_tokens.get("disk", 0) > len(tokens) - 2 * 64)
-    return {
-        "resume_disk_speedup": statistics.median(ratios),
-        "restart_resumed_share": statistics.mean(resumed),
-    }
-
-
-def _decode_ratio(setting: ConversationsSetting, model: LoadedModel) -> float:
-    """Return the ratio of a stream's time beside kept and beside other short conversations."""
-    rng, ratios = random.Random(setting.seed), list[float]()
-    with _opened(model, "memory") as rag:
-        for number in range(2 * setting.runs):
-            seconds = {}
-            for store in sorted((True, False), reverse=number % 2 == 1):
-                prompt = [rng.randrange(100, model.causal.vocabulary - 100) for _ in range(512)]
-                stream = rag.stream_chat(
-                    [*prompt[:16]],
-                    generation=GenerationParams(
-                        max_tokens=64, ignore_eos=True, extractive=False, store=False
-                    ),
-                )
-                begun = time.perf_counter()
-                _answer(rag, prompt, 8, store=store)
-                list(stream)
-                seconds[store] = time.perf_counter() - begun
-            ratios.append(seconds[True] / seconds[False])
-    return statistics.median(ratios)
+def _move_to_host(rag: RagCache) -> None:
+    """Move all conversations from the device to the host tier."""
+    _wait(rag)
+    store = rag.internals.shared.store
+    if store.memory.top.name != "host":
+        move(store, list(store.memory.top.entries.conversations), "host")

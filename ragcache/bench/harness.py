@@ -114,17 +114,38 @@ class PromptSetting:
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
-def shaped_causal(shape: LlamaShape, dtype: str = "auto") -> CausalLM:
-    """Return a model of the shape on the CPU, as `load_model` opens bfloat16 weights."""
+def shaped_causal(
+    shape: LlamaShape, dtype: str = "auto", answers: Sequence[int] | None = None
+) -> CausalLM:
+    """Return a model of the shape on the CPU, as `load_model` opens bfloat16 weights.
+
+    Args:
+        shape: Its sizes.
+        dtype: What it computes in.
+        answers: Tokens that answers consist of. Defaults to all tokens.
+    """
     from ragcache.models import wrap_causal
     from ragcache.models.dtype import choose_dtypes, convert
 
     keep_freed_memory()  # before transformers computes; our runner calls it later
     model = shape.build(torch.bfloat16)
+    if answers is not None:
+        silence_others(model, answers)
     choice = choose_dtypes(model, torch.device("cpu"), dtype)
     causal = wrap_causal(convert(model, choice.compute))
     causal.states_dtype = choice.states
     return causal
+
+
+@torch.no_grad()
+def silence_others(model: Any, answers: Sequence[int]) -> None:
+    """Let a model with random weights answer with certain tokens only.
+
+    The logits of other tokens are 0. Of thousands of random logits the largest is above.
+    """
+    silent = torch.ones(model.config.vocab_size, dtype=torch.bool)
+    silent[list(answers)] = False
+    model.lm_head.weight[silent] = 0
 
 
 def dtypes_of(causal: CausalLM) -> dict[str, str]:

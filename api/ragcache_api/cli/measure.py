@@ -219,17 +219,22 @@ def recurring(
 @bench_app.command("conversations")
 def conversations(
     model: Annotated[str | None, typer.Option(help="Folder or name of a model.")] = None,
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of a long conversation.")] = 4096,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda.")] = "cpu",
+    reduced: Annotated[bool, typer.Option(help="Few sessions, for a CPU.")] = False,
+    concurrent: Annotated[int, typer.Option(min=1, help="sessions answered at once.")] = 8,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of a long conversation.")] = 8192,
     runs: Annotated[int, typer.Option(min=1, help="runs of each timing.")] = 5,
+    host_bytes: Annotated[str, typer.Option(help="Budget of the host tier.")] = "2GiB",
     json_file: JsonFile = None,
 ) -> None:
     """Chats and agents that outlive the engine's pool, with and without kept states."""
     from ragcache.bench.conversations import ConversationsSetting, bench_conversations
     from ragcache.models import load_model
 
-    setting = ConversationsSetting(long_tokens=tokens, runs=runs)
+    make = ConversationsSetting.reduced if reduced else ConversationsSetting
+    setting = make(concurrent=concurrent, long_tokens=tokens, runs=runs, host_bytes=host_bytes)
     result = run_benchmark(
-        lambda progress: bench_conversations(setting, load_model(model), progress)
+        lambda progress: bench_conversations(setting, load_model(model, device=device), progress)
     )
     shares = [
         (
@@ -245,7 +250,7 @@ def conversations(
         ("first token from memory", f"{result['resume_host_ms_over_pool']:+.1f} ms over the pool"),
         ("first token from disk", f"{result['resume_disk_speedup']:.1f}x sooner than computed"),
         ("resumed after a restart", f"{100 * result['restart_resumed_share']:.0f}%"),
-        ("a stream beside kept chats", f"{result['decode_step_ratio']:.3f}x of its time"),
+        ("a stream's steps beside kept chats", f"{result['decode_step_ratio']:.3f}x of their time"),
     ]
     table = ui.plain_table("conversations", "", rows=rows)
     print_figures([table], result, json_file)
