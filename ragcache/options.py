@@ -13,7 +13,7 @@ from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
 from ragcache.pipeline.ingest import Preparing, Progress
-from ragcache.pipeline.observed import Keeper
+from ragcache.pipeline.keeper import Keeper
 from ragcache.retrieval import Selection
 
 

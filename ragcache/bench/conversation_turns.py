@@ -71,16 +71,14 @@ class Trace:
     """The turns of all sessions, in the order in which their pauses end.
 
     Equal seeds draw equal sessions, as long as the answers are equal.
-
-    Args:
-        kind: The sessions.
-        words: Token ids to draw from.
-        seed: Seed of the random numbers.
     """
 
     kind: SessionKind
+    """The sessions."""
     words: Sequence[int]
+    """Token ids to draw from."""
     seed: int = 7
+    """Seed of the random numbers."""
     _due: list[tuple[float, int, Session]] = field(default_factory=list, init=False)
     _rng: random.Random = field(init=False)
 

@@ -62,7 +62,8 @@ class ConversationsSetting:
     @classmethod
     def reduced(cls, **given: Any) -> ConversationsSetting:
         """Return a setting of some minutes on a CPU."""
-        return cls(**{"chats": FEW_CHATS, "agents": FEW_AGENTS, "long_tokens": 4096} | given)
+        few: dict[str, Any] = {"chats": FEW_CHATS, "agents": FEW_AGENTS, "long_tokens": 4096}
+        return cls(**few | given)
 
 
 @dataclass(slots=True)

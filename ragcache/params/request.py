@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
@@ -39,6 +40,28 @@ def _choices(texts: Sequence[str] | None) -> tuple[str, ...] | None:
     if texts is not None and not (texts and all(texts)):
         raise ValueError("it must be a list of texts, none of them empty")
     return None if texts is None else tuple(texts)
+
+
+_DURATIONS: Mapping[object, float | None] = {
+    "in_memory": None,
+    "in-memory": None,
+    "5m": 300.0,
+    "1h": 3600.0,
+    "24h": 86_400.0,
+}
+
+
+def _seconds(given: float | str | None) -> float | None:
+    if given is None or given in _DURATIONS:
+        return _DURATIONS.get(given)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 30 * 86_400:
+        known = ", ".join(str(name) for name in _DURATIONS)
+        raise ValueError(f"it must be seconds, at most 30 days, or one of {known}")
+    return seconds
 
 
 Unchecked = GetPydanticSchema(lambda *_: core_schema.any_schema())
@@ -137,6 +160,10 @@ class GenerationParams(Params):
     """Keep the states of a chat for its next turn, as `OpenConfig.conversation_storage` says."""
     prompt_cache_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     """Name of the conversation, under which it can be deleted. It changes nothing else."""
+    prompt_cache_retention: Annotated[float | str | None, AfterValidator(_seconds)] = None
+    """Time for which a chat that pauses should find its states again: seconds, `5m`, `1h` or `24h`,
+    or `in_memory` for no wish. They are evicted after all others, as far as the caller's budget
+    allows, and a conversation ends no sooner."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
 
@@ -186,6 +213,12 @@ class GenerationParams(Params):
         names = ("json_schema", "regex", "choice", "ebnf", "grammar")
         given = tuple(name for name in names if getattr(self, name) is not None)
         return (*given, "json_object") if self.json_object else given
+
+    @property
+    def retention_seconds(self) -> float | None:
+        """Seconds of `prompt_cache_retention`."""
+        given = self.prompt_cache_retention
+        return None if given is None else float(given)
 
     def token_limit(self, default: int) -> int:
         """Return the most tokens of an answer: `max_tokens`, or the default of the folder."""

@@ -13,9 +13,10 @@ from ragcache.pipeline.answer import (
 from ragcache.pipeline.chat import ChatCall, Conversation, DocumentSearch
 from ragcache.pipeline.chat_template import ChatTemplate, Message
 from ragcache.pipeline.ingest import Ingestion
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
-from ragcache.pipeline.observed import Keeper, ObservedModule
+from ragcache.pipeline.observed import ObservedModule
 from ragcache.pipeline.pins import Pin, Pins
 from ragcache.pipeline.pml import generated_schema, members
 

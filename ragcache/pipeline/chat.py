@@ -30,8 +30,9 @@ from ragcache.pipeline.chat_template import (
     check_messages,
     find_mark,
 )
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.observed import Keeper, ObservedModules
+from ragcache.pipeline.observed import ObservedModules
 from ragcache.pipeline.prompt import (
     AskedQuestion,
     ModuleGroup,
@@ -83,7 +84,7 @@ class ChatCall:
     keep: Mapping[str, float] = field(default_factory=dict)
     """Texts that are modules at once, and the seconds for which they are kept."""
     keeper: Keeper = Keeper()
-    """The caller that keeps them."""
+    """The caller that keeps them, and its conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class ChatPipeline:
         reranking = sum(each.selection.rerank_seconds for each in chats if each.selection)
         times = Timestamps(called, time.perf_counter(), rerank=reranking)
         collection = "" if search is None else search.collection
-        asked = AskedQuestion("", options.mode, "chat", collection, times)
+        asked = AskedQuestion("", options.mode, "chat", collection, times, keeper=options.keeper)
         return [self.build(chat, replace(asked, text=chat.question)) for chat in chats]
 
     def build(self, chat: RenderedChat, question: AskedQuestion) -> TokenPrompt:

@@ -18,6 +18,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 from ragcache.db.conversations import ConversationDeletion, ConversationStates
 from ragcache.db.references import CONVERSATION_MODE
@@ -25,7 +26,9 @@ from ragcache.engine import ComputedTokens, Context, Segment
 from ragcache.engine.request import KeepStates
 from ragcache.errors import RagCacheError
 from ragcache.params.open import ConversationStorage
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.pipeline.retentions import Retentions
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates
 from ragcache.store import KVStore, Lease, LeaseRequest
@@ -130,6 +133,20 @@ class PrefixKeys:
         return found
 
 
+class PauseHint(NamedTuple):
+    """Wishes of the caller for the conversation that an answer belongs to."""
+
+    name: str | None = None
+    """Name of the conversation. Defaults to the key of its first states."""
+    seconds: float | None = None
+    """Seconds after which the next turn may come. The states stay that long, within the budget."""
+    keeper: Keeper = Keeper()
+    """The caller, with its budget."""
+
+
+_NO_HINT = PauseHint()
+
+
 @dataclass(frozen=True, slots=True)
 class ResumedContext:
     """A context whose first own tokens are read from kept states."""
@@ -159,14 +176,19 @@ class Conversations:
     """Seconds after its last turn at which a conversation ends."""
     least_tokens: int
     """Fewest own tokens of a prompt and its answer that are kept."""
+    retentions: Retentions = field(init=False)
+    """States that pausing callers want to find again."""
     _arriving: dict[KVKey, Future[None]] = field(default_factory=dict, init=False)  # being stored
+
+    def __post_init__(self) -> None:
+        self.retentions = Retentions(self.encoder.store)
 
     @property
     def _store(self) -> KVStore:
         return self.encoder.store
 
     def resume(
-        self, context: Context, *, keep: bool = True, name: str | None = None
+        self, context: Context, *, keep: bool = True, hint: PauseHint = _NO_HINT
     ) -> ResumedContext:
         """Read the longest kept prefix of a context's own tokens.
 
@@ -175,7 +197,7 @@ class Conversations:
         Args:
             context: The context.
             keep: Whether the next turn may start from this one.
-            name: Name of the conversation. Defaults to the key of its first states.
+            hint: Wishes of the caller for the conversation.
         """
         if self.storage == "none" or not all(each.name for each in context.segments):
             return ResumedContext(context)
@@ -183,7 +205,7 @@ class Conversations:
             self.encoder.identity, context.segments, context.token_ids, context.position_ids
         )
         runs, lease = self._lease(self._find(keys, len(context.token_ids) - 1))
-        keeper = partial(self._keep_answer, context, keys, runs, name) if keep else None
+        keeper = partial(self._keep_answer, context, keys, runs, hint) if keep else None
         if lease is None:
             return ResumedContext(context, keep=keeper)
         tokens = Counter[str]()
@@ -220,7 +242,7 @@ class Conversations:
         context: Context,
         prompt: PrefixKeys,
         read: list[PrefixRun],
-        name: str | None,
+        hint: PauseHint,
         computed: ComputedTokens,
     ) -> None:
         """Keep the states that were computed for an answer. Runs in the engine's thread.
@@ -229,7 +251,7 @@ class Conversations:
             context: The context of the whole prompt.
             prompt: Keys of its runs.
             read: Runs of the prompt that were read.
-            name: Name of the conversation.
+            hint: Wishes of the caller for the conversation.
             computed: Tokens that were computed behind these runs.
         """
         begin = read[-1].end if read else 0
@@ -246,7 +268,7 @@ class Conversations:
         }
         owned = [run.key for run in (*read, *runs)]
         if owned:
-            self._store_later(name or owned[0], owned, states)
+            self._store_later(hint, owned, states)
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all conversations by tier."""
@@ -260,6 +282,8 @@ class Conversations:
             name: `GenerationParams.prompt_cache_key` of the conversation.
             dry_run: Change nothing.
         """
+        for arriving in list(self._arriving.values()):
+            arriving.result()
         self._store.ledger.flush()
         deletion = self.rows.delete(name, dry_run=dry_run)
         self._store.discard(deletion.keys)
@@ -281,25 +305,26 @@ class Conversations:
                 return runs
 
     def _store_later(
-        self, name: str, owned: Sequence[KVKey], states: Mapping[KVKey, KVStates]
+        self, hint: PauseHint, owned: Sequence[KVKey], states: Mapping[KVKey, KVStates]
     ) -> None:
         """Store states in the background. A later turn waits for them."""
         stored = Future[None]()
         self._arriving.update(dict.fromkeys(states, stored))
         try:
-            self.background.submit(self._store_states, name, owned, states, stored)
+            self.background.submit(self._store_states, hint, owned, states, stored)
         except RuntimeError:  # the folder has been closed
             self._end_arrival(states, stored)
 
     def _store_states(
         self,
-        name: str,
+        hint: PauseHint,
         owned: Sequence[KVKey],
         states: Mapping[KVKey, KVStates],
         stored: Future[None],
     ) -> None:
+        seconds = max(self.seconds, hint.seconds or 0.0)
         try:
-            self.rows.own(name, owned, time.time() + self.seconds)
+            self.rows.own(hint.name or owned[0], owned, time.time() + seconds)
             model = self.encoder.model.causal.fingerprint
             # does not wait: a request that holds a lease may wait for these states
             request = LeaseRequest("ingest", CONVERSATION_MODE, None, model, patience=0.0)
@@ -308,10 +333,23 @@ class Conversations:
                     self._store.put_states(key, each, request)
                 else:
                     self._store.put_in_memory(key, each, request)
+            if hint.seconds is not None:
+                self.retentions.add(self._sizes(owned), hint.seconds, hint.keeper)
         except RagCacheError as error:
             logger.warning("%s; states of a conversation are not kept", error)
         finally:
             self._end_arrival(states, stored)
+
+    def _sizes(self, keys: Sequence[KVKey]) -> dict[KVKey, int]:
+        """Return the bytes of states in the last tier that has them. Leaves out missing ones."""
+        memory = self._store.memory
+        with memory.lock:
+            return {
+                key: index.entries.get(key).nbytes
+                for index in memory.indexes
+                for key in keys
+                if key in index.entries
+            }
 
     def _end_arrival(self, keys: Iterable[KVKey], stored: Future[None]) -> None:
         for key in keys:

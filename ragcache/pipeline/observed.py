@@ -22,6 +22,7 @@ from ragcache.errors import EngineClosed, RagCacheError
 from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
 from ragcache.pipeline.gate import ModeGate
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache.recognition import (
     NO_DOCUMENT,
@@ -45,16 +46,6 @@ MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
 
 _IDLE_SECONDS, _POLL_SECONDS = 5.0, 0.02  # limit and pause of waiting for an idle engine
-
-
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """A caller on whose account states are kept."""
-
-    name: str = ""
-    """Name of the caller, such as the id of its key."""
-    budget_bytes: int | None = None
-    """Most bytes of states that the caller keeps. Unlimited by default."""
 
 
 @dataclass(slots=True)

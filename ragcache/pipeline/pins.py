@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ragcache.config import check_texts
 from ragcache.db import StoredObject, StoredObjects
 from ragcache.errors import ConfigurationError, PinBudgetExceeded
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.modules import Modules
-from ragcache.pipeline.observed import Keeper
 from ragcache.states import KVKey
 from ragcache.store import KVStore
 

@@ -11,6 +11,7 @@ from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
 from ragcache.modes import AFTER_PREAMBLE, EXACT, ROOTED, Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.retrieval import Selection
 from ragcache.states import KVKey
@@ -151,6 +152,8 @@ class AskedQuestion:
     times: Timestamps = field(default_factory=Timestamps)
     replaced_mode: ReuseMode | None = None
     """Mode that the caller asked for, if `mode` replaces it while the gate measures it."""
+    keeper: Keeper = Keeper()
+    """The caller, on whose account a conversation is retained."""
 
 
 @dataclass(frozen=True, slots=True)

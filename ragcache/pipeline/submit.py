@@ -33,7 +33,7 @@ from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
-from ragcache.pipeline.conversations import Conversations, ResumedContext
+from ragcache.pipeline.conversations import Conversations, PauseHint, ResumedContext
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.prompt import PromptStates, TokenPrompt, build_context
 from ragcache.store import Lease
@@ -311,9 +311,9 @@ class Submitter:
         shared = generation.share and prompt.cacheable and not generation.prompt_logprobs
         if self.conversations is None or prompt.kind != "chat" or not shared:
             return ResumedContext(context)
-        return self.conversations.resume(
-            context, keep=generation.store, name=generation.prompt_cache_key
-        )
+        name, seconds = generation.prompt_cache_key, generation.retention_seconds
+        hint = PauseHint(name, seconds, prompt.question.keeper)
+        return self.conversations.resume(context, keep=generation.store, hint=hint)
 
     def _refuse(self, prompt: TokenPrompt, refusal: str) -> PendingAnswer:
         """Answer with the refusal: no module was found, and the model shall invent nothing."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -106,6 +107,8 @@ class MemoryTiers:
         """Keys used again in the first tier since this set was last emptied."""
         self.pinned: set[KVKey] = set()
         """Keys that stay in every tier."""
+        self.retained: dict[KVKey, float] = {}
+        """Unix seconds until which states are evicted after all others."""
         self.until: dict[KVKey, float] = {}
         """Unix seconds at which states expire in every tier."""
         self.dropped: dict[KVKey, tuple[str, str | None]] = {}
@@ -211,8 +214,9 @@ class MemoryTiers:
                     self.until[key] = until
 
     def forget_expirations(self, now: float) -> None:
-        """Forget past expirations of absent states, so that encoding them again sets no limit."""
+        """Forget past times, so that encoding states again sets no limit."""
         with self.lock:
+            self.retained = {key: until for key, until in self.retained.items() if until > now}
             for key in [key for key, until in self.until.items() if until <= now]:
                 if not self.is_known(key):
                     del self.until[key]
@@ -246,13 +250,36 @@ class MemoryTiers:
                 if key not in leaving and key not in self.pinned:
                     leaving[key] = "pressure"
                     need -= index.entries.get(key).nbytes
-            share = self.conversation_bytes
-            if share is None:
-                share = (index.tier.budget_bytes or 0) // 4
-            chosen = index.entries.choose_victims(
-                need, lambda key: key in leaving or self._stays(key), share
-            )
+            chosen = None
+            if self.retained and index not in self.indexes[:-1]:  # others can go to a tier below
+                retained = {key for key, until in self.retained.items() if until > time.time()}
+                chosen = self._choose_others(index, need, leaving.keys() | retained)
+            if chosen is None:
+                chosen = self._choose_others(index, need, leaving.keys())
             return None if chosen is None else leaving | dict.fromkeys(chosen, "pressure")
+
+    def _choose_others(
+        self, index: TierIndex, need: int, chosen: AbstractSet[KVKey]
+    ) -> list[KVKey] | None:
+        """Choose states in eviction order, without leased, pinned and `chosen` ones."""
+        return index.entries.choose_victims(
+            need,
+            lambda key: key in chosen or self._stays(key),
+            self.conversation_share(index),
+        )
+
+    def conversation_share(self, index: TierIndex) -> int:
+        """Return the bytes of a full tier that conversations keep."""
+        share = self.conversation_bytes
+        return (index.tier.budget_bytes or 0) // 4 if share is None else share
+
+    def retain(self, limits: Mapping[KVKey, float]) -> None:
+        """Evict states after all others until a time, in Unix seconds.
+
+        States in a memory tier may still move to the memory tier below.
+        """
+        with self.lock:
+            self.retained |= limits
 
     def place(
         self,

@@ -88,7 +88,6 @@ IGNORED: Mapping[str, str] = {
     "mm_processor_kwargs": "messages have no media",
     "prediction": "it saves time only",
     "prompt_cache_options": "states are found by their text",
-    "prompt_cache_retention": "the folder's conversation_storage and conversation_seconds say it",
     "reasoning_effort": "a template that knows it takes it in chat_template_kwargs",
     "request_id": "the header X-Request-ID names a request",
     "return_mm_kwargs": "messages have no media",

@@ -14,6 +14,10 @@ from ragcache_api.http.service import RequestContext
 from ragcache_api.http.streaming import Opening
 from ragcache_api.http.tools import OutputFormat
 
+RETENTION_HEADER = "x-prompt-cache-retention"
+"""Time for which a chat that pauses should find its states again, for clients whose requests have
+no field for it."""
+
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
@@ -56,8 +60,10 @@ def open_conversation(
         tools: Functions that the model may call.
         recognize: Whether texts of modules are read from states.
         documents: Documents to answer from, in place of a collection.
-        keep: Texts to keep as modules, and the seconds for which they are kept.
+        keep: Texts to keep as modules, and the seconds for which they are kept. The conversation
+            is retained for the longest of them.
     """
+    generation = _with_retention(context, generation, keep or {})
     rag, options, key = AsyncRagCache(context.rag), body.reading(), context.caller.options
     if body.collection is not None:
         options = body.retrieval() | context.selection | {"collection": body.collection}
@@ -70,6 +76,16 @@ def open_conversation(
         "keeper": context.keeper,
     }
     return lambda: rag.stream_chat(messages, generation=generation, **options)
+
+
+def _with_retention(
+    context: RequestContext, generation: GenerationParams, keep: Mapping[str, float]
+) -> GenerationParams:
+    """Add the time that a header or marks wish, unless the body has a wish."""
+    wish = context.request.headers.get(RETENTION_HEADER) or max(keep.values(), default=None)
+    if wish is None or generation.prompt_cache_retention is not None:
+        return generation
+    return generation.replace(prompt_cache_retention=wish)
 
 
 async def output_format(body: ChatRequest, context: RequestContext) -> OutputFormat:

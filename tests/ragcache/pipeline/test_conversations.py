@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.pipeline import Keeper
 from ragcache.pipeline.conversations import BLOCK
+from ragcache.states import KVKey
 from ragcache.store.verify import verify
 from tests.conftest import scaled
 from tests.ragcache.store.test_processes import run_and_kill
@@ -189,6 +193,83 @@ def test_a_deleted_conversation_is_gone_from_every_tier(tmp_path: Path, model: L
         assert resumed(turn(rag, conversation(7, 2, 3), store=False)) > 0
         kept.delete()
         assert kept.sizes() == {}
+
+
+def paused(rag: RagCache, budget: int | None, **options: Any) -> int:
+    """Return the resumed tokens of an agent that comes back after other conversations."""
+    messages, keeper = conversation(1), Keeper("agent", budget)
+    for _ in range(2):
+        rag.chat(messages, keeper=keeper, generation=FREE.replace(**options))
+        rag.internals.shared.keeping.submit(lambda: None).result()
+    for seed in range(20, 32):
+        turn(rag, conversation(seed))
+        turn(rag, conversation(seed))
+    return resumed(turn(rag, conversation(1, 2, 3)))
+
+
+def test_a_retained_conversation_outlives_others(tmp_path: Path, model: LoadedModel) -> None:
+    """Without the wish, and beyond the budget, the conversations after it push it out."""
+    found = {}
+    for name, budget, wish in (
+        ("wished", 1 << 20, "1h"),
+        ("over the budget", 1000, "1h"),
+        ("no wish", 1 << 20, "in_memory"),
+    ):
+        sizes = {"host_bytes": "1MiB", "conversation_bytes": "512KiB", "private_bytes": "1MiB"}
+        with opened(tmp_path / name, model, **sizes) as rag:
+            found[name] = paused(rag, budget, prompt_cache_retention=wish)
+    assert found["wished"] > 2 * BLOCK
+    assert found["over the budget"] == found["no wish"] == 0
+
+
+def test_retained_conversations_stay_within_their_share(rag: RagCache) -> None:
+    kept = rag.modules.conversations.retentions
+    memory = rag.internals.shared.store.memory
+    share = memory.conversation_share(memory.indexes[-1])
+    one, other = KVKey("one"), KVKey("other")
+    assert kept.add({one: share // 2}, 60.0, Keeper())
+    assert not kept.add({other: share}, 60.0, Keeper())
+    assert kept.add({one: share // 2}, 600.0, Keeper("another", 1000)), "nothing is added"
+    assert set(memory.retained) == {one}
+    kept.store.sweep()
+    assert set(memory.retained) == {one}
+    memory.forget_expirations(time.time() + 601.0)
+    assert not memory.retained
+
+
+def test_a_wish_lengthens_the_life_of_a_conversation(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "state", model, conversation_seconds=60.0) as rag:
+        turn(rag, conversation(1), prompt_cache_retention=600)
+        turn(rag, conversation(7))
+        later = time.time() + 120.0
+        monkeypatch.setattr("ragcache.db.conversations.time.time", lambda: later)
+        rag.internals.shared.store.sweep()
+        assert resumed(turn(rag, conversation(1, 2, 3), store=False)) > 0
+        assert resumed(turn(rag, conversation(7, 2, 3), store=False)) == 0
+
+
+@pytest.mark.parametrize("given", ["5 minutes", 0, -1, 10**9, "nan"])
+def test_times_that_are_none_are_refused(given: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt_cache_retention"):
+        GenerationParams(prompt_cache_retention=given)
+    assert GenerationParams(prompt_cache_retention="24h").retention_seconds == 86_400
+    assert GenerationParams(prompt_cache_retention="in_memory").retention_seconds is None
+
+
+def test_a_deletion_reaches_other_processes(tmp_path: Path, model: LoadedModel) -> None:
+    folder = tmp_path / "state"
+    with (
+        opened(folder, model, conversation_storage="disk") as one,
+        opened(folder, model, conversation_storage="disk") as other,
+    ):
+        turn(one, conversation(1))
+        assert resumed(turn(other, conversation(1, 2, 3), store=False)) > 0
+        assert one.modules.conversations.delete().conversations == 1
+        other.internals.shared.store.sweep()
+        assert resumed(turn(other, conversation(1, 2, 3), store=False)) == 0
+        assert other.modules.conversations.sizes() == {}
 
 
 @pytest.mark.slow
