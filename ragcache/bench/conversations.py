@@ -136,24 +136,28 @@ class _Bench:
         return self.play_kind("agents", self.setting.agents.within(self._window))
 
     def resume(self) -> dict[str, Any]:
-        """Time the first token behind a long conversation: from the pool, and from the host."""
-        tokens, new, times = self._long(), self._draw(self.setting.next_tokens), _Times()
-        for storage in _SIDES:
-            with self.opened(storage) as rag:
-                for number in range(self.setting.runs):
+        """Time the first token behind a long conversation: from the pool, and from each tier."""
+        tokens, new = self._long(), self._draw(self.setting.next_tokens)
+        seconds: dict[str, list[float]] = {}
+        for storage, moves in (("none", False), ("memory", False), ("memory", True)):
+            with self.opened(storage, pool_bytes=self._long_pool_bytes) as rag:
+                if moves and rag.internals.shared.store.memory.top.name == "host":
+                    continue
+                for number in range(self.setting.runs + 1):
                     long = [self.words[number], *tokens]
                     computed = _answer(rag, long, 1)
-                    if storage == "memory":
+                    _wait(rag)
+                    if moves:
                         _move_to_host(rag)
                     resumed = _answer(rag, [*long, *new], 1)
-                    times.add("computed", computed)
-                    times.add(storage, resumed)
-                    for tier in resumed.reuse.resumed_tokens:
-                        times.add(f"from {tier}", resumed)
-        medians = times.medians()
+                    if number:  # the first run warms up
+                        tier = next(iter(resumed.reuse.resumed_tokens), "pool")
+                        for name, answer in (("computed", computed), (tier, resumed)):
+                            seconds.setdefault(name, []).append(answer.timings.first_token)
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
         return {
-            "resume_host_ms_over_pool": 1000 * (medians["memory"] - medians["none"]),
-            "resume_host_speedup": medians["computed"] / medians["memory"],
+            "resume_host_ms_over_pool": 1000 * (medians["host"] - medians["pool"]),
+            "resume_host_speedup": medians["computed"] / medians["host"],
             "resume_seconds": medians,
         }
 
@@ -180,7 +184,7 @@ class _Bench:
         The ratio is the stream's time alone with what keeping adds, over its time alone.
         """
         ratios, shares = list[float](), list[float]()
-        with self.opened("memory") as rag:
+        with self.opened("memory", pool_bytes=self._long_pool_bytes) as rag:
             for number in range(2 * self.setting.runs + 1):
                 seconds = {"alone": self._stream(rag, None)}
                 for store in sorted((True, False), reverse=number % 2 == 1):
@@ -239,10 +243,16 @@ class _Bench:
     def _window(self) -> int:
         return self.model.causal.window - 64
 
+    @property
+    def _long_pool_bytes(self) -> int:
+        """Bytes of a pool that retains the long conversation in a half."""
+        tokens = 2 * (self.setting.long_tokens + self.setting.next_tokens) + 4096
+        return tokens * self.model.causal.computed_bytes_per_token
+
     def _pool_bytes(self, kind: SessionKind) -> int:
         """Return the size of a pool for a share of the sessions, and for the longest of them."""
         share = self.setting.pool_share * kind.sessions * kind.tokens
-        tokens = max(2 * (kind.most_tokens + 64), share)
+        tokens = max(kind.most_tokens + 64, share)
         return int(tokens * self.model.causal.computed_bytes_per_token)
 
     def _play(self, rag: RagCache, kind: SessionKind) -> _Play:
@@ -272,7 +282,9 @@ class _Bench:
             for session, answer in zip(wave, answers, strict=True):
                 play.count(session, answer)
             if play.turns * 20 // total > (play.turns - len(wave)) * 20 // total:
-                self.progress(f"{play.turns} of {total} turns in {play.seconds:.0f} s")
+                share = play.computed / max(play.history, 1)
+                done = f"{play.turns} of {total} turns in {play.seconds:.0f} s"
+                self.progress(f"{done}, {100 * share:.1f}% computed again")
         return play
 
     def _draw(self, count: int) -> list[int]:
@@ -282,22 +294,6 @@ class _Bench:
         rng, setting = random.Random(self.setting.seed), self.setting
         most = min(setting.long_tokens, self._window - setting.next_tokens - 2)
         return rng.choices(self.words, k=most)
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Times to first tokens, by the name of the side."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, answer: Answer) -> None:
-        """Add the time of an answer."""
-        self.seconds.setdefault(name, []).append(answer.timings.first_token)
-
-    def medians(self) -> Mapping[str, float]:
-        """Return the median of each side, in seconds, without its first time, which warms up."""
-        each = self.seconds.items()
-        return {name: statistics.median(times[1:] or times) for name, times in each}
 
 
 def bench_conversations(
@@ -365,7 +361,5 @@ def _wait(rag: RagCache) -> None:
 
 def _move_to_host(rag: RagCache) -> None:
     """Move all conversations from the device to the host tier."""
-    _wait(rag)
     store = rag.internals.shared.store
-    if store.memory.top.name != "host":
-        move(store, list(store.memory.top.entries.conversations), "host")
+    move(store, list(store.memory.top.entries.conversations), "host")
