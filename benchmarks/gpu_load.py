@@ -119,8 +119,8 @@ class LoadSession(GpuSession):
         """Leases documents, and encodes those that no tier has."""
         keys = [self.key(number) for number in numbers]
         by_key = dict(zip(keys, numbers, strict=True))
-        sizes = dict.fromkeys(keys, self.setting.document_tokens * self.causal.bytes_per_token)
-        lease = store.lease(keys, LeaseRequest(origin, sizes=sizes))
+        nbytes = self.setting.document_tokens * self.causal.bytes_per_token
+        lease = store.lease(keys, LeaseRequest(origin, size_of=lambda _: nbytes))
         try:
             while missing := lease.claim():
                 jobs = [self._job(by_key[key]) for key in missing]

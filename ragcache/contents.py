@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,6 +44,15 @@ class Collections:
     """
 
     _namespace: Namespace
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first collections for notebooks."""
+        rows = "".join(
+            f"<tr><td>{escape(row.name)}</td><td>{row.documents:,}</td><td>{row.modules:,}</td></tr>"
+            for row in self.page(limit=20).items
+        )
+        names = "<th>collection</th><th>documents</th><th>modules</th>"
+        return f"<table><tr>{names}</tr>{rows}</table>" if rows else ""
 
     def create(self, collection: str, description: str = "") -> bool:
         """Create an empty collection. `RagCache.ingest` creates collections by itself.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import InstanceOf, SkipValidation, ValidationInfo, field_validator, model_validator
 
 from ragcache.config import check_texts
-from ragcache.documents import SourceDocument
+from ragcache.documents import FileFilter, SourceDocument
 from ragcache.errors import ConfigurationError, RagCacheError
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
@@ -44,6 +44,16 @@ class IngestOptions(Params):
     def _check_patterns(cls, patterns: Any, info: ValidationInfo) -> Any:
         check_texts(str(info.field_name), patterns)
         return patterns
+
+    @property
+    def files(self) -> FileFilter:
+        """Selection of the files in folders."""
+        return FileFilter(self.include, self.exclude, self.strict)
+
+    def reading(self, done: int, total: int) -> None:
+        """Report the bytes of files that are read."""
+        if self.preparing is not None:
+            self.preparing("reading", done, total)
 
 
 class SearchOptions(SearchParams):
@@ -125,6 +135,19 @@ class ChatOptions(SearchParams):
             given := sorted(self.model_fields_set & {"selection", *SearchParams.model_fields})
         ):
             raise ValueError(f"{', '.join(given)} search documents; give `collection`, too")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        if self.tools and self.generation.extractive:
+            raise ValueError(
+                "an extractive answer is a quotation and calls no tools; leave out either"
+            )
+        if self.tools and self.generation.min_confidence:
+            raise ValueError(
+                "a call of a tool is no answer whose confidence is known; leave out either "
+                "min_confidence or tools"
+            )
         return self
 
 

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
-from ragcache.config import check_texts, parse_bytes, parse_optional_bytes
+from ragcache.config import check_texts
 from ragcache.contents import Collections, Documents, Schemas
-from ragcache.db import (
-    ApiKeys,
-    Database,
-    EvictionRow,
-    Ledger,
-    Page,
-    eviction_page,
-)
-from ragcache.documents import FileFilter, ReadOptions, load_sources
+from ragcache.db import ApiKeys, EvictionRow, Page, eviction_page
+from ragcache.documents import ReadOptions, load_sources
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
-from ragcache.models import LoadedModel, load_model
+from ragcache.errors import InvalidRequest
+from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
-from ragcache.options import (
-    AskOptions,
-    ChatOptions,
-    IngestOptions,
-    PromptOptions,
-    SearchOptions,
-)
+from ragcache.opening import open_folder, typed_by
+from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
 from ragcache.params import OpenConfig, TakesOptions
 from ragcache.pipeline import (
     Answer,
@@ -48,39 +36,15 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import results
 from ragcache.pipeline.chat import kept_modules, select_given
-from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import Retriever, Selection
-from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
-from ragcache.store import KVStore, TierStatus, open_tiers, tier_status
+from ragcache.store import TierStatus, tier_status
 from ragcache.store.admin import delete_documents
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
-
-
-P = ParamSpec("P")
-
-
-class Opener(Protocol[P]):
-    """Type of `RagCache.open`: a folder, a model, and the fields of `OpenConfig` as keywords."""
-
-    def __call__(
-        self,
-        state: str | Path,
-        model: str | Path | LoadedModel | None = None,
-        /,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> RagCache:
-        """Open a state folder; see `OpenConfig` for the options."""
-
-
-def _typed_by(config: Callable[P, OpenConfig], method: Any) -> Opener[P]:  # noqa: ARG001
-    """Give a method the keyword options of `config`, which type checkers read from it."""
-    return cast("Opener[P]", method)
 
 
 class RagCache:
@@ -115,15 +79,9 @@ class RagCache:
 
     def _repr_html_(self) -> str:
         """Return the folder with its first collections for notebooks."""
-        title = f"<p><code>{escape(repr(self))}</code></p>"
-        if self._internals.shared.closed.is_set():
-            return title
-        rows = "".join(
-            f"<tr><td>{escape(row.name)}</td><td>{row.documents:,}</td><td>{row.modules:,}</td></tr>"
-            for row in self.collections.page(limit=20).items
-        )
-        names = "<th>collection</th><th>documents</th><th>modules</th>"
-        return f"{title}<table><tr>{names}</tr>{rows}</table>" if rows else title
+        closed = self._internals.shared.closed.is_set()
+        table = "" if closed else self.collections._repr_html_()
+        return f"<p><code>{escape(repr(self))}</code></p>{table}"
 
     @property
     def internals(self) -> Namespace:
@@ -164,41 +122,9 @@ class RagCache:
             >>> from ragcache import RagCache
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_tokens=16)
         """
-        config = OpenConfig(**options)
-        embedder = resolve_embedder(config.embedding)
-        reranker = resolve_reranker(config.reranker)
-        folder = _state_folder(Path(state))
-        database = Database.open(config.ledger or folder / "ledger.sqlite")
-        try:
-            loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
-            variables = _template_kwargs(loaded, config.chat_template_kwargs)
-            preamble = resolve_instruction(loaded.tokenizer, config.instruction)
-            tiers = open_tiers(config, loaded.causal.device)
-        except BaseException:
-            database.close()
-            raise
-        store = KVStore.open(
-            folder,
-            database,
-            parse_bytes(config.host_bytes),
-            disk_bytes=parse_optional_bytes(config.disk_bytes),
-            kv_dtype=config.kv_dtype,
-            tiers=tiers,
-            claim_patience=config.claim_patience,
-        )
-        shared = SharedServices.start(
-            database,
-            store,
-            loaded,
-            config,
-            embedder=embedder,
-            reranker=reranker,
-            template_kwargs=variables,
-            instruction=preamble,
-        )
-        return cls(shared.namespace())
+        return cls(open_folder(Path(state), model, OpenConfig(**options)).namespace())
 
-    open = _typed_by(OpenConfig, _open)
+    open = typed_by(OpenConfig, _open)
 
     def __enter__(self) -> RagCache:
         return self
@@ -317,14 +243,11 @@ class RagCache:
         sync: bool,
     ) -> Ingestion:
         check_collection(collection)
-        files = FileFilter(options.include, options.exclude, options.strict)
-        preparing = options.preparing
-        reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
         limits = ReadOptions.of(self._shared.config)
-        loaded = load_sources(sources, files, reading, limits)
+        loaded = load_sources(sources, options.files, options.reading, limits)
         self._shared.deferred.release()
         return self.internals.ingestor.ingest(
-            collection, loaded, options.progress, sync=sync, preparing=preparing
+            collection, loaded, options.progress, sync=sync, preparing=options.preparing
         )
 
     @property
@@ -508,15 +431,6 @@ class RagCache:
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
         mode, generation, tools = ReuseMode.parse(options.mode), options.generation, options.tools
-        if generation.extractive and tools:
-            raise InvalidRequest(
-                "an extractive answer is a quotation and calls no tools; leave out either"
-            )
-        if generation.min_confidence and tools:
-            raise InvalidRequest(
-                "a call of a tool is no answer whose confidence is known; leave out either "
-                "min_confidence or tools"
-            )
         if tools and generation.confidence is None:
             generation = generation.replace(confidence=False)  # a call is not to be refused
         search, keep = None, options.keep
@@ -684,33 +598,3 @@ def _single_selection(selection: Selection | None, requests: int) -> Selection |
     if selection is not None and requests != 1:
         raise InvalidRequest(f"a selection is for one question, not for {requests}; ask one by one")
     return selection
-
-
-def _state_folder(folder: Path) -> Path:
-    """Create a state folder that only its owner can read, unless it exists."""
-    try:
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error
-    return folder
-
-
-def _load(model: str | Path | None, config: OpenConfig, database: Database) -> LoadedModel:
-    """Load a model by the times that the ledger keeps."""
-    return load_model(
-        model,
-        device=config.device,
-        dtype=config.dtype,
-        states_dtype=config.states_dtype,
-        long_context=config.long_context,
-        quantization=config.quantization,
-        recall=Ledger(database).recall_fact,
-    )
-
-
-def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        return template_kwargs(model.tokenizer, kwargs)
-    except InvalidRequest as error:
-        raise ConfigurationError(str(error)) from error

@@ -146,7 +146,7 @@ def float_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _default_model(float_reader: Path) -> Iterator[None]:
     """Make folders that are opened without a model share one reader in float32."""
-    from ragcache import rag
+    from ragcache import opening
     from ragcache.models import load_model, loader
 
     default = cache(load_model)
@@ -159,7 +159,7 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "READER", float_reader)
-        patch.setattr(rag, "load_model", load)
+        patch.setattr(opening, "load_model", load)
         yield
 
 

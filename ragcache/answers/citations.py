@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ragcache.answers.passages import (
@@ -19,8 +20,10 @@ from ragcache.answers.passages import (
     sentence_breaks,
     words_of,
 )
-from ragcache.answers.quotations import AnswerSpan
+from ragcache.answers.policy import AnsweredPrompt, AnswerOutput, AnswerPolicy, AnswerSpan
 from ragcache.db import ModuleRow
+from ragcache.engine import Choice, RequestOutput, TokenDelta
+from ragcache.errors import InvalidRequest
 
 SHARE = 0.6
 """Share of a sentence's words that its sources must have. They must have all of its numbers."""
@@ -94,3 +97,56 @@ def cite(
         for each, number in numbers.items()
     )
     return "".join(pieces), tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class CitationPolicy(AnswerPolicy):
+    """Puts source marks into free answers, and lists their places in the documents."""
+
+    modules: tuple[ModuleRow, ...]
+    """The modules in the prompt, best first."""
+
+    @classmethod
+    def for_prompt(cls, prompt: AnsweredPrompt) -> CitationPolicy:
+        """Return the policy of a prompt whose answers cite.
+
+        Raises:
+            InvalidRequest: The prompt is a PML prompt.
+        """
+        if prompt.kind == "prompt":
+            raise InvalidRequest(
+                "citations name documents, and a PML prompt reads a schema; ask a collection "
+                "instead, or leave out citations"
+            )
+        return cls(prompt.modules)
+
+    @property
+    def holds(self) -> bool:
+        """A mark is known at the end of its sentence, and the answer is checked as a whole."""
+        return True
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Return the answer with marks in its choices, and their spans. Refusals cite nothing."""
+        choices, spans = list[Choice](), list[AnswerSpan]()
+        for number, choice in enumerate(answer.output.choices):
+            if choice.finish_reason != "no_answer":
+                text, found = cite(choice.text, self.modules, number)
+                choice = replace(choice, text=text)
+                spans += found
+            choices.append(choice)
+        output = replace(answer.output, choices=tuple(choices))
+        return replace(answer, output=output, spans=(*answer.spans, *spans))
+
+    def release(self, deltas: Sequence[TokenDelta], answer: AnswerOutput) -> list[TokenDelta]:
+        """Return the deltas with the whole text of each choice, with its marks, at its end."""
+        cited = {
+            number: choice.text
+            for number, choice in enumerate(answer.output.choices)
+            if choice.finish_reason != "no_answer"
+        }
+        shown = [replace(each, text="") if each.choice in cited else each for each in deltas]
+        return [*shown, *(TokenDelta(number, None, text) for number, text in cited.items())]

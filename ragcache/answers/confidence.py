@@ -217,14 +217,6 @@ def reader_calibration(file: Path = READER / "calibration.json") -> Calibration 
     return Calibration.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def readable(selection: Selection, model: LoadedModel) -> Selection:
-    """Return a search result without the modules that are too many for the embedded reader."""
-    calibration = reader_calibration() if model.extractive else None
-    if calibration is None or calibration.most_modules is None:
-        return selection
-    return replace(selection, hits=selection.hits[: calibration.most_modules])
-
-
 @dataclass(eq=False)
 class ModelCalibration:
     """The calibration of a model's free answers that was fitted to the built-in questions.

@@ -5,72 +5,26 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
+from ragcache.answers.policy import AnsweredPrompt, AnswerOutput, AnswerPolicy, AnswerSpan
 from ragcache.answers.quotation_index import (
     QuotableText,
+    Quotation,
     QuotationIndex,
+    QuotationText,
     TokenSpellings,
     quote,
     token_spellings,
 )
 from ragcache.db import ModuleRow
-from ragcache.engine import Choice
+from ragcache.engine import Choice, Request, RequestOutput
+from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
+from ragcache.params import GenerationParams
 
-CONTEXT = 240  # maximum characters of a span's prefix and suffix
 _KEPT_BYTES = 2**24  # of graphs in the cache, which evicts the least recently used
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerSpan:
-    """A place that an extractive answer quotes."""
-
-    document: str
-    """Id of the document."""
-    module: str
-    """Name of the module."""
-    start: int | None
-    """First character of the answer in the document's text (`rag.documents.texts`), or None: some
-    parts of modules, such as repeated headings, are not at this place of the document."""
-    end: int | None
-    """End of the answer in the document's text, exclusive, or None like `start`."""
-    page: int | None = None
-    """Page or slide, in documents that have pages."""
-    headings: tuple[str, ...] = ()
-    """Titles above the module, outermost first."""
-    prefix: str = ""
-    """Text before the answer in the same line, at most `CONTEXT` characters."""
-    suffix: str = ""
-    """Text after the answer in the same line, at most `CONTEXT` characters."""
-    choice: int = 0
-    """Index of the answer, from 0, among the `n` answers to a question."""
-    mark: int | None = None
-    """Number of the mark in the answer's text that cites this place. Quotations have no marks."""
-
-    @classmethod
-    def of(
-        cls, module: ModuleRow, begin: int, end: int, choice: int = 0, mark: int | None = None
-    ) -> AnswerSpan:
-        """Return the span of characters begin:end of a module's text."""
-        text = module.text
-        moved = next((at - a for a, at in reversed(module.places) if a <= begin), None)
-        line = max(text.rfind("\n", 0, begin) + 1, begin - CONTEXT)
-        line_end = text.find("\n", end)
-        line_end = min(len(text) if line_end < 0 else line_end, end + CONTEXT)
-        return cls(
-            module.document,
-            module.name,
-            start=None if moved is None else begin + moved,
-            end=None if moved is None else end + moved,
-            page=module.page,
-            headings=module.headings,
-            prefix=text[line:begin],
-            suffix=text[end:line_end],
-            choice=choice,
-            mark=mark,
-        )
 
 
 @dataclass(frozen=True)
@@ -139,3 +93,61 @@ class Quotations:
             while self._bytes > _KEPT_BYTES:
                 self._bytes -= self._known.popitem(last=False)[1].nbytes
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class QuotationPolicy(AnswerPolicy):
+    """Limits answers to contiguous runs of the modules' texts."""
+
+    sources: QuotationSources
+    """The modules that may be quoted."""
+
+    @classmethod
+    def for_prompt(
+        cls, prompt: AnsweredPrompt, params: GenerationParams, quotations: Quotations | None
+    ) -> QuotationPolicy | None:
+        """Return the policy of a prompt whose answers are quotations; other prompts have none.
+
+        Raises:
+            InvalidRequest: `extractive` is set, and the prompt cannot be answered by quotations.
+        """
+        if params.extractive:
+            _check_extractive(prompt, params)
+        elif prompt.selection is None or params.forms or params.citations:
+            return None
+        if not prompt.modules or quotations is None:
+            return None
+        return cls(quotations.of(prompt.modules))
+
+    def change_request(self, request: Request) -> Request:
+        """Allow only the tokens of quotations, and end their text at word boundaries."""
+        index = self.sources.index
+        constraint, text = partial(Quotation, index), partial(QuotationText, index)
+        return replace(request, constraint=constraint, text=text, suppress_tokens=frozenset())
+
+    def finish(
+        self,
+        answer: AnswerOutput,
+        passes: Sequence[RequestOutput],  # noqa: ARG002
+    ) -> AnswerOutput:
+        """Return the answer with its document positions."""
+        return replace(answer, spans=self.sources.spans(answer.output.choices))
+
+
+def _check_extractive(prompt: AnsweredPrompt, params: GenerationParams) -> None:
+    """Raise `InvalidRequest` for a prompt or options that exclude quotations."""
+    if params.forms:
+        raise InvalidRequest(
+            "an extractive answer is a quotation and keeps to no grammar; leave out either "
+            "extractive, or response format and grammar"
+        )
+    if prompt.kind == "prompt":
+        raise InvalidRequest(
+            "an extractive answer quotes documents, and a PML prompt reads a schema; ask a "
+            "collection instead, or leave out extractive"
+        )
+    if not prompt.modules and prompt.has_documents:
+        raise InvalidRequest(
+            "an extractive answer quotes documents, and no ingested text was recognized in the "
+            "conversation; ask with a collection, or leave out extractive"
+        )

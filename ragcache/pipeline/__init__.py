@@ -1,6 +1,6 @@
 """The two ways through ragcache: documents in, answers out."""
 
-from ragcache.answers.quotations import AnswerSpan
+from ragcache.answers.policy import AnswerSpan
 from ragcache.pipeline.answer import (
     Answer,
     AnswerStream,

@@ -20,8 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from ragcache.answers.policy import AnswerOutput, AnswerPolicy
-from ragcache.answers.quotations import AnswerSpan
+from ragcache.answers.policy import AnswerOutput, AnswerPolicy, AnswerSpan
 from ragcache.engine import Choice, RequestHandle, RequestOutput, SampledToken, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.retrieval import Hit

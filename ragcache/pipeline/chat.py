@@ -14,7 +14,6 @@ from hashlib import sha256
 from itertools import product
 from typing import Any, TypeGuard, cast
 
-from ragcache.answers.confidence import readable
 from ragcache.db import Catalog, CollectionVersion, ModuleRow
 from ragcache.documents import SourceDocument, split_document
 from ragcache.engine.request import check_tokens
@@ -23,7 +22,7 @@ from ragcache.models import LoadedModel
 from ragcache.modes import AFTER_PREAMBLE, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline.answer import Citation, Timestamps
-from ragcache.pipeline.ask import is_small_talk
+from ragcache.pipeline.ask import is_small_talk, readable
 from ragcache.pipeline.chat_template import (
     ChatTemplate,
     Message,

@@ -116,8 +116,11 @@ class StateEncoder:
     ) -> LeaseRequest:
         """Return the request of a lease. `lengths`: numbers of tokens of the states."""
         causal = self.model.causal
-        sizes = {key: length * causal.bytes_per_token for key, length in lengths.items()}
-        return LeaseRequest(origin, mode, root, causal.fingerprint, patience, sizes)
+
+        def size_of(key: KVKey) -> int:
+            return lengths.get(key, 0) * causal.bytes_per_token
+
+        return LeaseRequest(origin, mode, root, causal.fingerprint, patience, size_of)
 
     def _encode_missing(self, lease: Lease, jobs: Mapping[KVKey, EncodeJob]) -> None:
         """Encode the states of a lease that no tier holds and no other caller is encoding."""

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ragcache.answers.citations import CitationPolicy
 from ragcache.answers.confidence import ModelCalibration
-from ragcache.answers.policy import AnswerPolicy, answer_policies
-from ragcache.answers.quotations import Quotations
+from ragcache.answers.confidence_policy import ConfidencePolicy
+from ragcache.answers.policy import AnsweredPrompt, AnswerPolicy
+from ragcache.answers.quotations import QuotationPolicy, Quotations
+from ragcache.answers.reader_policies import WordedPolicy, reader_form_policy
 from ragcache.config import NAMESPACE
 from ragcache.engine import (
     Choice,
@@ -45,6 +48,46 @@ READER_REPETITIONS = 8
 """Times in a row that the embedded reader may write one pattern. Small models fall into loops."""
 
 MakeRequest = Callable[[Context], Request]
+
+
+def answer_policies(
+    prompt: AnsweredPrompt,
+    params: GenerationParams,
+    model: LoadedModel,
+    engine: LLMEngine,
+    quotations: Quotations | None,
+    calibration: ModelCalibration | None = None,
+) -> tuple[AnswerPolicy, ...]:
+    """Return the policies of a prompt's answers, in the order in which they finish them.
+
+    Args:
+        prompt: The prompt that is answered.
+        params: The options of the call.
+        model: The model that answers.
+        engine: The engine that confidence policies submit their passes to.
+        quotations: Quotable texts of the namespace. Without them no answer is a quotation.
+        calibration: The calibration of the model's free answers.
+
+    Raises:
+        InvalidRequest: An option does not go with the prompt or with another option.
+    """
+    quotation = confidence = None
+    citations = CitationPolicy.for_prompt(prompt) if params.citations else None
+    if params.extractive or (params.extractive is None and model.extractive):
+        quotation = QuotationPolicy.for_prompt(prompt, params, quotations)
+    if params.confidence is not False:
+        built_in = calibration if prompt.kind == "question" or params.confidence else None
+        confidence = ConfidencePolicy.for_prompt(
+            prompt, params, model, engine, built_in, extractive=quotation is not None
+        )
+    worded = None
+    if prompt.kind == "chat" and model.extractive and not (confidence or params.forms):
+        worded = WordedPolicy(params.refusal)
+    formed = None
+    if model.extractive and params.forms:
+        formed = reader_form_policy(prompt, params, quotations)
+    policies = (confidence, quotation, worded, formed, citations)
+    return tuple(each for each in policies if each is not None)
 
 
 def request_maker(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -21,6 +21,15 @@ from ragcache.store.memory_tiers import BLOB_ROUNDING, MemoryTiers
 
 _POLL_SECONDS = 0.02
 """Pause after which a waiting lease looks for leases whose requests have ended."""
+
+
+SizeOf = Callable[[KVKey], int]
+"""Returns the expected bytes of a key's states."""
+
+
+def unknown_size(_: KVKey) -> int:
+    """Return 0: nothing is known before the states are read or encoded."""
+    return 0
 
 
 class QueuePlace:
@@ -57,24 +66,24 @@ class LeaseQueue:
         """Functions that a waiting lease calls from time to time. They end leases whose requests
         have ended."""
 
-    def enter(self, place: QueuePlace, keys: Sequence[KVKey], sizes: Mapping[KVKey, int]) -> None:
+    def enter(self, place: QueuePlace, keys: Sequence[KVKey], size_of: SizeOf) -> None:
         """Lease keys as soon as there is room for their states.
 
         Args:
             place: The lease.
             keys: Keys that the lease does not have yet.
-            sizes: Expected bytes of states, by key.
+            size_of: Expected bytes of states that no tier has.
 
         Raises:
             DeadlineExceeded: The patience of the lease has ended.
         """
         with self._changed, self._in_line(place):
-            while not self._is_next(place, keys, sizes):
+            while not self._is_next(place, keys, size_of):
                 self._wait(place)
             place.entered = True
             for key in keys:
                 if key not in self._memory.leases:
-                    self._nbytes[key] = nbytes = self._expected_bytes(key, sizes)
+                    self._nbytes[key] = nbytes = self._expected_bytes(key, size_of)
                     self._total += nbytes
             self._memory.hold(keys)
 
@@ -121,9 +130,7 @@ class LeaseQueue:
         self._holding += holds - place.holds
         place.holds = holds
 
-    def _is_next(
-        self, place: QueuePlace, keys: Sequence[KVKey], sizes: Mapping[KVKey, int]
-    ) -> bool:
+    def _is_next(self, place: QueuePlace, keys: Sequence[KVKey], size_of: SizeOf) -> bool:
         """Whether a lease may begin: its states fit, or no other lease could make room."""
         if not place.patience:
             return True
@@ -133,13 +140,12 @@ class LeaseQueue:
         if not self._holding or budget is None:
             return True
         new = [key for key in keys if key not in self._memory.leases]
-        pinned = sum(
-            self._expected_bytes(key, {}) for key in self._memory.pinned - self._nbytes.keys()
-        )
-        needed = sum(self._expected_bytes(key, sizes) for key in new)
+        unleased = self._memory.pinned - self._nbytes.keys()
+        pinned = sum(self._expected_bytes(key, unknown_size) for key in unleased)
+        needed = sum(self._expected_bytes(key, size_of) for key in new)
         return not needed or self._total + pinned + needed <= budget
 
-    def _expected_bytes(self, key: KVKey, sizes: Mapping[KVKey, int]) -> int:
+    def _expected_bytes(self, key: KVKey, size_of: SizeOf) -> int:
         """Bytes that states take in the first tier, as far as they are known.
 
         States that a host reads where a disk has mapped them take none.
@@ -149,14 +155,12 @@ class LeaseQueue:
             return top.entries.get(key).nbytes
         known = next((index for index in below if key in index.entries), None)
         if known is None:
-            return sizes.get(key, 0)
+            return size_of(key)
         mapped = known.tier.traits.mapped and known.tier.kv_dtype == "model"
         if mapped and not top.tier.traits.on_gpu:
             return 0
         nbytes = known.entries.get(key).nbytes
-        return sizes.get(key) or (
-            nbytes - BLOB_ROUNDING if known.tier.traits.persistent else nbytes
-        )
+        return size_of(key) or (nbytes - BLOB_ROUNDING if known.tier.traits.persistent else nbytes)
 
     def _wait(self, place: QueuePlace) -> None:
         left = place.until - time.monotonic()

@@ -19,9 +19,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -35,7 +35,7 @@ from ragcache.errors import (
 )
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, wait_for_arrival
-from ragcache.store.lease_queue import LeaseQueue, QueuePlace
+from ragcache.store.lease_queue import LeaseQueue, QueuePlace, SizeOf, unknown_size
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, Room, SingleFlight
 
@@ -69,9 +69,9 @@ class LeaseRequest:
     """Fingerprint of the model."""
     patience: float = math.inf
     """Seconds to wait for room in the first tier while other leases fill it."""
-    sizes: Mapping[KVKey, int] = field(default_factory=dict)
-    """Bytes of the states, by key, as far as the caller knows them. For states that have to be
-    encoded, room is counted before."""
+    size_of: SizeOf = unknown_size
+    """Returns the bytes of a key's states. For states that have to be encoded, room is counted
+    before."""
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class LeaseManager:
     def _enter(self, lease: Lease, keys: Sequence[KVKey], *, extends: bool) -> None:
         """Hold keys and read their states, as soon as there is room beside other leases."""
         while True:
-            self.queue.enter(lease.place, keys, lease.request.sizes)
+            self.queue.enter(lease.place, keys, lease.request.size_of)
             try:
                 self.load(lease)
                 return
@@ -288,8 +288,8 @@ class LeaseManager:
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
         """Read the states that the tiers have. `wait`: also states in flight elsewhere."""
-        while True:
-            with self._begin(lease) as flight:
+        while keys := self._away(lease):
+            with self._flights.begin(keys) as flight:
                 self._read_all(lease, flight)
             if not (wait and flight.others):
                 return
@@ -299,8 +299,8 @@ class LeaseManager:
         """See `Lease.claim`. Waits for flights of other threads after ending this thread's own."""
         if lease.encoding is not None:
             raise ValueError(f"{len(lease.encoding.keys)} claimed states are not put yet")
-        while lease.missing:
-            with self._begin(lease) as flight:
+        while keys := self._away(lease):
+            with self._flights.begin(keys) as flight:
                 left = self._read_all(lease, flight)
                 mine, shared = self._claim(lease, flight, left)
                 if mine:
@@ -343,9 +343,9 @@ class LeaseManager:
                 if self._memory.place(top, key, found[1], tick, evict=False) is not None:
                     self._ahead[key] = found[0].name
 
-    def _begin(self, lease: Lease) -> Flight:
-        """Begin flights on the keys of a lease that are not in the first tier."""
-        return self._flights.begin([key for key in lease.missing if not self._find(lease, key)])
+    def _away(self, lease: Lease) -> list[KVKey]:
+        """Return the missing keys of a lease that the first tier does not have either."""
+        return [key for key in lease.missing if not self._find(lease, key)]
 
     def _find(self, lease: Lease, key: KVKey) -> bool:
         """Look up a key in the first tier.

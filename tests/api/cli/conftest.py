@@ -14,7 +14,7 @@ import pytest
 import typer.main
 import typer.testing
 
-from ragcache import RagCache, rag
+from ragcache import RagCache, opening
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import main
 from tests.conftest import write_notes
@@ -68,12 +68,12 @@ def error_of(result: tuple[int, str, str], name: str) -> str:
 @pytest.fixture(autouse=True)
 def _default_is_quick(quick_reader: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands without `--model` open the session's `quick_reader`."""
-    load = rag.load_model
+    load = opening.load_model
 
     def load_default(name: str | Path | None = None, **options: Any) -> LoadedModel:
         return quick_reader if name is None else load(name, **options)
 
-    monkeypatch.setattr(rag, "load_model", load_default)
+    monkeypatch.setattr(opening, "load_model", load_default)
 
 
 @pytest.fixture(scope="session")

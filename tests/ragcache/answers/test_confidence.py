@@ -17,8 +17,9 @@ from ragcache.answers.confidence import (
     ConfidenceFeatures,
     reader_calibration,
 )
+from ragcache.answers.confidence_policy import ConfidencePolicy
 from ragcache.answers.passages import LexicalSupport
-from ragcache.answers.policy import AnswerOutput, ConfidencePolicy
+from ragcache.answers.policy import AnswerOutput
 from ragcache.engine import Choice, Context, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken
 from ragcache.errors import ConfigurationError, InvalidRequest, QueueFull, UnknownCollection

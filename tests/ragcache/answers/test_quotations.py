@@ -16,7 +16,8 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
-from ragcache.answers.quotations import AnswerSpan, Quotations
+from ragcache.answers.policy import AnswerSpan
+from ragcache.answers.quotations import Quotations
 from ragcache.db import ModuleRow
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import InvalidRequest, LedgerUnavailable

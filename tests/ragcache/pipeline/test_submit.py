@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ragcache.answers.confidence import UNCALIBRATED, ConfidenceFeatures
-from ragcache.answers.policy import ConfidencePolicy
+from ragcache.answers.confidence_policy import ConfidencePolicy
 from ragcache.db import CollectionVersion, ModuleRow
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull

@@ -103,7 +103,7 @@ def test_a_full_device_refuses_who_does_not_wait_and_goes_on(store: KVStore) -> 
 def in_thread(pool: ThreadPoolExecutor, store: KVStore, *numbers: int) -> Future[Lease]:
     """Leases keys in another thread, and returns when that lease waits or is there."""
     before = len(store._leases.queue._waiting)
-    request = LeaseRequest(sizes=dict.fromkeys(keys(*numbers), SIZE))
+    request = LeaseRequest(size_of=lambda _: SIZE)
     future = pool.submit(store.lease, keys(*numbers), request)
     while not future.done() and len(store._leases.queue._waiting) == before:
         time.sleep(0.001)
@@ -169,7 +169,7 @@ def test_a_waiting_extension_lets_another_one_finish(store: KVStore) -> None:
 
 def test_states_to_encode_are_counted_before_they_are_made(store: KVStore) -> None:
     new = make_key(30)
-    lease = store.lease([new], LeaseRequest(sizes={new: SIZE}))
+    lease = store.lease([new], LeaseRequest(size_of=lambda _: SIZE))
     assert lease.claim() == [new]
     with ThreadPoolExecutor(1) as pool:
         other = in_thread(pool, store, 0, 1, 2)

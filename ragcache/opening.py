@@ -1,0 +1,121 @@
+"""Opening a state folder: its database, the model, and a store with tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from ragcache.config import parse_bytes, parse_optional_bytes
+from ragcache.db import Database, Ledger
+from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
+from ragcache.models import LoadedModel, load_model
+from ragcache.params import OpenConfig
+from ragcache.pipeline import SharedServices
+from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
+from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
+from ragcache.store import KVStore, open_tiers
+
+P = ParamSpec("P")
+Opened_co = TypeVar("Opened_co", covariant=True)
+
+
+class Opener(Protocol[P, Opened_co]):
+    """Type of `RagCache.open`: a folder, a model, and the fields of `OpenConfig` as keywords."""
+
+    def __call__(
+        self,
+        state: str | Path,
+        model: str | Path | LoadedModel | None = None,
+        /,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Opened_co:
+        """Open a state folder; see `OpenConfig` for the options."""
+
+
+def typed_by(
+    config: Callable[P, OpenConfig],  # noqa: ARG001
+    method: Callable[..., Opened_co],
+) -> Opener[P, Opened_co]:
+    """Give a method the keyword options of `config`, which type checkers read from it."""
+    return cast("Opener[P, Opened_co]", method)
+
+
+def open_folder(
+    folder: Path, model: str | Path | LoadedModel | None, config: OpenConfig
+) -> SharedServices:
+    """Open a state folder, and create it unless it exists.
+
+    Args:
+        folder: The folder.
+        model: A folder, a hub name or a loaded model. Defaults to the embedded reader.
+        config: The options.
+
+    Returns:
+        The services that all namespaces of the folder share.
+
+    Raises:
+        ConfigurationError: An option has a value that cannot be used.
+        ModelError: The model cannot be loaded or is not supported.
+        StoreError: The folder cannot be opened.
+    """
+    embedder, reranker = resolve_embedder(config.embedding), resolve_reranker(config.reranker)
+    _create_folder(folder)
+    database = Database.open(config.ledger or folder / "ledger.sqlite")
+    try:
+        loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
+        variables = _template_kwargs(loaded, config.chat_template_kwargs)
+        preamble = resolve_instruction(loaded.tokenizer, config.instruction)
+        tiers = open_tiers(config, loaded.causal.device)
+    except BaseException:
+        database.close()
+        raise
+    store = KVStore.open(
+        folder,
+        database,
+        parse_bytes(config.host_bytes),
+        disk_bytes=parse_optional_bytes(config.disk_bytes),
+        kv_dtype=config.kv_dtype,
+        tiers=tiers,
+        claim_patience=config.claim_patience,
+    )
+    return SharedServices.start(
+        database,
+        store,
+        loaded,
+        config,
+        embedder=embedder,
+        reranker=reranker,
+        template_kwargs=variables,
+        instruction=preamble,
+    )
+
+
+def _create_folder(folder: Path) -> None:
+    """Create a state folder that only its owner can read, unless it exists."""
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error
+
+
+def _load(model: str | Path | None, config: OpenConfig, database: Database) -> LoadedModel:
+    """Load a model by the times that the ledger keeps."""
+    return load_model(
+        model,
+        device=config.device,
+        dtype=config.dtype,
+        states_dtype=config.states_dtype,
+        long_context=config.long_context,
+        quantization=config.quantization,
+        recall=Ledger(database).recall_fact,
+    )
+
+
+def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        return template_kwargs(model.tokenizer, kwargs)
+    except InvalidRequest as error:
+        raise ConfigurationError(str(error)) from error
