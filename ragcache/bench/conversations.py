@@ -139,7 +139,9 @@ class _Bench:
         """Time the first token behind a long conversation: from the pool, and from each tier."""
         tokens, new = self._long(), self._draw(self.setting.next_tokens)
         seconds: dict[str, list[float]] = {}
-        for storage, moves in (("none", False), ("memory", False), ("memory", True)):
+        ways: Sequence[tuple[ConversationStorage, bool]]
+        ways = (("none", False), ("memory", False), ("memory", True))
+        for storage, moves in ways:
             with self.opened(storage, pool_bytes=self._long_pool_bytes) as rag:
                 if moves and rag.internals.shared.store.memory.top.name == "host":
                     continue
