@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import ragcache_schemas as pml
+from ragcache import RagCache
+from ragcache.models import LoadedModel
 from ragcache_api.cli.schema import load_template
 from tests.connectors.langchain.scripted_model import AFTER_TOOL, STRING, scripted_model
 
@@ -105,6 +107,21 @@ def test_the_chain_hits_the_cache_where_it_recognizes(
     assert "recognized:rooted" in with_cache
     assert ": 0 of" in without
     assert "exact" in without
+
+
+@pytest.mark.slow
+def test_a_chain_with_an_index_of_its_own_reads_what_recurs(
+    tmp_path: Path, quick_reader: LoadedModel
+) -> None:
+    shares = []
+    with RagCache.open(tmp_path, quick_reader, embedding="none", force_modes=True) as rag:
+        for answer in program("own_store.py")["answers"](rag, HANDBOOK):
+            read, whole = map(int, re.findall(r"(\d+) of (\d+) tokens", answer)[0])
+            shares.append(read / whole)
+            rag.internals.shared.observing.submit(int).result()  # the user reads the answer
+        assert rag.collections.names() == []
+    assert shares[0] == 0
+    assert shares[-1] > 0.4
 
 
 @pytest.mark.slow
