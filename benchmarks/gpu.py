@@ -119,7 +119,7 @@ class SuiteRun:
 def without_cudnn_attention() -> Iterator[None]:
     """Turns cuDNN's attention off: on Hopper it adds 30 to 40 ms at each new length."""
     # PyTorch types the setter alone
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # torch gives it no types
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield

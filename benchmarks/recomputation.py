@@ -285,7 +285,7 @@ def bench_recomputation(
     reader = VariantReader(model, setting)
     preamble = tuple(model.encode(frame.preamble))
     before, after = model.encode(frame.question), model.encode(frame.epilogue)
-    split, layers = splitter(model, setting.module_tokens), model.causal.num_layers
+    split, layers = splitter(model.encode_untrusted, setting.module_tokens), model.causal.num_layers
     rows: list[dict[str, Any]] = []
     for name, read in sets.items():
         asked = read(split)
@@ -314,9 +314,9 @@ def bench_recomputation(
     return {"means": summarize(rows), "setting": asdict(setting)}
 
 
-def splitter(model: LoadedModel, tokens: int) -> Split:
+def splitter(encode: Callable[[str], Sequence[int]], tokens: int) -> Split:
     """Splits texts into modules of so many tokens at most."""
-    return partial(split_text, limit=tokens, count_tokens=lambda t: len(model.encode_untrusted(t)))
+    return partial(split_text, limit=tokens, count_tokens=lambda text: len(encode(text)))
 
 
 @lru_cache

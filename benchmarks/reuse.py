@@ -108,15 +108,12 @@ def prepare(
         for text in (frame.question, frame.epilogue)
     )
 
-    class Tokens:
-        encode_untrusted = staticmethod(spelled.encode)
-
     count = 0
     with gzip.open(prompts, "wt", encoding="utf-8") as out:
         for name, (file, over) in SETS.items():
             dataset = load_set(data / file, over)
             for k, tokens, questions in (map(int, s.split(":")) for s in settings.split(",")):
-                asked = over_documents(dataset.sample(questions), splitter(Tokens, tokens))  # type: ignore[arg-type]
+                asked = over_documents(dataset.sample(questions), splitter(spelled.encode, tokens))
                 for number, each in enumerate(asked):
                     texts = [each.texts[at] for at in retrieve(each.question, each.texts, k)]
                     question = [*before, *spelled.encode(each.question.strip()), *after]

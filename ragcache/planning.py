@@ -310,14 +310,7 @@ def make_plan(
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):
         raise NoDocuments("the corpus holds no text; there is nothing to plan")
-    before_documents = resolve_instruction(model.tokenizer, instruction)
-    preamble = model.encode(prompt_frame(model.tokenizer, before_documents).preamble)
-    needed, window = max(lengths) + len(preamble), model.causal.window
-    if needed >= window:
-        raise ConfigurationError(
-            f"preamble and longest module take {needed} tokens, but the model's window holds "
-            f"{window}; give a smaller module_tokens"
-        )
+    preamble = _preamble(model, instruction, max(lengths))
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     chosen = [corpus.modules[n] for n in choose_sample(lengths, sample)]
     measured = measure_sample(model.causal, preamble, chosen, place, progress)
@@ -342,6 +335,20 @@ def make_plan(
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
         int8=_measure_int8(model, progress),
     )
+
+
+def _preamble(model: LoadedModel, instruction: str | None, longest: int) -> list[int]:
+    """Return the preamble's tokens. Raises `ConfigurationError` if the longest module, of `longest`
+    tokens, does not fit behind it."""
+    before_documents = resolve_instruction(model.tokenizer, instruction)
+    preamble = model.encode(prompt_frame(model.tokenizer, before_documents).preamble)
+    needed, window = longest + len(preamble), model.causal.window
+    if needed >= window:
+        raise ConfigurationError(
+            f"preamble and longest module take {needed} tokens, but the model's window holds "
+            f"{window}; give a smaller module_tokens"
+        )
+    return preamble
 
 
 def _measure_int8(model: LoadedModel, progress: Callable[[str], None]) -> GateResult | None:

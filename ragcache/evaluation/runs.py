@@ -22,6 +22,7 @@ from ragcache.evaluation.metrics import (
 )
 from ragcache.fidelity import compare_first_tokens
 from ragcache.modes import EXACT, ReuseMode
+from ragcache.options import AskOptions, SearchOptions
 from ragcache.params import GenerationParams
 from ragcache.pipeline import Answer
 from ragcache.rag import RagCache
@@ -239,19 +240,14 @@ def ask_questions(
     generation = GenerationParams(
         extractive=extractive, share=False, first_logprobs=True, min_confidence=0.0
     )  # no refusals: every answer is marked
-    search: dict[str, Any] = {"collection": collection, "k": k}
-    search["relative_threshold"] = relative_threshold
-    generating: dict[str, Any] = {"mode": mode, "generation": generation}
-
-    def ask(question: Question) -> Answer:
-        filters = question.filters
-        if through == "ask":
-            return rag.ask(question.question, filters=filters, **search, **generating)
-        hits = rag.retrieve(question.question, filters=filters, **search).hits
-        documents = "\n\n".join(hit.module.text.strip() for hit in hits)
-        content = PASTED.format(documents=documents, question=question.question)
-        return rag.chat([{"role": "user", "content": content}], **generating)
-
+    options = AskOptions(
+        collection=collection,
+        k=k,
+        relative_threshold=relative_threshold,
+        mode=mode,
+        generation=generation,
+    )
+    ask = partial(_ask if through == "ask" else _paste, rag, options)
     ask(questions[0])  # warm-up: builds the index and everything else that is built once
     marked, choices, reads = [], list[Choice](), ReuseMode.parse(mode).reads_states
     for number, question in enumerate(questions):
@@ -266,6 +262,20 @@ def ask_questions(
         if progress is not None:
             progress(len(marked), len(questions))
     return marked, choices
+
+
+def _ask(rag: RagCache, options: AskOptions, question: Question) -> Answer:
+    return rag.ask(question.question, **options.replace(filters=question.filters).given())
+
+
+def _paste(rag: RagCache, options: AskOptions, question: Question) -> Answer:
+    """Ask a chat with the retrieved modules in the message."""
+    search = SearchOptions.part_of(options).replace(filters=question.filters)
+    hits = rag.retrieve(question.question, **search.given()).hits
+    documents = "\n\n".join(hit.module.text.strip() for hit in hits)
+    content = PASTED.format(documents=documents, question=question.question)
+    message = {"role": "user", "content": content}
+    return rag.chat([message], mode=options.mode, generation=options.generation)
 
 
 def _mark(question: Question, answer: Answer, exact: Choice | None) -> MarkedAnswer:

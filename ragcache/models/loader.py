@@ -144,8 +144,7 @@ def load_model(
     check_quantization(quantization, place)
     source = str(READER if name is None else name)
     plain = place.type == "cpu" and not long_context and quantization in (None, AUTO)
-    embedded = plain and source == str(READER)
-    if embedded:
+    if embedded := plain and source == str(READER):
         model, tokenizer = read_reader(READER)
         stored, quantization = model.dtype, None
     else:
@@ -165,16 +164,19 @@ def load_model(
     )
     if quantization is not None:
         model, choice = _quantize(model, quantization, choice, recall)
-    model = convert(model, choice.compute).to(place)
-    if embedded:
-        causal: CausalLM = ReaderLM(model)
-    else:
-        from ragcache.models.trial import wrap
-
-        causal = wrap(model)
+    causal = _wrap(convert(model, choice.compute).to(place), embedded=embedded)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
     return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
+
+
+def _wrap(model: Any, *, embedded: bool) -> CausalLM:
+    """Patch a model, or wrap the embedded reader, which needs no transformers."""
+    if embedded:
+        return ReaderLM(model)
+    from ragcache.models.trial import wrap
+
+    return wrap(model)
 
 
 def _read_checkpoint(

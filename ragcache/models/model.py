@@ -234,8 +234,9 @@ def _width(layer: nn.Module, experts: int | None) -> int:
     """experts: of a token, of which a weight [E, out, in] or [E, in, out] holds E."""
     width = 0
     for module in layer.modules():
-        if hasattr(module, "out_features"):  # a linear layer, packed or not
-            width += int(module.out_features)  # type: ignore[arg-type]
+        features = getattr(module, "out_features", None)  # of a linear layer, packed or not
+        if isinstance(features, int):
+            width += features
         else:
             own = [each for each in module.parameters(recurse=False) if each.dim() > 1]
             width += sum(max(x.shape[-2:]) * (experts or x[..., 0, 0].numel()) for x in own)

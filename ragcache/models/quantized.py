@@ -133,7 +133,8 @@ class Int8Linear(PackedLinear):
         return cls((rows, columns), numbers, scales, bias, few_rows)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)  # type: ignore[no-any-return]
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
+        return product
 
     def dequantize(self, begin: int, end: int, buffer: Tensor) -> Tensor:
         out = buffer.view(end - begin, self.in_features)
@@ -162,7 +163,9 @@ class Int4Linear(PackedLinear):
 
     def multiply(self, rows: Tensor) -> Tensor:
         packed = self.weight.view(self.out_features, -1)
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, GROUP, self.scales)  # type: ignore[no-any-return]
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        product: Tensor = multiply(rows, packed, GROUP, self.scales)
+        return product
 
     def dequantize(self, begin: int, end: int, buffer: Tensor) -> Tensor:
         half = self.weight.shape[2]

@@ -234,12 +234,11 @@ class Namespace:
     def build(cls, name: str, shared: SharedServices) -> Namespace:
         """Build the components of a namespace on the shared ones."""
         database, model, store = shared.database, shared.model, shared.store
+        template, config = shared.template, shared.config
         salt, encode = salt_of(name), shared.engine.encode
-        vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
-        stale = shared.config.stale_seconds
-        catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name, stale)
+        catalog = _catalog(shared, name)
         retrievers = Retrievers(catalog, database, shared.embedder, shared.reranker)
-        retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
+        retriever = retrievers.retriever_for()
         frame = prompt_frame(model.tokenizer, shared.instruction, template.kwargs)
         encoder = ModuleEncoder(model, store, encode, frame, salt=salt)
         scopes = ScopeEncoder(model, store, encode, template, salt=salt)
@@ -247,23 +246,8 @@ class Namespace:
         ingestor = Ingestor(catalog, store, encoder, retriever, config, shared.turns)
         scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
-        observed = ObservedModules(
-            model,
-            encoder,
-            shared.gate,
-            shared.observing,
-            budget_bytes=_observed_bytes(config, store),
-            module_tokens=config.module_tokens,
-            is_idle=lambda: not shared.engine.core.busy,
-        )
-        conversations = Conversations(
-            encoder,
-            ConversationStates(database, name),
-            shared.keeping,
-            config.conversation_storage,
-            config.conversation_seconds or _CONVERSATION_SECONDS[config.conversation_storage],
-            config.min_prefix_tokens,
-        )
+        observed = _observed_modules(shared, encoder)
+        conversations = _conversations(shared, encoder, name)
         modules = Modules(catalog, store, encoder, tokens, observed, conversations)
         pins = Pins(modules, store, StoredObjects(database, name))
         store.on_heartbeat += [pins.end_expired, observed.end_kept]
@@ -304,6 +288,36 @@ class Namespace:
     def encoder_of(self, collection: str) -> ModuleEncoder:
         """Return the encoder of a collection's modules, with the collection's instruction."""
         return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
+
+
+def _catalog(shared: SharedServices, name: str) -> Catalog:
+    vectors = None if shared.embedder is None else embedder_name(shared.embedder)
+    tokenizer, stale = shared.model.tokenizer_fingerprint, shared.config.stale_seconds
+    return Catalog(shared.database, tokenizer, vectors, name, stale)
+
+
+def _conversations(shared: SharedServices, encoder: ModuleEncoder, name: str) -> Conversations:
+    storage = shared.config.conversation_storage
+    return Conversations(
+        encoder,
+        ConversationStates(shared.database, name),
+        shared.keeping,
+        storage,
+        shared.config.conversation_seconds or _CONVERSATION_SECONDS[storage],
+        shared.config.min_prefix_tokens,
+    )
+
+
+def _observed_modules(shared: SharedServices, encoder: ModuleEncoder) -> ObservedModules:
+    return ObservedModules(
+        shared.model,
+        encoder,
+        shared.gate,
+        shared.observing,
+        budget_bytes=_observed_bytes(shared.config, shared.store),
+        module_tokens=shared.config.module_tokens,
+        is_idle=lambda: not shared.engine.core.busy,
+    )
 
 
 def _observed_bytes(config: OpenConfig, store: KVStore) -> int:

@@ -38,7 +38,7 @@ Kind = Literal["json_schema", "regex", "ebnf", "lark"]
 LONGEST = 2**18
 """Maximum characters of a grammar. An enum of 10,500 strings has 251,000: it compiles in 73 ms."""
 
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+LIMITS: Mapping[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 """Limits that differ from the defaults of llguidance's `LLParserLimits`. A state takes 1 to 2
 KB."""
 
@@ -62,7 +62,7 @@ print(json.dumps(matcher.get_error()))
 """
 
 _ANY_OBJECT = '{"type": "object"}'
-_JSON = {
+_JSON: Any = {  # `llguidance.JsonCompileOptions`, a class of its type stubs
     "whitespace_flexible": False,  # otherwise a model may write white space forever
     "item_separator": ", ",
     "key_separator": ": ",
@@ -204,7 +204,7 @@ class Grammar:
         try:
             if self.kind == "json_schema":
                 schema = _closed(json.loads(self.text))
-                return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)  # type: ignore[arg-type]
+                return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
             if self.kind == "regex":
                 return LLMatcher.grammar_from_regex(self.text)
             if self.kind == "lark":
@@ -260,7 +260,7 @@ def check_grammar(grammar: Grammar) -> None:
 
     if _is_unbounded(grammar):
         _check_in_process(grammar)
-    elif reason := LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS)):  # type: ignore[arg-type]
+    elif reason := LLMatcher.validate_grammar(grammar.source, limits=LLParserLimits(**LIMITS)):
         raise _refused(grammar, reason)
 
 
@@ -333,7 +333,7 @@ class ModelGrammarCompiler:
 
         self.tokenizer: LLTokenizer = _Vocabulary(model).ll_tokenizer()
         """llguidance's view of the model's vocabulary, as wide as its logits."""
-        self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        self._limits = LLParserLimits(**LIMITS)
         self.compile_grammar = lru_cache(self.KEPT)(self._compile)
         """Compiles a grammar, or takes it from the cache. Copy the result before advancing it.
         Raises `InvalidRequest`."""

@@ -109,31 +109,35 @@ def evaluate_command(
         if calibrate:
             _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **asked)
             return
-        from ragcache.evaluation import evaluate_modes
-
         setting = _setting(rag, questions, dataset, drawn, seed if sample else None) | {
             "k": search.k,
             "relative threshold": search.relative_threshold,
             "sent by": through,
         }
-        with progress_bar("asking") as progress:
-            evaluation = evaluate_modes(
-                rag,
-                name,
-                drawn.questions,
-                named,
-                setting=setting,
-                seed=seed,
-                through=through,
-                **asked,
-                progress=lambda _, done, total: progress(done, total),
-            )
+        evaluation = _evaluate(
+            rag, name, drawn.questions, named, setting=setting, seed=seed, through=through, **asked
+        )
     if as_json:
         ui.print_json(evaluation)
         return
     print_evaluation(evaluation)
     if wrong:
         _print_wrong(evaluation.reports[0])
+
+
+def _evaluate(
+    rag: RagCache,
+    collection: str,
+    questions: Sequence[Question],
+    modes: Sequence[ReuseMode],
+    **options: Any,
+) -> Evaluation:
+    """Evaluate modes behind a progress bar. `options`: see `evaluate_modes`."""
+    from ragcache.evaluation import evaluate_modes
+
+    with progress_bar("asking") as progress:
+        options["progress"] = lambda _, done, total: progress(done, total)
+        return evaluate_modes(rag, collection, questions, modes, **options)
 
 
 def _calibrate(

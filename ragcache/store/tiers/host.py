@@ -197,4 +197,4 @@ def unpin(address: int) -> None:
 
 
 def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
