@@ -363,7 +363,7 @@ class Catalog:
         statement = select(TokenTable.module_id, TokenTable.token_ids).where(
             TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
         )
-        found: dict[int, bytes] = dict(session.execute(statement).tuples().all())
+        found = {row.module_id: row.token_ids for row in session.execute(statement)}
         if len(self._token_ids) + len(found) > _REMEMBERED:
             self._token_ids.clear()
         self._token_ids.update(found)

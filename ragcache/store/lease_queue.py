@@ -19,6 +19,9 @@ from ragcache.errors import DeadlineExceeded
 from ragcache.states import KVKey
 from ragcache.store.memory_tiers import BLOB_ROUNDING, MemoryTiers
 
+ROOM_SECONDS = 60.0
+"""Longest wait of an ingestion for room on a disk that leased states fill."""
+
 _POLL_SECONDS = 0.02
 """Pause after which a waiting lease looks for leases whose requests have ended."""
 
@@ -113,6 +116,27 @@ class LeaseQueue:
                 self._wait(place)
         return True
 
+    def await_room(self, place: QueuePlace) -> bool:
+        """Wait until any lease ends, beside the queue: this lease and later ones do not hinder each
+        other.
+
+        Returns False if no other lease holds states, none of them ends within `ROOM_SECONDS`, or
+        the patience of this one has ended.
+        """
+        until = min(place.until, time.monotonic() + ROOM_SECONDS)
+        with self._changed:
+            held, seen = place.holds, self._releases
+            self._count(place, holds=False)
+            try:
+                while self._releases == seen:
+                    left = until - time.monotonic()
+                    if not self._holding or left <= 0:
+                        return False
+                    self._pause(left)
+            finally:
+                self._count(place, holds=held)
+        return True
+
     @contextmanager
     def _in_line(self, place: QueuePlace) -> Iterator[None]:
         """Keep a place in the queue within the block, in which the lease counts as holding none."""
@@ -170,7 +194,10 @@ class LeaseQueue:
                 f"{self._memory.top.name} tier, which states of running requests fill; give it "
                 "more time, or ask fewer questions at once"
             )
-        self._changed.wait(min(left, _POLL_SECONDS))
+        self._pause(left)
+
+    def _pause(self, seconds: float) -> None:
+        self._changed.wait(min(seconds, _POLL_SECONDS))
         if self.on_wait:
             with _unlocked(self._changed):
                 for look in self.on_wait:

@@ -501,7 +501,7 @@ class LeaseManager:
         )
         if encoding.persists and not self._write_later(lease, encoding, key, states):
             try:
-                self._persistent.write(key, states, lease.tick)
+                self._persist(lease, key, states)
                 encoding.in_ledger.discard(key)
             except StoreError as error:
                 if request.origin != "question":
@@ -530,16 +530,25 @@ class LeaseManager:
             return False
         encoding.in_ledger.discard(key)
         flight = encoding.flight.hand_over(key)
-        lease.writes.append(self._writers.submit(self._write, flight, key, copy, lease.tick))
+        lease.writes.append(self._writers.submit(self._write, lease, flight, key, copy))
         return True
 
-    def _write(self, flight: Flight, key: KVKey, states: StoredStates, tick: int) -> None:
+    def _write(self, lease: Lease, flight: Flight, key: KVKey, states: StoredStates) -> None:
         """Write a blob and its row in a writer thread, then end the claim and the flight."""
         with flight:
             try:
                 wait_for_arrival(states)
-                self._persistent.write(key, states, tick)
+                self._persist(lease, key, states)
             except BaseException:
                 self._release_claims([key])
                 raise
-            self._memory.end_download(key, states, tick)
+            self._memory.end_download(key, states, lease.tick)
+
+    def _persist(self, lease: Lease, key: KVKey, states: StoredStates) -> None:
+        """Write a blob and its row. An ingestion waits for room that other leases take."""
+        while True:
+            try:
+                return self._persistent.write(key, states, lease.tick)
+            except StoreBudgetExceeded:
+                if lease.request.origin == "question" or not self.queue.await_room(lease.place):
+                    raise

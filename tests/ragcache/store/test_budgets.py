@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from sqlalchemy import delete
@@ -181,6 +182,47 @@ def test_a_disk_full_of_pins_is_refused_with_its_budget(reopen: Open) -> None:
     with pytest.raises(StoreBudgetExceeded, match=r"disk tier may hold .* Raise disk_bytes"):
         fill(store, 3)
     assert set(store.disk.keys()) == set(keys(1, 2))
+
+
+def test_an_ingestion_waits_for_a_disk_full_of_leases(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they stay for long, or it is not to wait. A later question does not wait for it."""
+    store = reopen(10, disk_bytes=3 * BLOCK)
+    fill(store, 1, 2)
+    question = full_lease(store, keys(1, 2), Producer())
+    with pytest.raises(StoreBudgetExceeded, match=r"disk tier may hold .* Raise disk_bytes"):
+        store.put_states(make_key(3), make_states(3), LeaseRequest("ingest", patience=0.0))
+    monkeypatch.setattr("ragcache.store.lease_queue.ROOM_SECONDS", 0.03)
+    with pytest.raises(StoreBudgetExceeded):
+        fill(store, 3)
+    monkeypatch.setattr("ragcache.store.lease_queue.ROOM_SECONDS", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        ingestion = pool.submit(fill, store, 3)
+        with pytest.raises(TimeoutError):
+            ingestion.result(0.1)
+        assert sources(store, 1, 2) == ["host"] * 2
+        question.release()
+        ingestion.result(30)
+    assert make_key(3) in set(store.disk.keys())
+
+
+def test_two_ingestions_do_not_wait_for_each_other(reopen: Open) -> None:
+    store = reopen(10, disk_bytes=3 * BLOCK)
+    first, second = (store.lease(keys(*each), INGEST) for each in ((1, 3), (2, 4)))
+    for lease, number in ((first, 1), (second, 2)):
+        lease.claim()
+        lease.put(make_key(number), make_states(number))
+    with ThreadPoolExecutor(2) as pool:
+        puts = {
+            pool.submit(lease.put, make_key(number), make_states(number)): lease
+            for lease, number in ((first, 3), (second, 4))
+        }
+        [failed], [waits] = wait(puts, 30, return_when="FIRST_COMPLETED")
+        assert isinstance(failed.exception(), StoreBudgetExceeded)
+        puts[failed].release()
+        waits.result(30)
+        puts[waits].release()
 
 
 def test_blobs_that_another_process_has_retired_make_room(
