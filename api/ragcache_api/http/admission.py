@@ -3,8 +3,8 @@
 Callers take turns: a request's place depends on how many of its own caller wait, so that a caller
 with a thousand requests delays one with a single request by one request (start-time fair queueing,
 Goyal et al., 1996). A request that would wait too long is refused at once. How long follows from
-its place and from the rate at which requests ended while others waited. Refused requests are told
-times to come again at that rate, one after another, so that they do not all come at once.
+its place and from the time that requests took while others waited. Each caller's refused requests
+are told times to come again at its share of that rate, so that they do not all come at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ragcache.errors import QueueFull
 from ragcache_api.http.errors import HTTPProblem
@@ -25,7 +24,7 @@ from ragcache_api.http.errors import HTTPProblem
 LOOKAHEAD = 0.25
 """Requests that are let in beyond those that the engine runs, as a share. They retrieve and lease
 states meanwhile, so that the engine does not run empty."""
-_MEASURED = 128  # latest ended requests that the rate is measured over, or four times the slots
+_MEASURED = 128  # latest ended requests that the rate is measured over
 _FEWEST = 8  # ended requests from which a first rate is known
 _KEPT_CALLERS = 1024
 _LONGEST_RETRY = 60.0  # seconds, since many refused requests do not come again
@@ -47,35 +46,30 @@ class Ticket:
     """Number of choices of all prompts."""
     started: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     """Set when the request may run."""
+    begun: float = field(default=0.0, compare=False)
+    """Time at which it was set."""
 
 
 class ServiceRate:
-    """Rate at which the service ends requests while others wait: its capacity.
+    """Rate at which a full service ends choices: those that run, divided by their mean duration.
 
-    Requests that began together end together. So a rate that is known stays until as many choices
-    as run at once have ended: the first few of them would make the service look slow.
+    The law is Little's. Requests that began together end together, and a count of ends would show
+    long pauses and short peaks.
     """
 
     def __init__(self, slots: int) -> None:
-        """Make a rate that is not known yet. slots: most choices that run at once."""
+        """Make a rate that is not known yet. slots: choices that run at once."""
         self.per_second: float | None = None
         """Choices per second. None until enough requests have ended."""
         self._slots = slots
-        self._ended: deque[tuple[float, int]] = deque(maxlen=max(_MEASURED, min(4 * slots, 4096)))
+        self._ended: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
 
-    def begin(self, now: float) -> None:
-        """Begin a period in which requests wait. The last rate stays until it is measured anew."""
-        self._ended.clear()
-        self._ended.append((now, 0))
-
-    def record(self, now: float, weight: int) -> None:
-        """Record that a request has ended while others wait."""
-        self._ended.append((now, weight))
-        seconds = now - self._ended[0][0]
-        ended = sum(weight for _, weight in islice(self._ended, 1, None))
-        known = self.per_second is not None
-        if seconds > 0 and len(self._ended) > _FEWEST and (ended >= self._slots or not known):
-            self.per_second = ended / seconds
+    def record(self, seconds: float, weight: int) -> None:
+        """Record the duration of a request that has ended while others wait."""
+        self._ended.append((seconds * weight, weight))
+        total = sum(each for each, _ in self._ended)
+        if len(self._ended) >= _FEWEST and total > 0:
+            self.per_second = self._slots * sum(weight for _, weight in self._ended) / total
 
 
 class AdmissionQueue:
@@ -111,7 +105,7 @@ class AdmissionQueue:
         self._turn = 0.0  # of the last request that was let in
         self._next_turn: dict[str, float] = {}  # of each caller's next request
         self._rate = ServiceRate(slots)
-        self._promised = 0.0  # time at which the next refused request may come again
+        self._promised: dict[str, float] = {}  # when each caller's next refused one may come again
         self.refused = 0
         """Number of requests that would have waited too long."""
 
@@ -137,8 +131,6 @@ class AdmissionQueue:
             self._check_wait(ticket)
         self._number += 1
         self._next_turn[caller] = start + weight
-        if not self._waiting:
-            self._rate.begin(self._clock())
         insort(self._waiting, ticket)
         self._let_in()
         return ticket
@@ -150,7 +142,7 @@ class AdmissionQueue:
             return
         self._running -= ticket.weight
         if self._waiting:
-            self._rate.record(self._clock(), ticket.weight)
+            self._rate.record(self._clock() - ticket.begun, ticket.weight)
         self._let_in()
 
     def expected_wait(self, ticket: Ticket) -> float:
@@ -165,7 +157,7 @@ class AdmissionQueue:
         wait = self.expected_wait(ticket)
         if wait > self._seconds:
             self.refused += 1
-            retry = self._promise(wait - self._seconds, ticket.weight)
+            retry = self._promise(wait - self._seconds, ticket)
             raise HTTPProblem(
                 503,
                 "overloaded",
@@ -174,23 +166,32 @@ class AdmissionQueue:
                 {"Retry-After": str(retry)},
             )
 
-    def _promise(self, excess: float, weight: int) -> int:
+    def _promise(self, excess: float, ticket: Ticket) -> int:
         """Return the seconds after which a refused request finds a place.
 
-        That is when its expected wait has fallen by `excess` seconds, and after all requests that
-        were refused before it have come again.
+        That is when its expected wait has fallen by `excess` seconds, and after all requests of its
+        caller that were refused before it have come again.
         """
-        now = self._clock()
-        at = max(self._promised, now + excess)
-        self._promised = min(at + weight / (self._rate.per_second or 1.0), now + _LONGEST_RETRY)
-        return max(1, math.ceil(at - now))
+        now, caller = self._clock(), ticket.caller
+        at = max(self._promised.get(caller, 0.0), now + excess)
+        callers = len({each.caller for each in self._waiting} | {caller})
+        following = at + ticket.weight * callers / (self._rate.per_second or 1.0)
+        self._promised[caller] = min(following, now + _LONGEST_RETRY)
+        self._promised = _latest(self._promised, now)
+        return max(1, math.ceil(min(at - now, _LONGEST_RETRY)))
 
     def _let_in(self) -> None:
         while self._waiting and self._running < self._slots:
             ticket = self._waiting.pop(0)
             self._turn = ticket.start
             self._running += ticket.weight
+            ticket.begun = self._clock()
             ticket.started.set()
-        if len(self._next_turn) > _KEPT_CALLERS:
-            late = {name: turn for name, turn in self._next_turn.items() if turn > self._turn}
-            self._next_turn = late
+        self._next_turn = _latest(self._next_turn, self._turn)
+
+
+def _latest(times: dict[str, float], now: float) -> dict[str, float]:
+    """Return the times of callers, of many of them without those that are over."""
+    if len(times) <= _KEPT_CALLERS:
+        return times
+    return {caller: time for caller, time in times.items() if time > now}

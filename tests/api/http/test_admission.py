@@ -29,16 +29,18 @@ ASKED = {"question": LEAVE, "collection": "notes", "max_tokens": 1}
 
 @dataclass
 class Simulation:
-    """A service with a clock of its own, in which every request takes one second."""
+    """A service with a clock of its own, in which every request takes as long."""
 
     seconds: float = 10.0
+    slots: int = SLOTS
+    duration: float = 1.0
     now: float = 0.0
     waits: dict[str, list[float]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     retry_after: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queue = AdmissionQueue(SLOTS, self.seconds, clock=lambda: self.now)
+        self.queue = AdmissionQueue(self.slots, self.seconds, clock=lambda: self.now)
         self._running: list[tuple[float, Ticket]] = []
         self._arrived: dict[int, float] = {}
         self._waiting: list[Ticket] = []
@@ -67,7 +69,7 @@ class Simulation:
             self._waiting.remove(ticket)
             waited = self.now - self._arrived[ticket.number]
             self.waits.setdefault(ticket.caller, []).append(waited)
-            heapq.heappush(self._running, (self.now + 1, ticket))
+            heapq.heappush(self._running, (self.now + self.duration, ticket))
 
 
 def load(simulation: Simulation, seconds: float, **per_second: float) -> None:
@@ -137,19 +139,33 @@ def test_no_refused_request_is_told_to_wait_for_minutes() -> None:
 
 
 def test_requests_that_end_together_make_no_slow_service() -> None:
-    """64 choices run at once for 16 seconds, so that four end a second."""
+    """64 choices run at once for 16 seconds: the first eight that end tell the rate."""
     rate = ServiceRate(64)
-    rate.begin(0.0)
-    for generation in (16.0, 32.0, 48.0):
-        for number in range(64):
-            rate.record(generation + number / 1000, 1)
-    assert rate.per_second == pytest.approx(4, rel=0.1)
-    rate.begin(100.0)
-    for number in range(64):
-        rate.record(120.0 + number / 1000, 1)
-        assert rate.per_second is not None
-        assert rate.per_second > 3
-    assert rate.per_second == pytest.approx(3.2, rel=0.01)
+    for _ in range(8):
+        assert rate.per_second is None
+        rate.record(16.0, 1)
+    assert rate.per_second == 4
+    for _ in range(128):
+        rate.record(8.0, 2)
+    assert rate.per_second == 8
+
+
+def test_a_caller_with_less_than_its_share_is_not_refused() -> None:
+    """Even if 80 requests end together after 24 seconds, in which its own pile up."""
+    simulation = Simulation(slots=80, duration=24.0)
+    capacity = 80 / 24
+    load(simulation, 60, heavy=2 * capacity, light=0.3 * capacity)
+    assert simulation.refused.keys() == {"heavy"}
+
+
+def test_each_caller_is_told_its_own_time_to_come_again() -> None:
+    """A caller with thousands of refused requests delays no other one."""
+    simulation = Simulation()
+    load(simulation, 60, ada=20 * SLOTS)
+    told = len(simulation.retry_after)
+    assert simulation.retry_after[-1] == 60
+    load(simulation, 1, bob=20 * SLOTS)
+    assert max(simulation.retry_after[told:]) <= 30
 
 
 def test_callers_with_few_requests_wait_for_few_under_overload() -> None:
