@@ -42,7 +42,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _LARGEST_KEPT = 32 * 2**20  # bytes; the most that glibc takes
 ARENAS = 2
 """Arenas of malloc that all threads share."""
-RELEASE_SECONDS = 60.0
+RELEASE_SECONDS = 15.0
 """Seconds between two returns of freed memory to the system."""
 _openings = count()
 

@@ -51,7 +51,7 @@ class Ticket:
 
 
 class ServiceRate:
-    """Rate at which a full service ends choices: those that run, divided by their mean duration.
+    """Rate at which a full service ends choices: its slots divided by their mean duration.
 
     The law is Little's. Requests that began together end together, and a count of ends would show
     long pauses and short peaks.
@@ -191,7 +191,7 @@ class AdmissionQueue:
 
 
 def _latest(times: dict[str, float], now: float) -> dict[str, float]:
-    """Return the times of callers, of many of them without those that are over."""
+    """Return the times of callers. Of many callers, only times after `now`."""
     if len(times) <= _KEPT_CALLERS:
         return times
     return {caller: time for caller, time in times.items() if time > now}
