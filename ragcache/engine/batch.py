@@ -44,7 +44,7 @@ LONG_SPAN = 4
 """Length in blocks from which a single reader's span becomes a group of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: every sequence has a new one in every step
 class ScheduledChunk:
     """One request's part of a step: its next tokens, which follow its private states.
 
@@ -62,6 +62,8 @@ class ScheduledChunk:
     it yet; the entry of `token_ids` is ignored."""
     scored: Rows = (0, 0)
     """Rows begin:end, counted from the chunk's first, whose logits are wanted in addition."""
+    drafted: int = 0
+    """Number of last tokens that are drafts. A token is sampled before each of them too."""
     layers: int | None = None
     """Number of first layers to compute, for their states only. Defaults to all."""
 
@@ -69,7 +71,7 @@ class ScheduledChunk:
         """Rows whose logits are wanted, ascending. `end` is the row after the last of the chunk."""
         begin = end - len(self.position_ids)
         rows = [begin + row for row in range(*self.scored)]
-        return [*rows, end - 1] if self.wants_logits else rows
+        return [*rows, *range(end - 1 - self.drafted, end)] if self.wants_logits else rows
 
 
 def passes_of(chunks: Sequence[ScheduledChunk]) -> list[Sequence[ScheduledChunk]]:

@@ -34,6 +34,8 @@ class EngineConfig:
     encode_bytes: int = 2**31
     """Memory for encodings and for finished states that their callers have not taken. A larger
     module is encoded alone."""
+    draft_tokens: int = 0
+    """Maximum number of tokens of an answer that are drafted from its prompt in a step."""
     warm_up: bool = False
     """Whether a GPU's graphs are captured at start instead of at the first steps of each size."""
 
@@ -70,6 +72,10 @@ class EngineStats:
     decoded_tokens: int = 0
     encoded_tokens: int = 0
     shared_tokens: int = 0
+    drafted_tokens: int = 0
+    """Tokens that were drafted from prompts, which `decoded_tokens` counts too."""
+    accepted_tokens: int = 0
+    """Drafted tokens that the model chose too."""
     admitted: int = 0
     preempted: int = 0
     queued: float = 0.0

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
+from ragcache.engine.drafting import DraftPlanner, sampled_rows
 from ragcache.engine.encoding import (
     EncodeJob,
     EncodeQueue,
@@ -85,6 +86,7 @@ class EngineCore:
             ahead=ANSWER_AHEAD if runner.asynchronous else 0,
         )
         self.stats = EngineStats()
+        self._drafts = DraftPlanner(config, self.kv_manager)
         self._scheduler_config = SchedulerConfig(
             pool.block_size, config.step_tokens, config.prefill_tokens, config.running
         )
@@ -195,6 +197,8 @@ class EngineCore:
             The step, unless there is no work or the plan depends on tokens of the running step.
         """
         last = self._launched
+        if last is not None and (last.drafted or self._drafts.expects(self._running)):
+            return None  # a draft continues tokens that the host knows
         if last is not None and last.steady is not None and self._continues(last.steady):
             return self._continue(last, last.steady)
         work = self._plan(self._measured_at, last)
@@ -255,10 +259,13 @@ class EngineCore:
                 if item.chunk.wants_logits:
                     sequences.append(item.owner)
         states = [self._begin_answer(sequence) for sequence in sequences]
+        drafted = any(item.chunk.drafted for item in work)
+        if drafted:
+            sequences, states = sampled_rows(work)
         self._launched = LaunchedStep(
-            work, logits, sequences, states, timestamps=timestamps, scores=scores
+            work, logits, sequences, states, timestamps=timestamps, scores=scores, drafted=drafted
         )
-        alike = len(sequences) == len(work) == len(self._running)
+        alike = len(sequences) == len(work) == len(self._running) and not drafted
         if self._ahead is not None and alike and all(item.decodes for item in work):
             self._launched.steady = SteadyDecodeBatch(work, sequences)
         self._changed = False
@@ -346,7 +353,9 @@ class EngineCore:
                 chunk = sequence.next_chunk(count, row)
                 scored -= chunk.scored[1] - chunk.scored[0]
                 work.append(ScheduledWork.of(sequence, chunk))
-        decoding = any(item.count == 1 for item in work)
+        if last is None:
+            work = self._drafts.add_to(work, self._running)
+        decoding = any(item.count == 1 or item.chunk.drafted for item in work)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
         left = most - sum(item.count for item in work)
         for encoding, count in self._encode_queue.portions(left):
@@ -356,6 +365,8 @@ class EngineCore:
     def _lacks_blocks(self, running: list[SchedulableRequest], output: SchedulerOutput) -> bool:
         """Whether the plan needs blocks that only ending requests will free."""
         size, tokens = self.pool.block_size, output.tokens
+        if self.kv_manager.available_blocks >= len(running) + sum(tokens.values()) // size:
+            return False
         needed = sum(each.blocks_for(tokens.get(each.number, 0), size) for each in running)
         return needed > self.kv_manager.available_blocks
 
@@ -436,8 +447,8 @@ class EngineCore:
         if self._launched is step:
             self._launched = None
         self._count_tokens(step)
-        accepted = []
-        for sequence, token in zip(step.sequences, tokens, strict=True):
+        accepted = list[Sequence]()
+        for sequence, token in self._drafts.settle(step, tokens, self.stats):
             if sequence.finished:  # ended or cancelled while the step ran
                 continue
             if not isinstance(token, SampledToken):
@@ -448,7 +459,7 @@ class EngineCore:
             sequence.accept_token(token, now)
             if sequence.constraint is not None and sequence.failure is not None:
                 self._fail(sequence.group, sequence.failure)
-            else:
+            elif not (accepted and accepted[-1] is sequence):
                 accepted.append(sequence)
         if self._launched is None and self._is_drained():
             self._deliver(accepted, now)
@@ -484,7 +495,8 @@ class EngineCore:
         for item in step.work:
             owner = item.owner
             if isinstance(owner, Sequence) and owner.private is item.chunk.private:
-                self._changed |= self.kv_manager.share_blocks(owner, item.end)
+                known = item.end - item.chunk.drafted
+                self._changed |= self.kv_manager.share_blocks(owner, known)
 
     def _count_tokens(self, step: LaunchedStep) -> None:
         """Add the tokens of a computed step to the counters; hand over finished encodings."""

@@ -39,6 +39,7 @@ from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, passes_of
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool
+from ragcache.engine.request import Segment
 from ragcache.engine.sampler import Sampler
 from ragcache.machine import new_stream
 from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
@@ -171,6 +172,7 @@ class DeviceModelRunner:
         self._prepared = False
         self._failures = 0
         self._last: _Launch | None = None
+        self._segments: dict[int, _SegmentFacts] = {}  # of the last step, by identity
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = BlockPool.create(self.model, nbytes, clears=False)  # kernels read no other slots
@@ -215,6 +217,7 @@ class DeviceModelRunner:
 
     def release_batch(self) -> None:
         self._last = None
+        self._segments = {}
         if self._planner is not None:
             self._planner.forget()
 
@@ -240,9 +243,7 @@ class DeviceModelRunner:
         if self._planner is None:  # encodings need no pool
             self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
         assert self._planner is not None
-        if not self._quantized and _read_quantized(chunks):
-            self._read_eight_bits()
-        arrivals = _arriving(chunks, self.stream)
+        arrivals = self._look_at_segments(chunks)
         rows = sum(len(chunk.position_ids) for chunk in chunks)
         if rows <= GRAPH_CAPACITY.rows:
             with suppress(TableOverflow):
@@ -256,6 +257,22 @@ class DeviceModelRunner:
                 self._grow_tables(error)
             else:
                 return _Launch(tuple(chunks), batch, self._eager_tables, arrivals, None)
+
+    def _look_at_segments(self, chunks: Sequence[ScheduledChunk]) -> tuple[Arrival, ...]:
+        """Return arrivals that are not complete yet, of states that a step reads. Creates the
+        kernels of int8 states if it reads the first such states."""
+        known, kept = self._segments, dict[int, _SegmentFacts]()
+        arrivals: dict[Arrival, None] = {}
+        for chunk in chunks:
+            name = id(chunk.segments)
+            facts = kept[name] = known.get(name) or _SegmentFacts.of(chunk.segments)
+            if facts.quantized and not self._quantized:
+                self._read_eight_bits()
+            if facts.arrivals:
+                facts.arrivals = [each for each in facts.arrivals if not each.ready(self.stream)]
+                arrivals |= dict.fromkeys(facts.arrivals)
+        self._segments = kept
+        return tuple(arrivals)
 
     def _bucket(self, kind: StepKind, rows: int, logits: int) -> _Bucket | None:
         buckets = self._buckets[kind]
@@ -451,6 +468,23 @@ class DeviceModelRunner:
 
 
 @dataclass(slots=True, eq=False)
+class _SegmentFacts:
+    """The segments of a request, and what a step over them has to wait for."""
+
+    segments: tuple[Segment, ...]
+    quantized: bool
+    """Whether some have int8 states."""
+    arrivals: list[Arrival]
+    """Arrivals that were not complete at the last step."""
+
+    @classmethod
+    def of(cls, segments: tuple[Segment, ...]) -> _SegmentFacts:
+        arrivals = dict.fromkeys(each.states.arrival for each in segments)
+        quantized = any(isinstance(each.states, QuantizedStates) for each in segments)
+        return cls(segments, quantized, [each for each in arrivals if each is not None])
+
+
+@dataclass(slots=True, eq=False)
 class _Launch:
     """A step that is laid out. It may be repeated many times."""
 
@@ -491,27 +525,6 @@ def _random_state_apart(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.graphsafe_set_state(kept)
-
-
-def _arriving(
-    chunks: Sequence[ScheduledChunk], stream: torch.cuda.Stream | None
-) -> tuple[Arrival, ...]:
-    """Arrivals of states that a step on this stream reads and that are not complete yet."""
-    found: dict[Arrival, None] = {}
-    for chunk in chunks:
-        for segment in chunk.segments:
-            arrival = segment.states.arrival
-            if arrival is not None and not arrival.ready(stream):
-                found[arrival] = None
-    return tuple(found)
-
-
-def _read_quantized(chunks: Sequence[ScheduledChunk]) -> bool:
-    return any(
-        isinstance(segment.states, QuantizedStates)
-        for chunk in chunks
-        for segment in chunk.segments
-    )
 
 
 def _next_chunk(chunk: ScheduledChunk, row: int) -> ScheduledChunk:

@@ -500,6 +500,10 @@ class BlockTable:
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on. Their slots are written again."""
+        del self.positions[length:]
+
 
 RequestKV: TypeAlias = ContiguousKV | BlockTable
 """Memory for the states of a request's own tokens."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, cycle
 from typing import Any, Protocol
@@ -84,6 +84,10 @@ class SamplerState:
         """Random number for the next token, a multiple of 2**-48 in [0, 1)."""
         place = struct.pack(">qQQ", self.seed, self.index, self.drawn)
         return int.from_bytes(blake2b(place, digest_size=6).digest(), "big") / 2**48
+
+    def ahead(self, tokens: int) -> SamplerState:
+        """The state after `tokens` more tokens, to sample the token behind them."""
+        return replace(self, drawn=self.drawn + tokens)
 
     @property
     def lacks_first_logprobs(self) -> bool:

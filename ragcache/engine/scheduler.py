@@ -23,7 +23,7 @@ MAX_BYPASS_SECONDS = 2.0
 """How long younger requests may overtake a waiting request that does not fit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: every sequence has a new one in every step
 class SchedulableRequest:
     """The part of a request that scheduling depends on."""
 
@@ -141,7 +141,7 @@ def _preempt_youngest(
     def needed() -> int:
         return sum(request.blocks_for(1, block_size) for request in kept)
 
-    while len(kept) > 1 and needed() > free:
+    while len(kept) > max(1, free) and needed() > free:  # each needs one block at most
         youngest = kept.pop()
         preempted.append(youngest.number)
         free += youngest.held_blocks

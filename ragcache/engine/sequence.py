@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection
+from itertools import chain
 
 from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.constraint import GuardedConstraint, bits_of
+from ragcache.engine.drafter import Drafter
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
 from ragcache.engine.request import (
@@ -92,6 +94,7 @@ class Sequence:
     Attributes:
         tokens: The prompt's own tokens, then the answer's. Tokens beyond `private.length` are
             pending.
+        prompt_length: Number of the prompt's own tokens.
         positions: Positions of the tokens.
         private: Blocks of the sequence while it runs.
         path: Full blocks in the radix cache while it runs.
@@ -106,8 +109,10 @@ class Sequence:
         self.group, self.index, self.number = group, index, number
         self.request = request
         self.tokens = list(request.context.token_ids)
+        self.prompt_length = len(self.tokens)
         self.positions = list(request.context.position_ids)
         self.sampler: SamplerState | None = None
+        self._drafter: Drafter | None = None
         self.text: AnswerText | None = None
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)
@@ -119,7 +124,7 @@ class Sequence:
         self.chosen: list[SampledToken] = []
         self.finished = self.kept = False
         self._ending: SampledToken | None = None  # the stop token, if it is reported
-        self._accepted: SampledToken | None = None  # accepted and not yet delivered
+        self._accepted: list[SampledToken] = []  # accepted and not yet delivered
         self._end: tuple[str, int | str | None] | None = None  # finish reason, stopped by
 
     def new_sampler(self) -> SamplerState:
@@ -131,10 +136,6 @@ class Sequence:
         """Create `text`, if the request has one. Raises errors of the caller's code."""
         if self.request.text is not None:
             self.text = self.request.text(self.request.stop)
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.context.token_ids)
 
     @property
     def generated(self) -> int:
@@ -153,17 +154,53 @@ class Sequence:
     def schedulable(self, *, unknown: bool = False) -> SchedulableRequest:
         """The sequence as the scheduler sees it. `unknown`: the running step produces its next
         token."""
-        private = self.private
-        pending = len(self.tokens) - self.computed + unknown
-        seniority = self.group.seniority
-        if private is None:
-            return SchedulableRequest(self.number, seniority, pending)
-        free_slots = private.capacity - private.length
-        assert self.path is not None
-        # preemption frees the blocks that no other request uses
-        shared = sum(node.references > 1 for node in self.path.nodes)
-        held = len(private.block_ids) - shared
+        private, seniority = self.private, self.group.seniority
+        if private is None or self.path is None:
+            return SchedulableRequest(self.number, seniority, len(self.tokens) + unknown)
+        computed, held = private.length, len(private.block_ids)
+        free_slots = held * private.pool.block_size - computed
+        for node in self.path.nodes:  # preemption frees the blocks that no other request uses
+            held -= node.references > 1
+        pending = len(self.tokens) - computed + unknown
         return SchedulableRequest(self.number, seniority, pending, free_slots, held)
+
+    @property
+    def draftable(self) -> bool:
+        """Whether what may come next depends on the tokens of a draft alone, and not on what is
+        computed from them one by one."""
+        request = self.request
+        plain = self.constraint is None and not request.sampling.penalized
+        return plain and self.generated >= max(1, request.min_tokens)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter of the answer, which knows all tokens so far. Made at the first use."""
+        if self._drafter is None:
+            segments = self.request.context.segments
+            known = chain.from_iterable(segment.token_ids or () for segment in segments)
+            self._drafter = Drafter(known, self.prompt_length + self.request.max_tokens)
+        self._drafter.follow(self.tokens)
+        return self._drafter
+
+    def draft_chunk(self, draft: list[int]) -> ScheduledChunk:
+        """The last token, which is the only pending one, and a draft of those that follow."""
+        assert self.private is not None
+        position = self.positions[-1]
+        behind = self.request.context.next_position + self.generated
+        return ScheduledChunk(
+            self.request.context.segments,
+            self.private,
+            [self.tokens[-1], *draft],
+            [position, *range(behind, behind + len(draft))],
+            drafted=len(draft),
+        )
+
+    def forget_draft(self, length: int, drawn: int) -> None:
+        """Keep the states of the first `length` tokens. `drawn` tokens were sampled."""
+        assert self.private is not None
+        assert self.sampler is not None
+        self.private.truncate(length)
+        self.sampler.drawn += drawn
 
     def next_chunk(self, count: int, follows: int | None = None) -> ScheduledChunk:
         """The next `count` tokens; logits are wanted if they include the last pending one.
@@ -248,11 +285,11 @@ class Sequence:
         if self.failure is not None:
             return
         self.tokens.append(chosen.token)
-        generated = len(self.tokens) - len(request.context.token_ids)
+        generated = self.generated
         self.positions.append(request.context.next_position + generated - 1)
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
-        self._accepted = chosen
+        self._accepted.append(chosen)
         repeats = self._repetition is not None and self._repetition.push(chosen.token)
         if complete or generated == request.max_tokens:
             self._end, self.finished = ("stop" if complete else "length", None), True
@@ -260,15 +297,23 @@ class Sequence:
             self._end, self.finished = ("repetition", None), True
 
     def deliver(self, now: float) -> None:
-        """Deliver the accepted token to the caller, and close the answer if it has ended."""
-        chosen, self._accepted = self._accepted, None
-        if chosen is not None:
+        """Deliver the accepted tokens to the caller, and close the answer if it has ended."""
+        accepted, self._accepted = self._accepted, []
+        for number, chosen in enumerate(accepted, 1):
             text = "" if self.text is None else self.text.push(chosen.token)
             self._emit(chosen, text)
             if self.text is not None and self.text.stopped is not None:
                 self._end, self.finished = ("stop", self.text.stopped), True
+                self._forget_last(len(accepted) - number)
+                break
         if self._end is not None:
             self._close(*self._end, now)
+
+    def _forget_last(self, count: int) -> None:
+        """Forget tokens behind the stop string that ended the answer."""
+        self._ending = None
+        if count:
+            del self.tokens[-count:], self.positions[-count:], self.chosen[-count:]
 
     def _emit(self, chosen: SampledToken | None, text: str) -> None:
         self.shown.append(text)

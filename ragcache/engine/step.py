@@ -21,7 +21,7 @@ from ragcache.engine.sampling import logprobs_of
 from ragcache.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: every sequence has a new one in every step
 class ScheduledWork:
     """The tokens that one sequence or encoding computes in a step."""
 
@@ -42,8 +42,8 @@ class ScheduledWork:
 
     @property
     def decodes(self) -> bool:
-        """Whether the owner is a sequence that computes one token of its answer."""
-        if isinstance(self.owner, Encoding) or self.count > 1:
+        """Whether the owner is a sequence that computes one token of its answer, and drafts."""
+        if isinstance(self.owner, Encoding) or self.count > 1 + self.chunk.drafted:
             return False
         return self.chunk.follows is not None or self.owner.generated > 0
 
@@ -92,8 +92,9 @@ def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, 
             scores.append(PromptScores(item.owner, first, [logprobs_of(*run) for run in runs]))
             at += end - begin
         if item.chunk.wants_logits:
-            sampled.append(at)
-            at += 1
+            count = 1 + item.chunk.drafted
+            sampled += range(at, at + count)
+            at += count
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)], scores
 
 
@@ -151,10 +152,10 @@ class LaunchedStep:
     logits: Tensor
 
     sequences: list[Sequence]
-    """Sequences whose next tokens are sampled, in the row order of `logits`."""
+    """Sequence of each row of `logits`, whose next token is sampled from it."""
 
     states: list[SamplerState]
-    """Sampler states of the sequences."""
+    """Sampler state of each row."""
 
     steady: SteadyDecodeBatch | None = None
     """The sequences as a batch that repeats, if the step computes nothing else."""
@@ -170,6 +171,9 @@ class LaunchedStep:
 
     scores: list[PromptScores] = field(default_factory=list)
     """Log-probabilities of prompt tokens (`Request.prompt_logprobs`)."""
+
+    drafted: bool = False
+    """Whether the step checks drafts, so that tokens of some rows may not count."""
 
     def rows(self) -> dict[int, int]:
         """Row of each sequence, by its number."""

@@ -71,6 +71,9 @@ class OpenConfig(TierOptions, Params):
     to a day on disk."""
     min_prefix_tokens: Annotated[int, Field(ge=1)] = 256
     """Fewest tokens of a chat, apart from its documents, that are kept."""
+    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 8
+    """Most tokens of an answer that are guessed from its prompt and checked in one step, where the
+    answer repeats the prompt. The answer stays the same. 0 guesses none."""
     queue: Annotated[int, Field(ge=1)] = 1024
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"

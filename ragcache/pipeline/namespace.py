@@ -120,6 +120,7 @@ class SharedServices:
             model.causal.device,
             pool_bytes=parse_optional_bytes(config.private_bytes),
             queue=config.queue,
+            draft_tokens=config.draft_tokens,
             warm_up=config.warm_up,
         )
         engine = LLMEngine(model.causal, limits)

@@ -280,6 +280,34 @@ def test_random_joins_and_leaves() -> None:
     assert_same_answers(found, expected, 1e-3)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_answer(temperature: float) -> None:
+    """The prompts hold their answers, as far as the drafter knows; steps with a draft and steps
+    ahead of the device alternate."""
+    gpu = on_gpu("llama")
+    states = encoded(gpu)
+    sampling = SamplingParams(temperature=temperature, seed=3, logprobs=2)
+    requests = [
+        replace(moved_request(states, (n, 3), n, limit=100), sampling=sampling) for n in range(3)
+    ]
+    expected = [complete(gpu, [request], config())[0] for request in requests]
+    told = []
+    for request, output in zip(requests, expected, strict=True):
+        text = [*request.context.token_ids[-3:], *output.token_ids]
+        text = [7 if n % 20 == 19 else token for n, token in enumerate(text)]
+        *others, last = request.context.segments
+        text += [9] * (last.states.length - len(text))
+        segments = (*others, replace(last, token_ids=text))
+        told.append(replace(request, context=replace(request.context, segments=segments)))
+    with LLMEngine(gpu, config(draft_tokens=8)) as engine:
+        for together in ([told[0]], told, told):
+            handles = [engine.submit_request(request) for request in together]
+            found = [handle.result(60) for handle in handles]
+            assert_same_answers(found, expected[: len(found)], 1e-3)
+        assert engine.stats.accepted_tokens > 300
+        assert engine.stats.steps < 240, "far fewer than tokens"
+
+
 def test_freed_states_are_not_read_afterwards() -> None:
     """Segments that a request has let go of are overwritten while others go on."""
     gpu = on_gpu("llama")

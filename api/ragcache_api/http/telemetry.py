@@ -109,6 +109,8 @@ class StateCollector(Collector):
             ("misses", "States that no tier held and that were encoded.", counters.encoded),
             ("steps", "Steps of the engine.", stats.steps),
             ("step_rows", "Rows of all steps; by steps, the mean batch.", rows),
+            ("drafted_tokens", "Tokens guessed from prompts.", stats.drafted_tokens),
+            ("accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens),
             ("preempted", "Requests that lost their memory and waited again.", stats.preempted),
         )
         levels = (

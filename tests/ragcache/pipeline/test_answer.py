@@ -210,6 +210,17 @@ def test_closing_fails_what_runs_and_draining_waits_for_it(
             rag.ask(QUESTION, collection="notes")
 
 
+def test_answers_that_repeat_themselves_are_drafted(tmp_path: Path, model: LoadedModel) -> None:
+    answers = []
+    for name, options in (("drafted", {}), ("plain", {"draft_tokens": 0})):
+        options |= {"private_bytes": "8MiB"}
+        with RagCache.open(tmp_path / name, model, **options) as rag:
+            rag.ingest("notes", DOCUMENTS)
+            answers.append(rag.ask(QUESTION, collection="notes", generation=LONG).text)
+            assert (rag.internals.shared.engine.stats.drafted_tokens > 0) == (name == "drafted")
+    assert answers[0] == answers[1]
+
+
 def test_a_prompt_streams_too(rag: RagCache) -> None:
     rag.schemas.add('<schema name="trip"><module name="oslo">Oslo has a fjord.</module></schema>')
     text = '<prompt schema="trip"><oslo/>What is there?</prompt>'

@@ -264,6 +264,8 @@ async def get_stats(context: ContextDep) -> StatsResponse:
         "batch_mean": rows / (engine.steps or 1),
         "queued_s": engine.queued,
         "preempted": engine.preempted,
+        "drafted_tokens": engine.drafted_tokens,
+        "accepted_tokens": engine.accepted_tokens,
     }
     return StatsResponse(
         model=service.model,
