@@ -73,13 +73,16 @@ def test_page_shows_an_answer_and_its_source(
     page.window.get(address)
     page.click("button", "Okay, Let's Go!")
     page.click("#model-selector-model-button")
-    page.click(f"[role=option][data-value='{MODEL}@{COLLECTION}']")
+    page.click(f"[role=option][data-value='{MODEL}/{COLLECTION}']")
     page.find("#chat-input").send_keys(QUESTION, Keys.ENTER)
 
     assert ANSWER in page.find(".chat-assistant", ANSWER).text
     page.find("button[aria-label=Regenerate]")  # offered once the message has ended
     page.until(lambda: not page.all("button[aria-label=Stop]"))  # title and tags have ended, too
     page.click("button", "Source")
+    page.find("button", SOURCE)
+    listed = [each.text.split("\n")[-1] for each in page.all("button") if ".md" in each.text]
+    assert sorted(set(listed)) == sorted(listed), "an annotation joins the source of its document"
     page.click("button", SOURCE)
     excerpt = page.find("[role=dialog]", "pool car").text
     assert SOURCE in excerpt

@@ -82,7 +82,8 @@ class DeltaReader:
 
     def __init__(self, calls: ToolCallParser | None) -> None:
         self._calls = calls
-        self._begun = False
+        self.content = ""
+        """Text that the fields had so far."""
         self.called = 0
 
     def feed(self, text: str) -> dict[str, Any]:
@@ -98,8 +99,8 @@ class DeltaReader:
         return "tool_calls" if self.called and reason == "stop" else reason
 
     def _text(self, text: str) -> dict[str, Any]:
-        text = text if self._begun else text.lstrip()
-        self._begun = self._begun or bool(text)
+        text = text if self.content else text.lstrip()
+        self.content += text
         return {"content": text} if text else {}
 
     def _fields(self, deltas: Iterable[Any]) -> dict[str, Any]:

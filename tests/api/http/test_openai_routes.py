@@ -122,7 +122,7 @@ def test_usage_names_the_documents(client: TestClient, more: dict[str, Any]) -> 
         ask(client, **asked, stream=True, stream_options={"include_usage": True}).text
     )
     assert streamed[-1]["usage"]["sources"] == told["usage"]["sources"]
-    assert "sources" in streamed[-2]  # Open WebUI's page shows no sources that come first
+    assert "sources" in streamed[-3]  # Open WebUI's page shows no sources that come first
     assert "sources" not in ask(client).json()["usage"]
 
 
@@ -708,6 +708,30 @@ def test_annotations_cite_the_documents_of_the_text(client: TestClient) -> None:
     refused = ask(client, collection="notes", min_confidence=1).json()["choices"][0]["message"]
     assert refused["annotations"] == []
     assert "annotations" not in ask(client).json()["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"tools": [TOOL]}])
+def test_a_stream_ends_with_its_annotations(client: TestClient, more: dict[str, Any]) -> None:
+    asked = {"collection": "notes", "max_tokens": 16, "min_confidence": 0, "k": 2} | more
+    whole = ask(client, **asked).json()
+    streamed = chunks(ask(client, **asked, stream=True).text)
+    for choice, written in zip(streamed[-1]["choices"], whole["choices"], strict=True):
+        assert choice["finish_reason"] == written["finish_reason"]
+        assert choice["delta"] == {"annotations": written["message"]["annotations"]}
+    refused = chunks(ask(client, collection="notes", min_confidence=1, stream=True).text)
+    assert refused[-1]["choices"][0]["delta"] == {"annotations": []}
+    assert chunks(ask(client, stream=True).text)[-1]["choices"][0]["delta"] == {}
+
+
+def test_annotations_follow_sources_of_their_ids(client: TestClient) -> None:
+    """Open WebUI joins an annotation with a source of the same id that it has already."""
+    asked = {"collection": "notes", "max_tokens": None, "min_confidence": 0, "stream": True}
+    streamed = chunks(ask(client, **asked).text)
+    assert "sources" in streamed[-2]
+    ids = {each["metadata"][0]["source"] for each in streamed[-2]["sources"]}
+    annotations = streamed[-1]["choices"][0]["delta"]["annotations"]
+    assert annotations
+    assert ids >= {each["url_citation"]["url"] for each in annotations}
 
 
 def test_a_free_answer_cites_every_document(rag: RagCache) -> None:

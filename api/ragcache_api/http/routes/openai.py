@@ -266,7 +266,12 @@ class _CompletionWriter(ABC):
             "choices": self.choices(answers),
             "usage": self._usage(answers),
             **self._reuse_fields(answers),
+            **({"sources": self._sources(answers)} if self._with_sources else {}),
         }
+
+    @staticmethod
+    def _sources(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        return [source_of(each) for answer in answers for each in answer.sources]
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Count the tokens of all prompts and all choices and, with `collection`, the modules."""
@@ -285,16 +290,15 @@ class _CompletionWriter(ABC):
         return counts
 
     def _reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the fields that OpenAI does not have.
+        """Return the fields that OpenAI does not have, apart from sources.
 
-        Spans and, with `collection`, sources cover all prompts. All other fields describe the
-        first prompt.
+        Spans cover all prompts. All other fields describe the first prompt.
         """
         first, spans, choices = answers[0], list[AnswerSpan](), 0
         for answer in answers:
             spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
             choices += len(answer.choices)
-        fields: dict[str, Any] = {
+        return {
             "ragcache": {
                 "mode": first.mode,
                 "reuse": first.reuse,
@@ -304,9 +308,6 @@ class _CompletionWriter(ABC):
                 "finish_reason": first.finish_reason,
             }
         }
-        if self._with_sources:
-            fields["sources"] = [source_of(each) for answer in answers for each in answer.sources]
-        return fields
 
     @abstractmethod
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -315,7 +316,11 @@ class _CompletionWriter(ABC):
     async def chunks(
         self, active: ActiveRequest, stream: AsyncAnswerStream
     ) -> AsyncGenerator[bytes, None]:
-        """Yield all events of the answer. The last has the fields that OpenAI does not have."""
+        """Yield all events of the answer. The last has the fields that OpenAI does not have.
+
+        Sources come before the annotations of the last choices: Open WebUI shows each annotation as
+        a source, too, and joins it with a source of the same document that it has already.
+        """
         if first := self._first():
             yield self._chunk(*first)
         async with aclosing(deltas_of(active, stream)) as deltas:
@@ -325,7 +330,10 @@ class _CompletionWriter(ABC):
         choices = active.answers[0].choices
         if held := self._held_back(len(choices)):
             yield self._chunk(*held)
-        endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
+        if self._with_sources:
+            unchanged = [self._unchanged(index) for index in range(len(choices))]
+            yield self._chunk(*unchanged, sources=self._sources(active.answers))
+        endings = [self._ending(index, active.answers[0]) for index in range(len(choices))]
         yield self._chunk(*endings, **self._reuse_fields(active.answers))
         if self._with_usage:
             yield self._chunk(usage=self._usage(active.answers)) + DONE
@@ -350,7 +358,11 @@ class _CompletionWriter(ABC):
         return []
 
     @abstractmethod
-    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _unchanged(self, index: int) -> dict[str, Any]:
+        """Write a choice of a chunk that adds nothing to it."""
+
+    @abstractmethod
+    def _ending(self, index: int, answer: Answer) -> dict[str, Any]:
         """Write a choice of the last chunk, with its finish reason."""
 
 
@@ -401,8 +413,14 @@ class _ChatWriter(_CompletionWriter):
         held = [(index, self._readers[index].finish()) for index in range(choices)]
         return [_choice(index, delta=fields) for index, fields in held if fields]
 
-    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
-        return _choice(index, None, self._finish_reason(index, choice), delta={})
+    def _unchanged(self, index: int) -> dict[str, Any]:
+        return _choice(index, delta={})
+
+    def _ending(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice, delta = answer.choices[index], dict[str, Any]()
+        if self._with_sources:
+            delta["annotations"] = annotations_of(answer, index, self._readers[index].content)
+        return _choice(index, None, self._finish_reason(index, choice), delta=delta)
 
 
 class _TextWriter(_CompletionWriter):
@@ -462,8 +480,11 @@ class _TextWriter(_CompletionWriter):
             return None
         return _choice(delta.choice, logprobs, text=delta.text)
 
-    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
-        return _choice(index, None, finish_reason_of(choice), text="")
+    def _unchanged(self, index: int) -> dict[str, Any]:
+        return _choice(index, text="")
+
+    def _ending(self, index: int, answer: Answer) -> dict[str, Any]:
+        return _choice(index, None, finish_reason_of(answer.choices[index]), text="")
 
 
 def _choice(
