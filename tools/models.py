@@ -21,7 +21,10 @@ def models_table() -> str:
     for model_type, family in sorted(FAMILIES.items()):
         moves = "no" if family.positions in (LEARNED, NORMED_LATER) else "yes"
         device = "kernels" if family.kernels else "the definition"
-        rows.append(f"| `{model_type}` | {family.positions} | {moves} | {device} |")
+        if family.recurrent:
+            moves, device = "not kept", "the definition"
+        positions = f"{family.positions}; {family.recurrent}".removesuffix("; ")
+        rows.append(f"| `{model_type}` | {positions} | {moves} | {device} |")
     return "\n".join(rows) + "\n"
 
 

@@ -32,7 +32,9 @@ from ragcache.attention import (
     over_heads,
     read_values,
 )
+from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
+from ragcache.engine.recurrent import RecurrentTable
 from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, ForwardBatch
 
@@ -333,8 +335,20 @@ class _Frame:
         if self.model.by_position:
             metadata = self._with_distances(metadata, positions)
         return ForwardBatch(
-            _device(self.model, tokens), _device(self.model, positions), self.logit_rows, metadata
+            _device(self.model, tokens),
+            _device(self.model, positions),
+            self.logit_rows,
+            metadata,
+            self._recurrent_batch(chunks) if self.model.recurrent_bytes else None,
         )
+
+    def _recurrent_batch(self, chunks: Sequence[ScheduledChunk]) -> RecurrentBatch:
+        """The rows of each request, which recurrent layers read one by one."""
+        runs: list[RecurrentRun] = []
+        for chunk, rows in zip(chunks, self.layout.rows, strict=True):
+            assert isinstance(chunk.private, RecurrentTable)
+            runs += chunk.private.runs(*rows)
+        return RecurrentBatch(runs, self.model.device)
 
     def _writes(self, chunks: Sequence[ScheduledChunk]) -> tuple[KVWrite, ...]:
         """One write for the rows of all requests with blocks, and one for each other request."""

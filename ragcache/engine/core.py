@@ -38,8 +38,8 @@ from ragcache.engine.encoding import (
     with_arrival,
 )
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
-from ragcache.engine.kv_cache import BlockPool, RadixCache
-from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.kv_cache_manager import create_cache_manager
 from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
@@ -58,9 +58,6 @@ SCORED_ROWS = 256
 """Prompt tokens of a step that are scored. Each takes logits of the whole vocabulary: 256 of them
 take 155 MB in float32 for a vocabulary of 151,936."""
 
-ANSWER_AHEAD = 256
-"""Answer tokens for which a GPU's sequence reserves consecutive blocks, if the pool has room."""
-
 
 class EngineCore:
     """Schedules requests and encodings, runs the model, and samples the next tokens.
@@ -76,19 +73,15 @@ class EngineCore:
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter
     ) -> None:
-        self.runner, self.config, self.clock = runner, config, clock
+        self.runner, self.clock = runner, clock
         self._ahead = cast("AsynchronousRunner", runner) if runner.asynchronous else None
         self._sampler = runner.create_sampler()
-        pool = runner.create_pool(config.pool_bytes)
-        self.kv_manager = KVCacheManager(
-            pool,
-            RadixCache(pool.block_size, int(config.retained * pool.num_blocks)),
-            ahead=ANSWER_AHEAD if runner.asynchronous else 0,
-        )
+        self.kv_manager, config = create_cache_manager(runner, config)
+        self.config = config
         self.stats = EngineStats()
         self._drafts = DraftPlanner(config, self.kv_manager)
         self._scheduler_config = SchedulerConfig(
-            pool.block_size, config.step_tokens, config.prefill_tokens, config.running
+            self.pool.block_size, config.step_tokens, config.prefill_tokens, config.running
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []

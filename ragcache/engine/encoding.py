@@ -13,7 +13,7 @@ import torch
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.engine.request import Segment, check_tokens
+from ragcache.engine.request import Segment, check_composes, check_tokens
 from ragcache.errors import EncodingOutOfMemory, InvalidRequest
 from ragcache.machine import new_event
 from ragcache.models import CausalLM
@@ -54,7 +54,9 @@ class EncodeJob:
 
 
 def check_job(job: EncodeJob, model: CausalLM) -> None:
-    """Raise `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute."""
+    """Raise `InvalidRequest`, `PromptTooLong` or `UnsupportedModel` for a job that the model cannot
+    compute."""
+    check_composes(model)
     if job.layers is not None and not 1 <= job.layers <= model.num_layers:
         raise InvalidRequest(
             f"the states of {job.layers} layers were asked for; the model has {model.num_layers}"

@@ -27,6 +27,7 @@ from ragcache.engine.request import (
     RequestOutput,
     Segment,
     TokenDelta,
+    check_composes,
     check_place,
     check_states,
     check_tokens,
@@ -65,6 +66,8 @@ class RequestChecker:
         Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` if it could never run.
         """
         context, model = request.context, self._runner.model
+        if context.segments:
+            check_composes(model)
         for segment in context.segments:
             self._check_segment(segment)
         check_tokens(

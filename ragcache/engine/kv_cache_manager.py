@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import torch
 
-from ragcache.engine.kv_cache import BlockPool, BlockTable, RadixCache
+from ragcache.engine.config import EngineConfig
+from ragcache.engine.kv_cache import BlockPool, BlockTable, NodePath, RadixCache
+from ragcache.engine.recurrent import RecurrentTable, SnapshotCache
+from ragcache.engine.runner import ModelRunner
 from ragcache.engine.sequence import Sequence
 from ragcache.states import KVStates
+
+ANSWER_AHEAD = 256
+"""Answer tokens for which a GPU's sequence reserves consecutive blocks, if the pool has room."""
+
+SNAPSHOTS_PER_SEQUENCE = 4
+"""Snapshots of recurrent states that are kept for each running sequence, if memory allows."""
 
 
 class KVCacheManager:
@@ -35,7 +47,11 @@ class KVCacheManager:
         # the last token is computed in any case: the answer continues from its logits
         tokens, positions = sequence.tokens[:-1], sequence.positions[:-1]
         path = self.radix_cache.match_prefix(sequence.group.root, tokens, positions)
-        private = BlockTable(self.pool)
+        return self._begin(sequence, path, BlockTable(self.pool))
+
+    def _begin(self, sequence: Sequence, path: NodePath, private: BlockTable) -> int:
+        """Start a sequence from an acquired path. See `admit_sequence`."""
+        positions = sequence.positions
         private.block_ids = [node.block_id for node in path.nodes]
         found = len(path.nodes) * self.pool.block_size
         private.advance(positions[:found])
@@ -130,3 +146,89 @@ class KVCacheManager:
         """Free all blocks that no request uses."""
         retained = self.radix_cache.retained
         self.pool.free_blocks(self.radix_cache.evict_blocks(retained))
+
+
+class HybridCacheManager(KVCacheManager):
+    """The cache manager of a model with recurrent layers.
+
+    A sequence starts from the deepest block behind which recurrent states are kept.
+    """
+
+    def __init__(self, pool: BlockPool, radix_cache: SnapshotCache, ahead: int = 0) -> None:
+        super().__init__(pool, radix_cache, ahead)
+        self.snapshots = radix_cache
+
+    def admit_sequence(self, sequence: Sequence) -> int:
+        """See `KVCacheManager.admit_sequence`."""
+        size, last = self.pool.block_size, len(sequence.tokens) - 1
+        tokens, positions = sequence.tokens[:last], sequence.positions[:last]
+        path = self.snapshots.match_prefix(sequence.group.root, tokens, positions)
+        parted = len(path.nodes) * size
+        states, freed = self.snapshots.resume_path(path)
+        self.pool.free_blocks(freed)
+        stops, every_block_from = set[int](), sys.maxsize
+        if path.root is not None:
+            stops |= {parted, last // size * size}
+            every_block_from = last + 1
+        if sequence.index == 0 and sequence.request.n > 1 and not sequence.generated:
+            stops.add(last)  # the other answers continue there
+        table = RecurrentTable(self.pool, states, frozenset(stops), every_block_from)
+        return self._begin(sequence, path, table)
+
+    def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:
+        """See `KVCacheManager.fork_sequence`."""
+        if not super().fork_sequence(leader, sequence):
+            return False
+        taken, private = leader.private, sequence.private
+        assert isinstance(taken, RecurrentTable)
+        assert isinstance(private, RecurrentTable)
+        if private.length in taken.taken:  # the partly filled block was copied
+            private.states = taken.taken[private.length]
+        return True
+
+    def share_blocks(self, sequence: Sequence, end: int) -> bool:
+        """See `KVCacheManager.share_blocks`. Keeps the recurrent states behind these blocks."""
+        exchanged = super().share_blocks(sequence, end)
+        private, path = sequence.private, sequence.path
+        assert isinstance(private, RecurrentTable)
+        assert path is not None
+        size = self.pool.block_size
+        for length in [each for each in private.taken if each % size == 0 and each <= end]:
+            states = private.taken.pop(length)
+            if path.root is None:
+                continue
+            node = path.nodes[length // size - 1]
+            if length >= private.every_block_from:
+                if private.last_node is not None:
+                    self.snapshots.drop_snapshot(private.last_node)
+                private.last_node = node
+            self.snapshots.keep_snapshot(node, states)
+        return exchanged
+
+
+def create_cache_manager(
+    runner: ModelRunner, config: EngineConfig
+) -> tuple[KVCacheManager, EngineConfig]:
+    """Create the pool and the cache manager that suit a model.
+
+    Recurrent states take a part of `config.pool_bytes`, up to a half.
+
+    Returns:
+        The manager, and the configuration with the number of sequences that memory allows. A
+        recurrent state cannot forget a wrong draft, so nothing is drafted.
+    """
+    ahead = ANSWER_AHEAD if runner.asynchronous else 0
+    nbytes, each = config.pool_bytes, runner.model.recurrent_bytes
+    if not each:
+        pool = runner.create_pool(nbytes)
+        cache = RadixCache(pool.block_size, int(config.retained * pool.num_blocks))
+        return KVCacheManager(pool, cache, ahead), config
+    # a step holds the states before and behind it of every sequence
+    wanted = (2 + SNAPSHOTS_PER_SEQUENCE) * config.running
+    states = min(wanted, nbytes // (2 * each))
+    running = max(1, min(config.running, states // 3))
+    pool = runner.create_pool(nbytes - states * each)
+    retained = int(config.retained * pool.num_blocks)
+    snapshots = SnapshotCache(pool.block_size, retained, max(1, states - 2 * running))
+    config = replace(config, running=running, draft_tokens=0)
+    return HybridCacheManager(pool, snapshots, ahead), config

@@ -12,7 +12,7 @@ from torch import Tensor
 from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
-from ragcache.errors import InvalidRequest, PromptTooLong
+from ragcache.errors import InvalidRequest, PromptTooLong, UnsupportedModel
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, model_dtype
@@ -337,6 +337,15 @@ def check_tokens(
     if last >= window:
         raise PromptTooLong(
             f"a token is at position {last}, but the model's window holds {window} positions"
+        )
+
+
+def check_composes(model: CausalLM) -> None:
+    """Raise `UnsupportedModel` if a model cannot read states of modules."""
+    if not model.composes:
+        raise UnsupportedModel(
+            "this model has recurrent layers, whose states are sums over a whole text: states of "
+            "single documents are neither encoded nor read; ask in mode exact"
         )
 
 

@@ -39,9 +39,13 @@ from ragcache.models.positions import (
     interleaved_slopes,
     rotary_scaling,
 )
+from ragcache.models.recurrent import HybridLM, LayerKinds, patch_recurrent
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = frozenset({FULL, "attention"})
+RECURRENT_NAMES = frozenset({"linear_attention", "conv", "hybrid"})
+"""Layers with a recurrent state; `hybrid` has attention, too."""
+WITHOUT_STATES = frozenset({"mlp", "moe"})
 STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
 SOME_LAYERS, LEARNED = "rotary in some layers, none in others", "learned, so that nothing moves"
 NORMED_LATER = "rotary before a norm with weights, so that nothing moves"
@@ -54,6 +58,14 @@ _UNSERVED = {
     "kv_lora_rank": "keeps compressed states (kv_lora_rank), and its type has no row",
     "global_head_dim": "has layers with heads of two sizes, which is not served",
 }
+_NOT_CONTINUED = "has recurrent layers that continue no text from a cache in transformers"
+_NO_ATTENTION = "has no attention layer, so it keeps no keys and values"
+_WITHOUT_FAMILY = {
+    **dict.fromkeys(("jamba", "zamba", "recurrent_gemma", "minimax"), _NOT_CONTINUED),
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
+    "zamba2": "has one attention block for several layers, whose states would be one layer's",
+}
+"""Why models of some types are not served, where their configuration does not tell."""
 _HARMLESS = (None, False, "vision")  # of these; "vision": only images, which are not served
 # Hugging Face passes over `attn_config.alibi_bias_max` and computes with its default.
 MPT_BIAS_MAX = 8.0
@@ -65,7 +77,9 @@ def wrap_causal(model: Any) -> CausalLM:
     config = model.config
     family = family_of(config)
     family.check(config)
-    dimensions = family.dimensions(config)
+    dimensions, kinds = family.dimensions(config), LayerKinds.of(config)
+    if kinds.recurrent:
+        dimensions = replace(dimensions, num_layers=len(kinds.keys))
     scheme = family.position_scheme(model)
     windows = layer_windows(config, dimensions)
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -73,20 +87,17 @@ def wrap_causal(model: Any) -> CausalLM:
         _refuse(config, "has windows or soft caps, which its family's attention does not know")
     family.patch(model)
     model.eval()
-    return CausalLM(
-        model,
-        scheme,
-        backend_for(model.device),
-        dimensions,
-        windows,
-        softcap,
-        kernels=family.kernels,
-    )
+    args = (model, scheme, backend_for(model.device), dimensions, windows, softcap)
+    if not kinds.recurrent:
+        return CausalLM(*args, kernels=family.kernels)
+    patch_recurrent(model, kinds)
+    return HybridLM(*args, kinds=kinds, kernels=False)
 
 
 def stack_rotary(model: Any) -> nn.Module:
     """The module that holds the rotary frequencies: the stack's `rotary_emb`."""
-    found = getattr(model.base_model, "rotary_emb", None)
+    stack = model.base_model
+    found = getattr(stack, "rotary_emb", getattr(stack, "pos_emb", None))  # LFM2's mixtures
     if not isinstance(found, nn.Module):
         raise UnsupportedModel(
             f"this {model.config.model_type} model has no `rotary_emb` in its stack; its "
@@ -95,9 +106,11 @@ def stack_rotary(model: Any) -> nn.Module:
     return found
 
 
-def check_properties(config: Any, served: Collection[str] = ()) -> None:
+def check_properties(
+    config: Any, served: Collection[str] = (), layers: Collection[str] = ()
+) -> None:
     """Raises `UnsupportedModel` and names the property that is not served. served: names of
-    properties that a family serves."""
+    properties that a family serves; layers: types of layers that it serves beside attention."""
     for name, reason in _UNSERVED.items():
         if name in served:
             continue
@@ -106,7 +119,7 @@ def check_properties(config: Any, served: Collection[str] = ()) -> None:
             _refuse(config, reason)
     if config.to_dict().get("per_layer_config"):
         _refuse(config, "has layers with heads of two sizes, which is not served")
-    _check_layers(config)
+    _check_layers(config, layers)
     for layer_type in set(layer_types(config)):
         check_scaling(rotary_scaling(config, layer_type))
 
@@ -136,7 +149,8 @@ def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]
     window = sliding_window(config)
     if window is None or window >= dimensions.window:
         return ()
-    types = layer_types(config)[: dimensions.num_layers]
+    types = [layer_types(config)[number] for number in LayerKinds.of(config).keys]
+    types = types[: dimensions.num_layers]
     return tuple(window if each == SLIDING else None for each in types)
 
 
@@ -172,9 +186,11 @@ class Family:
     heads as wide as a latent."""
     positions: str = "rotary"
     """Name of the positions in docs/models.md."""
+    recurrent: str = ""
+    """Name of the recurrent layers that its models may have beside attention."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Configuration values of the tiny model of the trial, if the values derived from the model do
-    not fit."""
+    not fit. A function gets the tiny configuration."""
 
     def position_scheme(self, model: Any) -> PositionScheme:
         """How the model knows the positions of its tokens."""
@@ -223,6 +239,8 @@ def family_of(config: Any) -> Family:
     """The family of a configuration. Raises `UnsupportedModel` where none is registered."""
     family = FAMILIES.get(config.model_type)
     if family is None:
+        if config.model_type in _WITHOUT_FAMILY:
+            _refuse(config, _WITHOUT_FAMILY[config.model_type])
         check_properties(config)  # names the obstacle, where there is one beyond the name
         raise UnsupportedModel(
             f"models of type {config.model_type!r} are not served; served types: "
@@ -263,9 +281,16 @@ def _bloom_scheme(model: Any) -> PositionScheme:
     return Alibi(geometric_slopes(model.config.n_head).to(model.device))
 
 
-def _check_layers(config: Any) -> None:
+def check_hybrid(config: Any, served: Collection[str] = ()) -> None:
+    """`check_properties` of a family with recurrent layers beside attention."""
+    check_properties(config, served, RECURRENT_NAMES | WITHOUT_STATES)
+    if not LayerKinds.of(config).keys:
+        _refuse(config, _NO_ATTENTION)
+
+
+def _check_layers(config: Any, served: Collection[str]) -> None:
     listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = sorted(set(listed or ()) - {SLIDING} - FULL_NAMES)
+    others = sorted(set(listed or ()) - {SLIDING} - FULL_NAMES - set(served))
     if others:
         _refuse(config, f"has layers of type {', '.join(others)}; served are {FULL} and {SLIDING}")
     if listed is None and any(hasattr(config, name) for name in STATE_SPACES):
@@ -305,6 +330,11 @@ def _granite_hybrid_scheme(model: Any) -> PositionScheme:
     """Rotary, or no positions at all (`position_embedding_type`)."""
     if model.config.position_embedding_type == "rope":
         return Rotary.of(model.config, stack_rotary(model))
+    return _no_positions(model)
+
+
+def _no_positions(model: Any) -> PositionScheme:
+    """Attention without positions: a recurrent layer knows the order of tokens."""
     half = Dimensions.of(model.config).head_dim // 2
     return Rotary(torch.zeros(half, device=model.device), NO_POSITIONS)
 
@@ -328,6 +358,19 @@ _LATENT = Family(
     kernels=False,
     positions="rotary beside a latent",
 )
+
+_TINY_DELTA: Mapping[str, Any] = {
+    "linear_num_value_heads": lambda c: 2 * c.linear_num_value_heads // c.linear_num_key_heads,
+    "linear_num_key_heads": 2,
+}
+_TINY_MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": lambda config: min(2, config.mamba_n_groups),
+    "mamba_d_head": lambda config: config.mamba_expand * config.hidden_size // 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+"""The heads of these layers divide a multiple of the residual stream."""
 
 for _family in (
     Family(
@@ -381,7 +424,59 @@ for _family in (
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
-    Family(("granitemoehybrid",), scheme=_granite_hybrid_scheme, positions="rotary or none"),
+    Family(
+        ("granitemoehybrid",),
+        scheme=_granite_hybrid_scheme,
+        check=check_hybrid,
+        positions="rotary or none",
+        recurrent="Mamba 2",
+        tiny=_TINY_MAMBA,
+    ),
+    Family(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+        check=check_hybrid,
+        recurrent="Gated DeltaNet",
+        tiny=_TINY_DELTA,
+    ),
+    Family(
+        ("bamba",),
+        check=check_hybrid,
+        recurrent="Mamba 2",
+        tiny={**_TINY_MAMBA, "attn_layer_indices": [1]},
+    ),
+    Family(
+        ("falcon_h1",),
+        check=check_hybrid,
+        recurrent="Mamba 2",
+        tiny={**_TINY_MAMBA, "mamba_d_ssm": None},
+    ),
+    Family(("lfm2", "lfm2_moe"), check=check_hybrid, recurrent="short convolutions"),
+    Family(
+        ("nemotron_h",),
+        scheme=_no_positions,
+        check=check_hybrid,
+        positions="none",
+        recurrent="Mamba 2",
+        tiny={
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            # transformers clamps the time steps of a text at this value, not those of one token
+            "time_step_min": 1e-30,
+        },
+    ),
+    Family(
+        ("kimi_linear",),
+        scheme=_no_positions,
+        dimensions=_latent,
+        patch=patch_latent,
+        check=lambda config: check_hybrid(config, served=("kv_lora_rank",)),
+        positions="none, over a latent",
+        recurrent="Kimi Delta Attention",
+        tiny={"linear_num_heads": 2},
+    ),
     Family(
         ("falcon",),
         scheme=_falcon_scheme,

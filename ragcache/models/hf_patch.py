@@ -202,7 +202,9 @@ def patch_latent(model: Any) -> None:
     """Replaces the attention of DeepSeek V3's kind (multi-head latent attention), in place."""
     patch_attention(model)
     for layer in model.base_model.layers:
-        layer.self_attn.forward = MethodType(_where_segments(latent_attention), layer.self_attn)
+        attention = getattr(layer, "self_attn", None)  # Kimi's recurrent layers have none
+        if attention is not None:
+            attention.forward = MethodType(_where_segments(latent_attention), attention)
 
 
 def patch_falcon(model: Any) -> None:
@@ -244,7 +246,7 @@ def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
 def latent_attention(
     module: Any,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
     *_args: Any,
     past_key_values: SegmentCache,
     **_: Any,
@@ -265,7 +267,9 @@ def latent_attention(
     plain, rotary = query.split([module.qk_nope_head_dim, turned], -1)
     latent, key = module.kv_a_proj_with_mqa(hidden_states).split([width, turned], -1)
     latent = module.kv_a_layernorm(latent)  # [1, T, C]
-    rotary, key = _turn(module, rotary, key[:, None], position_embeddings)
+    key = key[:, None]
+    if position_embeddings is not None:  # Kimi's attention has no positions
+        rotary, key = _turn(module, rotary, key, position_embeddings)
     weight = module.kv_b_proj.weight.view(module.num_heads, -1, width)  # [Hq, N + V, C]
     to_latent, to_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     query = torch.cat([rotary[0], plain[0] @ to_latent], -1)  # [Hq, T, R + C]

@@ -11,7 +11,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,12 @@ from ragcache.attention import (
     LayersComputed,
     attention_bytes,
 )
+from ragcache.attention.recurrent import RecurrentBatch
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.positions import PositionScheme, changes_at_length
+
+if TYPE_CHECKING:
+    from ragcache.models.hf_patch import SegmentCache  # imports transformers
 
 _PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
 _MOST_HASHERS = 8
@@ -73,6 +77,8 @@ class ForwardBatch:
     metadata: AttentionMetadata | OperatorMetadata
     """`OperatorMetadata` of a registered step on a device whose model `prepare_for_device` has
     prepared."""
+    recurrent: RecurrentBatch | None = None
+    """The runs of rows for recurrent layers, if the model has them."""
 
 
 class CausalLM:
@@ -94,7 +100,10 @@ class CausalLM:
             exact over segments, because scores are capped and masked one by one, before
             anything is summed.
         kernels: Whether the kernels of a GPU compute the attention.
+        recurrent_bytes: Bytes of the recurrent states of one text. 0 if all layers are attention.
     """
+
+    recurrent_bytes = 0
 
     def __init__(
         self,
@@ -130,10 +139,21 @@ class CausalLM:
         """How many tokens the model has a vector for: their ids are below it."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of configuration, weights, and the dtypes of weights and kept states."""
         return model_fingerprint(self.model, self.states_dtype)
+
+    @property
+    def composes(self) -> bool:
+        """Whether prompts can be made of states of modules that were encoded one by one. False for
+        models with recurrent layers."""
+        return not self.recurrent_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -172,8 +192,8 @@ class CausalLM:
             tokens: The longest run of states that they attend to, their own included.
             logit_rows: How many rows the next tokens are sampled from.
         """
-        hidden = int(self.model.get_input_embeddings().weight.shape[1])
-        activations = rows * (2 * _layer_width(self.model) + 4 * hidden) * self.dtype.itemsize
+        width = 2 * _layer_width(self.model) + 4 * self.hidden_size
+        activations = rows * width * self.dtype.itemsize
         logits = logit_rows * self.vocabulary * (self.dtype.itemsize + 4)
         return (
             activations
@@ -202,13 +222,19 @@ class CausalLM:
 
     def _call(self, batch: ForwardBatch) -> Tensor:
         """Calls the model itself."""
-        from ragcache.models.hf_patch import SegmentCache, step_in_context  # transformers
+        from ragcache.models.hf_patch import SegmentCache  # transformers
+
+        return self._call_with(batch, SegmentCache(batch.metadata, self.backend))
+
+    def _call_with(self, batch: ForwardBatch, cache: SegmentCache) -> Tensor:
+        """Calls the model with a cache for this step."""
+        from ragcache.models.hf_patch import step_in_context
 
         with step_in_context(batch.metadata, self.backend):
             out = self.model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
-                past_key_values=SegmentCache(batch.metadata, self.backend),
+                past_key_values=cache,
                 # a finished mask: none is built
                 attention_mask=batch.token_ids.new_empty(1, 1, 1, 1),
                 use_cache=True,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,15 +28,20 @@ from ragcache.attention import (
     over_heads,
     read_values,
 )
+from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import Family, family_of, wrap_causal
 from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.models.recurrent import LayerKinds
 from ragcache.states import KVStates
+from ragcache.states.recurrent import RecurrentSnapshot
 
 HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 4, 2, 4, 64, 320
 """Sizes of the tiny model; a head keeps its own."""
 WINDOW = 7  # of sliding windows: the first of the own tokens sees into both modules
 MODULES, OWN = (24, 5), 15  # tokens of the modules at the beginning of the text, and after them
+PORTIONS = (24, 1, 1, 9), (3, 30, 1, 1)
+"""Tokens of two texts in each pass that computes both, for models with recurrent layers."""
 ELSEWHERE = (33, 9)  # where the modules are encoded, if they can move
 BEHIND = (0, 9)  # tokens right before each module that it sees and that prompts do not contain
 NOISE = 0.3  # on the weights of norms, and on biases
@@ -103,7 +109,7 @@ def tiny_config(config: Any, family: Family) -> Any:
         if name in entries:
             setattr(tiny, name, {heads: HEADS, 1: 1}.get(entries[name] or heads, HEADS // 2))
     for name, value in family.tiny.items():
-        setattr(tiny, name, value)
+        setattr(tiny, name, value(tiny) if callable(value) else value)
     return tiny
 
 
@@ -130,9 +136,12 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 def trial_difference(model: Any) -> float:
     """Largest difference from Hugging Face's log-probabilities, as a share of their spread.
 
-    Compares every token after two moved modules, which do not see each other.
+    Compares every token after two moved modules, which do not see each other. Of a model with
+    recurrent layers, compares every token of two texts that are computed together, in portions.
     """
     with torch.device("cpu"):
+        if LayerKinds.of(model.config).recurrent:
+            return _difference_in_portions(model)
         return _difference(model)
 
 
@@ -158,6 +167,78 @@ def _difference(model: Any) -> float:
         at += len(module)
     logits = _forward(causal, own, at, *causal.new_states(len(own)), placed)
     return float((logits.log_softmax(-1) - expected).abs().max() / expected.std())
+
+
+def _difference_in_portions(model: Any) -> float:
+    generator = torch.Generator().manual_seed(SEEDS[0])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    lengths = [sum(portions) for portions in PORTIONS]
+    texts = [torch.randint(vocabulary, (count,), generator=generator) for count in lengths]
+    expected = [model(text[None], use_cache=False).logits[0].log_softmax(-1) for text in texts]
+    causal = wrap_causal(model)
+    states = [causal.new_states(count) for count in lengths]
+    snapshots: list[RecurrentSnapshot | None] = [None] * len(texts)
+    done, differences = [0] * len(texts), []
+    for counts in zip(*PORTIONS, strict=True):
+        parts = [
+            _Portion(text[begin : begin + count], begin, *kept, before)
+            for text, begin, count, kept, before in zip(
+                texts, done, counts, states, snapshots, strict=True
+            )
+        ]
+        logits = torch.split(_forward_portions(causal, parts).log_softmax(-1), list(counts))
+        for number, found in enumerate(logits):
+            begin, done[number] = done[number], done[number] + counts[number]
+            wanted = expected[number][begin : done[number]]
+            differences.append(float((found - wanted).abs().max() / wanted.std()))
+            snapshots[number] = parts[number].after
+    return max(differences)
+
+
+@dataclass(frozen=True, eq=False)
+class _Portion:
+    """The next tokens of a text, whose states so far are kept."""
+
+    token_ids: Tensor
+    begin: int
+    keys: Tensor
+    values: Tensor
+    before: RecurrentSnapshot | None
+    after: RecurrentSnapshot = field(default_factory=RecurrentSnapshot)
+
+
+def _forward_portions(causal: CausalLM, portions: Sequence[_Portion]) -> Tensor:
+    """Logits of all tokens of several texts, which one flat pass continues: [T, vocabulary]."""
+    row, seen, shared, blocks, writes, runs = 0, list[int](), [], [], [], []
+    for each in portions:
+        rows = range(row, row + len(each.token_ids))
+        if each.begin:
+            keys, values = each.keys[:, :, : each.begin], each.values[:, :, : each.begin]
+            values = read_values(keys, values)
+            shared.append(SharedKV(keys, values, len(seen), len(seen) + len(rows)))
+            seen += rows
+        row = rows.stop
+        blocks.append(CausalBlock(rows.start, row))
+        writes.append(ContiguousWrite(each.keys, each.values, each.begin, rows.start, row))
+        runs.append(RecurrentRun(rows.start, row, each.before, each.after))
+    index = torch.full((1 if seen else 0, row), len(seen))
+    index[:, seen] = torch.arange(len(seen))
+    positions = torch.cat([each.begin + torch.arange(len(each.token_ids)) for each in portions])
+    metadata = AttentionMetadata(
+        shared_queries=SharedQueries(torch.tensor(seen)) if seen else None,
+        shared_kv=tuple(shared),
+        causal_blocks=tuple(blocks),
+        paged_queries=None,
+        writes=tuple(writes),
+        shared_index=index,
+        slopes=causal.scheme.slopes,
+        positions=positions.float(),
+        windows=causal.windows,
+        softcap=causal.softcap,
+    )
+    token_ids = torch.cat([each.token_ids for each in portions])
+    batch = RecurrentBatch(runs, causal.device)
+    return causal.forward(ForwardBatch(token_ids, positions, torch.arange(row), metadata, batch))
 
 
 def expected_logits(

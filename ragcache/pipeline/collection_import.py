@@ -308,7 +308,7 @@ class CollectionImporter:
         jobs = store.jobs.within(self.namespace.name)
         every = {contents.encoder.key(ids): ids for each in contents.tokens for ids in each}
         tokens = {key: ids for key, ids in every.items() if not store.memory.is_known(key)}
-        if not self.encode:
+        if not (self.encode and ingestor.encoder.model.causal.composes):
             return 0, len(tokens)
         done = 0
         for portion in portions(list(tokens)):

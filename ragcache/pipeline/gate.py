@@ -241,6 +241,8 @@ class ModeGate:
         Args:
             modes: Modes to measure now.
         """
+        if not self.model.causal.composes:  # every prompt is answered in `exact`
+            return
         self._in_background = True
         for mode in modes:
             self.defers(mode)

@@ -304,13 +304,18 @@ class Ingestor:
         self.store.discard(freed)
         self.retriever.indexes.update(collection)
 
+    @property
+    def _encodes(self) -> bool:
+        """Whether states of modules are kept. The texts alone are, if they would not compose."""
+        return self.encoder.model.causal.composes
+
     def _encode_lost(self, collection: str, documents: frozenset[str]) -> int:
         """Encode modules of these documents whose states were lost, and return how many.
 
         States are lost, for example, if a repair deleted damaged blobs. Skipped if the disk tier
         has a budget: the states may have been evicted.
         """
-        if not documents or self.store.disk.budget_bytes is not None:
+        if not (documents and self._encodes) or self.store.disk.budget_bytes is not None:
             return 0
         rows = [row for row in self.catalog.modules(collection) if row.document in documents]
         tokens = ModuleTokens(self.catalog, self.encoder.model).of(rows)
@@ -399,7 +404,8 @@ class Ingestor:
                     writing.close()
                     store_batch(rows)
                     rows, began = [], time.monotonic()
-                for part in portions([module.token_ids for module in modules]):
+                wanted = [module.token_ids for module in modules] if self._encodes else []
+                for part in portions(wanted):
                     jobs.expect(job, [self.encoder.key(ids) for ids in part])
                     if self.turns.contended:
                         writing.close()

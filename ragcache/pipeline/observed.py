@@ -312,8 +312,9 @@ class ObservedModules:
 
     def _reads(self, mode: ReuseMode) -> bool:
         """Tell whether prompts in a mode read observed modules on this model."""
-        movable = self._model.causal.scheme.movable
-        return bool(self._budget_bytes) and mode.reads_states and movable
+        causal = self._model.causal
+        readable = causal.scheme.movable and causal.composes
+        return bool(self._budget_bytes) and mode.reads_states and readable
 
     def _make_room(self) -> list[KVKey]:
         """Remove modules beyond the budget or unused for long, and return the keys of their states.

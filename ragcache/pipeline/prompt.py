@@ -151,7 +151,8 @@ class AskedQuestion:
     """The collection that is searched. Empty for chats and PML prompts."""
     times: Timestamps = field(default_factory=Timestamps)
     replaced_mode: ReuseMode | None = None
-    """Mode that the caller asked for, if `mode` replaces it while the gate measures it."""
+    """Mode that the caller asked for, if `mode` replaces it: while the gate measures it, or because
+    the model cannot read states."""
     keeper: Keeper = Keeper()
     """The caller, on whose account a conversation is retained."""
 
@@ -206,7 +207,7 @@ class TokenPrompt:
     @property
     def cacheable(self) -> bool:
         """Whether other requests may share the states of the computed tokens."""
-        return self.question.mode.reads_states
+        return (self.question.replaced_mode or self.question.mode).reads_states
 
     @property
     def has_documents(self) -> bool:

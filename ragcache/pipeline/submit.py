@@ -240,8 +240,8 @@ class Submitter:
     ) -> list[PendingAnswer]:
         """Build prompts in a mode, and submit them; see `run`.
 
-        While the gate measures the mode in the background, prompts that would read states are built
-        in `exact` instead.
+        Prompts that would read states are built in `exact` instead while the gate measures the mode
+        in the background, and always on a model whose states do not compose.
 
         Args:
             build: Builds the prompts in a mode. Leases nothing.
@@ -249,12 +249,18 @@ class Submitter:
             generation: How the answers are generated.
         """
         prompts = build(mode)
-        if self.gate is not None and _modes_read(prompts) and self.gate.defers(mode):
+        if _modes_read(prompts) and self._replaces(mode):
             prompts = [
                 replace(each, question=replace(each.question, replaced_mode=mode))
                 for each in build(EXACT)
             ]
         return self.run(prompts, generation)
+
+    def _replaces(self, mode: ReuseMode) -> bool:
+        """Tell whether prompts in a mode are built in `exact` instead."""
+        if not self.model.causal.composes:
+            return True
+        return self.gate is not None and self.gate.defers(mode)
 
     def check_sizes(self, own: int, documents: int) -> None:
         """Raise `PromptTooLong` for a prompt that leaves no room for an answer.
@@ -352,6 +358,7 @@ class Submitter:
     ) -> ResumedContext:
         """Start a chat from the kept states of its earlier turns, if there are any."""
         shared = generation.share and prompt.cacheable and not generation.prompt_logprobs
+        shared = shared and self.model.causal.composes
         if self.conversations is None or prompt.kind != "chat" or not shared:
             return ResumedContext(context)
         name, seconds = generation.prompt_cache_key, generation.retention_seconds

@@ -23,6 +23,7 @@ from ragcache.models.trial import (
     trial_difference,
     try_family,
 )
+from tests.tiny_hybrids import tiny_hybrid
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 AXES = {"rope_type": "default", "rope_theta": 1e6}
@@ -33,6 +34,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 32},
+    "bamba": {"attn_layer_indices": [9, 18]},
+    "lfm2": {"layer_types": ["conv", FULL] * 16},
+    "lfm2_moe": {"layer_types": ["conv", FULL] * 16},
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1"), LATENT),
     "qwen2_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
@@ -44,6 +48,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     "no windows, positions everywhere": (
         "exaone4", {"sliding_window": None, "layer_types": [FULL] * 32},
+    ),
+    "state spaces beside attention": (
+        "granitemoehybrid", {"layer_types": ["linear_attention", FULL] * 16},
     ),
     "rotary in a hybrid without state spaces": (
         "granitemoehybrid",
@@ -80,8 +87,13 @@ BRIEF = (
     "ALiBi",
     "yarn",
     "half of a head turns",
+    "state spaces beside attention",
 )
 VARIANT_PARAMS = [pytest.param(v, marks=() if v in BRIEF else pytest.mark.slow) for v in VARIANTS]
+
+
+HYBRIDS = {name for name, each in FAMILIES.items() if each.recurrent} - {"granitemoehybrid"}
+"""Families whose models of the trial have recurrent layers."""
 
 
 def make_config(model_type: str, **changes: Any) -> Any:
@@ -146,7 +158,7 @@ def test_two_moved_modules_answer_as_the_whole_text(model_type: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 9])
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"bloom"}))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"bloom"} - HYBRIDS))
 def test_what_is_expected_is_a_dense_masked_forward(model_type: str, count: int) -> None:
     """BLOOM has no dense mask of this shape: it makes ALiBi of a mask for padding. MPT makes it of
     the number of tokens."""
@@ -268,6 +280,14 @@ def test_a_trial_leaves_the_random_numbers_alone(no_trials: None) -> None:
     torch.manual_seed(3)
     wrap(model)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_patched_hybrid_called_ordinarily_is_unchanged() -> None:
+    model, tokens = tiny_hybrid("bamba"), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        wrap(model)
+        assert torch.equal(model(tokens).logits, before)
 
 
 def test_layers_without_positions_turn_nothing() -> None:

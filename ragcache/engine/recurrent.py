@@ -1,0 +1,133 @@
+"""Recurrent states beside the KV cache: of running sequences, and snapshots to resume from.
+
+Keys and values of a text can be cut after any block. A recurrent state cannot: it is a sum over the
+text. A sequence therefore resumes only from blocks behind which a snapshot of the recurrent states
+is kept. Snapshots are taken where later prompts are likely to continue: where a prompt leaves a
+path that others took (Marconi, Pan et al., 2024), at the last block of a prompt, and at the last
+block of an answer so far.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ragcache.attention.recurrent import RecurrentRun
+from ragcache.engine.kv_cache import BlockPool, BlockTable, NodePath, RadixCache, RadixNode
+from ragcache.states.recurrent import RecurrentSnapshot
+
+
+class RecurrentTable(BlockTable):
+    """Blocks of a sequence, and the recurrent states behind its tokens.
+
+    A step writes new states, which `advance` takes over. A step that fails changes nothing.
+
+    Attributes:
+        states: States behind the filled tokens. None before the first token.
+        taken: States behind some lengths that were passed, by length in tokens.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        states: RecurrentSnapshot | None,
+        stops: frozenset[int],
+        every_block_from: int,
+    ) -> None:
+        """Create the table of a sequence.
+
+        Args:
+            pool: The pool of blocks.
+            states: States behind the tokens with which the sequence starts.
+            stops: Lengths in tokens at which states are taken.
+            every_block_from: Length from which states are taken at the end of every block.
+        """
+        super().__init__(pool)
+        self.states, self.taken = states, dict[int, RecurrentSnapshot]()
+        self.last_node: RadixNode | None = None  # of the answer, that the last states went to
+        self.every_block_from = every_block_from
+        self._stops = stops
+        self._launched: list[tuple[int, RecurrentSnapshot]] = []
+
+    def runs(self, begin: int, end: int) -> list[RecurrentRun]:
+        """Runs of the step's rows begin:end, cut where states are taken."""
+        before, runs = self.states, list[RecurrentRun]()
+        self._launched = []
+        first = begin - self.length
+        for length in self._cuts(self.length, self.length + end - begin):
+            after = RecurrentSnapshot()
+            runs.append(RecurrentRun(begin, first + length, before, after))
+            self._launched.append((length, after))
+            begin, before = first + length, after
+        return runs
+
+    def advance(self, positions: Sequence[int]) -> None:
+        super().advance(positions)
+        for length, states in self._launched:
+            self.states = states
+            if self._is_stop(length):
+                self.taken[length] = states.compact()
+        self._launched = []
+
+    def _cuts(self, begin: int, end: int) -> list[int]:
+        """Lengths in begin + 1:end at which a run ends, and `end`."""
+        size = self.pool.block_size
+        blocks = range((begin // size + 1) * size, end, size)
+        cuts = {length for length in blocks if self._is_stop(length)}
+        cuts |= {length for length in self._stops if begin < length < end}
+        return [*sorted(cuts), end]
+
+    def _is_stop(self, length: int) -> bool:
+        if length in self._stops:
+            return True
+        return length >= self.every_block_from and length % self.pool.block_size == 0
+
+
+class SnapshotCache(RadixCache):
+    """A radix cache with snapshots of the recurrent states behind some of its blocks.
+
+    Keeps at most `capacity` snapshots, and drops the least recently used one first. A block that
+    lost its snapshot still tells where prompts part.
+    """
+
+    def __init__(self, block_size: int, budget: int, capacity: int) -> None:
+        super().__init__(block_size, budget)
+        self.capacity = capacity
+        self._snapshots = OrderedDict[RadixNode, RecurrentSnapshot]()
+
+    @property
+    def snapshot_count(self) -> int:
+        """Number of kept snapshots."""
+        return len(self._snapshots)
+
+    def resume_path(self, path: NodePath) -> tuple[RecurrentSnapshot | None, list[int]]:
+        """Shorten an acquired path to its last block with a snapshot.
+
+        Returns:
+            The snapshot, None if the path has become empty, and the block ids to free.
+        """
+        kept = len(path.nodes)
+        while kept and path.nodes[kept - 1] not in self._snapshots:
+            kept -= 1
+        rest = NodePath(path.root, path.nodes[kept:])
+        del path.nodes[kept:]
+        freed = self.release_path(rest)
+        if not kept:
+            return None, freed
+        self._snapshots.move_to_end(path.nodes[-1])
+        return self._snapshots[path.nodes[-1]], freed
+
+    def keep_snapshot(self, node: RadixNode, snapshot: RecurrentSnapshot) -> None:
+        """Keep the states behind a block that a running request holds."""
+        self._snapshots[node] = snapshot
+        self._snapshots.move_to_end(node)
+        while len(self._snapshots) > self.capacity:
+            self._snapshots.popitem(last=False)
+
+    def drop_snapshot(self, node: RadixNode) -> None:
+        """Drop the states behind a block, if there are any."""
+        self._snapshots.pop(node, None)
+
+    def _evict(self, node: RadixNode) -> int:
+        self.drop_snapshot(node)
+        return super()._evict(node)

@@ -1,0 +1,232 @@
+"""Recurrent layers, run by transformers' own code, one request after the other.
+
+The recurrences of transformers take boundaries of sequences (`cu_seqlens`) and pass over them in
+their plain torch form, so a flat step of several requests would mix them. `patch_recurrent` gives
+each mixer a forward that calls the mixer's own forward once for each run of rows that belongs to
+one request, with that request's state. Requests with one new token each are one call, as a batch.
+
+A mixer is a module with a layer's number and a convolution of its own: Gated DeltaNet (Yang et al.,
+2025), Kimi Delta Attention (2025), Mamba 2 (Dao and Gu, 2024) and short convolutions (LFM2).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from ragcache.attention import AttentionBackend, AttentionMetadata
+from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
+from ragcache.attention.triton.operator import OperatorMetadata
+from ragcache.models.hf_patch import SegmentCache
+from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.states.recurrent import LayerState, RecurrentSnapshot
+
+_CACHE_NAMES = ("cache_params", "past_key_values")  # under which mixers take their cache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    """Which layers of a model keep keys and values, and which a recurrent state. A layer may keep
+    both, or neither."""
+
+    keys: tuple[int, ...]
+    """Numbers of the layers with keys and values."""
+    recurrent: tuple[int, ...]
+    """Numbers of the layers with a recurrent state."""
+
+    @classmethod
+    def of(cls, config: Any) -> LayerKinds:
+        """Read the kinds of layers as transformers' own cache does."""
+        layers = list(enumerate(DynamicCache(config=config).layers))
+        return cls(
+            tuple(number for number, each in layers if isinstance(each, CacheLayerMixin)),
+            tuple(n for n, each in layers if isinstance(each, LinearAttentionCacheLayerMixin)),
+        )
+
+
+class HybridCache(SegmentCache):
+    """The cache of a step whose model has recurrent layers beside attention."""
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata | OperatorMetadata,
+        backend: AttentionBackend,
+        recurrent: RecurrentBatch,
+        kinds: LayerKinds,
+    ) -> None:
+        super().__init__(metadata, backend)
+        self.recurrent = recurrent
+        self._number = {layer: number for number, layer in enumerate(kinds.keys)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `SegmentCache.update`. States are numbered over the layers that keep keys."""
+        return super().update(key_states, value_states, self._number[layer_idx])
+
+
+class _CallCache:
+    """The cache of one call of a mixer: the states of one layer, in transformers' interface.
+
+    Steps of one token change their states in place, so `state` is the call's own.
+    """
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
+        return self.state.convolution.get(state_idx)
+
+    def get_recurrent_state(
+        self,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+    ) -> Tensor | None:
+        return self.state.recurrent.get(state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """Add inputs [B, channels, T]. Returns them behind the kept ones."""
+        kept = self.state.convolution.get(state_idx)
+        whole = conv_states if kept is None else torch.cat([kept, conv_states], -1)
+        width = conv_kernel_size or (conv_states if kept is None else kept).shape[-1]
+        missing = max(0, width - whole.shape[-1])
+        last = nn.functional.pad(whole, (missing, 0))[..., -width:]
+        self.state.convolution[state_idx] = last.clone()
+        return whole
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+    ) -> Tensor:
+        self.state.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class HybridLM(CausalLM):
+    """A patched Hugging Face model with recurrent layers. See `CausalLM`."""
+
+    def __init__(self, *args: Any, kinds: LayerKinds, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kinds = kinds
+
+    @cached_property
+    def recurrent_bytes(self) -> int:  # type: ignore[override]
+        """See `CausalLM`."""
+        with torch.inference_mode():
+            hidden = torch.zeros(
+                1, 1, self.hidden_size, dtype=self.dtype, device=self.device
+            )  # [B, T, hidden size]
+            states = [LayerState() for _ in self.kinds.recurrent]
+            for module, state in zip(recurrent_mixers(self.model), states, strict=True):
+                _call_mixer(module, hidden, state)
+        return RecurrentSnapshot(dict(enumerate(states))).nbytes
+
+    def _call(self, batch: ForwardBatch) -> Tensor:
+        """See `CausalLM._call`."""
+        assert batch.recurrent is not None
+        cache = HybridCache(batch.metadata, self.backend, batch.recurrent, self.kinds)
+        return self._call_with(batch, cache)
+
+
+def recurrent_mixers(model: nn.Module) -> Iterator[nn.Module]:
+    """The recurrent mixers of a model, in the order of their layers."""
+    for module in model.modules():
+        numbered = isinstance(getattr(module, "layer_idx", None), int)
+        if numbered and any(isinstance(each, nn.Conv1d) for each in module.children()):
+            yield module
+
+
+def patch_recurrent(model: Any, kinds: LayerKinds) -> None:
+    """Make a model's mixers run request by request where the cache is a `HybridCache`, in place."""
+    numbers = {layer: number for number, layer in enumerate(kinds.keys)}
+    mixers = list(recurrent_mixers(model))
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer in numbers:
+            module.ragcache_states_layer = numbers[layer]
+    for mixer in mixers:
+        mixer.forward = MethodType(run_by_request, mixer)
+
+
+def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a patched mixer. hidden_states: [1, T, hidden size]; returns the same."""
+    cache = next((kwargs[name] for name in _CACHE_NAMES if name in kwargs), None)
+    if not isinstance(cache, HybridCache):
+        out: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
+        return out
+    batch, layer, found = cache.recurrent, module.layer_idx, []
+    if batch.steps:
+        before = [run.before.layers[layer] for run in batch.steps if run.before is not None]
+        state = _stacked(before)
+        rows = hidden_states[0, batch.step_rows][:, None]  # [n, 1, hidden size]
+        found.append(_call_mixer(module, rows, state)[:, 0])
+        for number, run in enumerate(batch.steps):
+            run.after.layers[layer] = _row_of(state, number)
+    for run in batch.texts:
+        state = _state_before(run, layer)
+        rows = hidden_states[:, run.begin : run.end]
+        found.append(_call_mixer(module, rows, state)[0])
+        run.after.layers[layer] = state
+    out = torch.cat(found)
+    return (out if batch.row_order is None else out[batch.row_order])[None]
+
+
+def _call_mixer(module: Any, hidden_states: Tensor, state: LayerState) -> Tensor:
+    """Run a mixer's own forward over [B, T, hidden size]. Leaves the states behind in `state`."""
+    forward: Callable[..., Any] = type(module).forward
+    name = next(each for each in _CACHE_NAMES if each in inspect.signature(forward).parameters)
+    out: Tensor = forward(module, hidden_states, **{name: _CallCache(state)})
+    return out
+
+
+def _stacked(states: Sequence[LayerState]) -> LayerState:
+    """A copy of several requests' states, [n, ...] each."""
+    first = states[0]
+    return LayerState(
+        {
+            index: torch.cat([each.convolution[index] for each in states])
+            for index in first.convolution
+        },
+        {index: torch.cat([each.recurrent[index] for each in states]) for index in first.recurrent},
+    )
+
+
+def _row_of(state: LayerState, row: int) -> LayerState:
+    """One request's part of stacked states."""
+    here = slice(row, row + 1)
+    return LayerState(
+        {index: each[here] for index, each in state.convolution.items()},
+        {index: each[here] for index, each in state.recurrent.items()},
+    )
+
+
+def _state_before(run: RecurrentRun, layer: int) -> LayerState:
+    """The state that a call over a run may change."""
+    if run.before is None:
+        return LayerState()
+    state = run.before.layers[layer]
+    if run.end - run.begin == 1:
+        return _stacked([state])
+    return LayerState(
+        dict(state.convolution), dict(state.recurrent)
+    )  # longer ones make new tensors
