@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -20,6 +20,7 @@ from sqlalchemy import select
 from ragcache.db.database import Database
 from ragcache.db.sql import chunks
 from ragcache.db.tables import (
+    ConversationStateTable,
     EncodingTable,
     NamespaceTable,
     SchemaStateTable,
@@ -31,7 +32,8 @@ from ragcache.routing import RoutedModule
 from ragcache.tiers import memory_tiers
 
 _COLUMNS = (StateTable.key, StateTable.tier, StateTable.place, StateTable.nbytes, StateTable.tokens)
-_REMEMBERED = 50_000  # maximum modules and schemas in memory
+_REMEMBERED = 50_000  # maximum modules, schemas and conversations in memory
+_MOST_RUNS = 256  # states of a conversation that are read from the ledger
 
 _key_of = attrgetter("key")
 
@@ -46,6 +48,10 @@ class LocatedStates:
     both."""
     away: bool = False
     """Whether the ledger does not answer, so that a session cannot fetch what it does not hold."""
+
+    def joined_with(self, other: LocatedStates) -> LocatedStates:
+        """Return the states of both, each once."""
+        return replace(_joined((self, other)), away=self.away or other.away)
 
 
 @dataclass(slots=True)
@@ -82,13 +88,23 @@ class Residency:
 
         The ledger does not record which module each belongs to.
         """
-        schema = namespace, name
-        if self._is_old(schema):
+        return self._locate(("schema", namespace, name), lambda: self._read_schema(name, namespace))
+
+    def locate_conversation(self, name: str, namespace: str) -> LocatedStates:
+        """Locate the states of a conversation that are in memory anywhere.
+
+        Conversations that begin with equal messages may have one name. Their states count together.
+        """
+        of = "conversation", namespace, name
+        return self._locate(of, lambda: self._read_conversation(name, namespace))
+
+    def _locate(self, name: Hashable, read: Callable[[], Sequence[Any]]) -> LocatedStates:
+        """Return the states of a name, whose rows `read` returns if they are old."""
+        if self._is_old(name):
             with suppress(LedgerUnavailable):
-                rows = self._read_schema(name, namespace)
-                states = groupby(sorted(rows, key=_key_of), _key_of)
-                self._remember({schema: _joined(_one_module(each) for _, each in states)})
-        known = self._known.get(schema)
+                states = groupby(sorted(read(), key=_key_of), _key_of)
+                self._remember({name: _joined(_one_module(each) for _, each in states)})
+        known = self._known.get(name)
         return LocatedStates() if known is None else known[1]
 
     def _read_modules(self, ids: Sequence[int]) -> Mapping[int, Sequence[Any]]:
@@ -109,6 +125,17 @@ class Residency:
         )
         mine = joined.where(NamespaceTable.name == namespace, SchemaTable.name == name)
         return self.database.fetch(mine)
+
+    def _read_conversation(self, name: str, namespace: str) -> Sequence[Any]:
+        table = ConversationStateTable
+        joined = (
+            select(*_COLUMNS)
+            .join(table, table.key == StateTable.key)
+            .join(NamespaceTable, NamespaceTable.id == table.namespace_id)
+        )
+        mine = joined.where(NamespaceTable.name == namespace, table.conversation == name)
+        held = mine.where(StateTable.tier.in_(memory_tiers()))
+        return self.database.fetch(held.order_by(table.expires_at.desc()).limit(_MOST_RUNS))
 
     def _is_old(self, name: Hashable) -> bool:
         known = self._known.get(name)

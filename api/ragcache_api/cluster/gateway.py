@@ -95,7 +95,11 @@ class RequestInspector:
             messages = body.messages if isinstance(body, ChatRequest) else ()
             texts = [str(each.plain()["content"]) for each in messages]
             found = {match.module.id for text in texts for match in self.recognizer.find(text)}
-            return RequestReads(self.residency.locate_modules(sorted(found)))
+            located = self.residency.locate_modules(sorted(found))
+            if isinstance(body, ChatRequest):
+                kept = self.residency.locate_conversation(body.conversation, self.namespace)
+                located = located.joined_with(kept)
+            return RequestReads(located)
         params = SearchParams.part_of(body)
         selection = self.retriever.retrieve(_query(body), body.collection, params)
         located = self.residency.locate_modules([hit.module.id for hit in selection.hits])

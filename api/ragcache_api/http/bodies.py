@@ -7,6 +7,7 @@ served and would change the answer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -281,8 +282,20 @@ class ChatRequest(Surface, GenerationRequest):
             raise invalid("top_logprobs", "top_logprobs needs logprobs")
         most = self.max_completion_tokens or self.max_tokens or default_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        own |= {"max_tokens": most, "logprobs": logprobs}
+        own |= {"max_tokens": most, "logprobs": logprobs, "prompt_cache_key": self.conversation}
         return super().generation(deadline, **own)
+
+    @property
+    def conversation(self) -> str:
+        """Name of the conversation. Defaults to a digest of its messages up to the user's first."""
+        if self.prompt_cache_key is not None:
+            return self.prompt_cache_key
+        digest = hashlib.sha256()
+        for message in self.messages:
+            digest.update(repr((message.role, message.plain()["content"])).encode())
+            if message.role == "user":
+                break
+        return digest.hexdigest()[:32]
 
     @property
     def question(self) -> str:

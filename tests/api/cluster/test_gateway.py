@@ -6,6 +6,8 @@ import base64
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from sqlalchemy import update
 from starlette.testclient import TestClient
 
 from ragcache import SourceDocument
-from ragcache.db import Catalog, Database
+from ragcache.db import Catalog, Database, Residency
 from ragcache.db.sessions import DEAD_SECONDS, Sessions
 from ragcache.db.tables import SessionTable
 from ragcache.errors import LedgerUnavailable
@@ -23,6 +25,7 @@ from ragcache_api.cluster.replicas import RoutingTable
 from tests.api.cluster.local import LocalCluster, LocalReplicas, flush, recorded_searches
 from tests.api.http.asgi import events
 from tests.conftest import write_notes
+from tests.ragcache.test_recurrence import passage
 
 LEAVE = {"question": "How many days of leave does everybody have?", "collection": "notes", "k": 1}
 CHAT = {"model": "x", "messages": [{"role": "user", "content": LEAVE["question"]}]}
@@ -105,6 +108,33 @@ def test_what_a_request_reads_is_known_for_chats_and_schemas(
     assert len(reads["/v1/prompts"]) >= 1
     assert len(reads["/v1/chat/completions"]) == 1
     assert replicas.table.routed_bytes["held"] > 0
+
+
+@pytest.mark.parametrize("named", [{}, {"prompt_cache_key": "mine"}], ids=["unnamed", "named"])
+def test_a_conversation_goes_where_its_states_are(
+    cluster: LocalCluster,
+    replicas: LocalReplicas,
+    named: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that knows nothing of it would send the turns to both replicas."""
+    monkeypatch.setattr(gateway, "Residency", partial(Residency, seconds=0.0))
+    client, replicas.table.rng = cluster.client(replicas), Random(1)
+    messages: list[dict[str, str]] = []
+    cached = []
+    for turn in range(5):
+        seed = 10 * turn + len(named)
+        messages.append({"role": "user", "content": passage(seed, 9)})
+        body = {"messages": messages, "max_tokens": 2, "model": "ragcache-reader", **named}
+        told = client.post("/v1/chat/completions", json=body)
+        assert told.status_code == 200, told.text
+        cached.append(told.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        messages.append({"role": "assistant", "content": passage(seed + 1, 3)})
+        for rag in cluster.rags:
+            rag.internals.shared.keeping.submit(lambda: None).result()
+        flush(cluster)
+    assert sorted(len(each.seen) for each in replicas.replicas) == [0, 5]
+    assert cached == sorted(set(cached)), "each turn starts from the one before"
 
 
 def test_a_replica_lost_before_its_first_byte_costs_nothing(

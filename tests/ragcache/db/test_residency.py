@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ragcache.db import (
+    ConversationStates,
     Database,
     NewDocument,
     NewModule,
@@ -119,3 +121,20 @@ def test_a_schema_is_located_in_its_own_namespace(database: Database) -> None:
     found = Residency(database).locate_schema("trip", "tenant")
     assert found.holds == {str(keys[0]): {"a": "host"}, str(keys[1]): {"b": "device"}}
     assert Residency(database).locate_schema("trip", "default").holds == {}
+
+
+def test_a_conversation_is_located_by_its_name(database: Database) -> None:
+    """Other namespaces' conversations of the name, and states on disk, are no part of it."""
+    ends = time.time() + 60.0
+    ConversationStates(database, "default").own("mine", [make_key(1), make_key(2)], ends)
+    ConversationStates(database, "other").own("mine", [make_key(3)], ends)
+    hold(database, make_key(1), ("host", "a"), ("disk", "d"))
+    hold(database, make_key(2), ("disk", "d"))
+    hold(database, make_key(3), ("host", "b"))
+    located = Residency(database)
+    assert located.locate_conversation("mine", "default").holds == {make_key(1): {"a": "host"}}
+    assert located.locate_conversation("yours", "default").modules == ()
+    both = located.locate_conversation("mine", "default").joined_with(
+        located.locate_conversation("mine", "other")
+    )
+    assert both.holds == {make_key(1): {"a": "host"}, make_key(3): {"b": "host"}}
