@@ -137,6 +137,10 @@ class SoakRun:
         yield "ledger", "ledger", self._points(lambda sample: sample["ledger"]["bytes"])
         yield "rows", "rows", self._points(lambda sample: _rows(sample["ledger"]["rows"]))
 
+    def host_tier(self) -> Points:
+        """Bytes of states in the host tier of a single service."""
+        return self._points(lambda sample: sample["tiers"]["host"][0])
+
     def _points(self, value: Any) -> Points:
         """A value of all samples that have it: a ledger that is away has none."""
         points = []
@@ -219,7 +223,8 @@ def _figure(kind: str, value: float, *, sign: bool = False) -> str:
 
 
 def draw(runs: Sequence[SoakRun], image: Path) -> None:
-    """Draw the memory of processes, and the bytes of disk and ledger, against the hours."""
+    """Draw the memory of processes, and the bytes of disk and ledger, against the hours. A thin
+    line shows the host tier's part of the memory of a single service."""
     from harness import new_figure
 
     figure, panels = new_figure(2 * len(runs))
@@ -229,6 +234,10 @@ def draw(runs: Sequence[SoakRun], image: Path) -> None:
             if axes is not None and len(points) > 1:
                 hours, values = [at / 3600 for at, _ in points], [v / 2**20 for _, v in points]
                 axes.plot(hours, values, label=name, lw=1)
+        if run.setting["setup"] == "single":
+            tier = run.host_tier()
+            hours, values = [at / 3600 for at, _ in tier], [each / 2**20 for _, each in tier]
+            left.plot(hours, values, lw=0.5, color="gray")
         for axes, text in ((left, "memory of processes, MiB"), (right, "disk and ledger, MiB")):
             axes.set(xlabel=f"hours, {run.setting['setup']}", ylabel=text, ylim=(0, None))
         right.legend(frameon=False)
