@@ -30,14 +30,11 @@ from ragcache.planning import (
 )
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import verify
-from ragcache_api.http.bodies import CollectionName
-from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import (
+from ragcache_api.http.admin_bodies import (
     ChangesResponse,
     EvictionResponse,
     EvictRequest,
     ExpireRequest,
-    Flag,
     FlushResponse,
     ForgottenResponse,
     MemoryResponse,
@@ -45,15 +42,20 @@ from ragcache_api.http.protocol import (
     ModuleTextResponse,
     MoveRequest,
     ObservedResponse,
-    PageOf,
-    PageQuery,
-    PageRequest,
     PlanRequest,
-    PublicId,
-    ResponseModel,
     StateResponse,
     StatsResponse,
     VerifyResponse,
+)
+from ragcache_api.http.bodies import CollectionName
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import (
+    Flag,
+    PageOf,
+    PageQuery,
+    PageRequest,
+    PublicId,
+    ResponseModel,
     problems,
 )
 from ragcache_api.http.requests import ActiveRequest, stopping
