@@ -71,6 +71,8 @@ class ScheduledChunk:
 
     def logit_rows(self, end: int) -> list[int]:
         """Rows whose logits are wanted, ascending. `end` is the row after the last of the chunk."""
+        if not (self.drafted or self.scored[1]):
+            return [end - 1] if self.wants_logits else []
         begin = end - len(self.position_ids)
         rows = [begin + row for row in range(*self.scored)]
         return [*rows, *range(end - 1 - self.drafted, end)] if self.wants_logits else rows

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
-from ragcache.engine.drafting import DraftPlanner, sampled_rows
 from ragcache.engine.encoding import (
     EncodeJob,
     EncodeQueue,
@@ -45,7 +44,14 @@ from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
 from ragcache.engine.scheduler import SchedulableRequest, SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
-from ragcache.engine.step import LaunchedStep, ScheduledWork, SteadyDecodeBatch, take_scores
+from ragcache.engine.step import (
+    DraftPlanner,
+    LaunchedStep,
+    ScheduledWork,
+    SteadyDecodeBatch,
+    sampled_rows,
+    take_scores,
+)
 from ragcache.errors import DeadlineExceeded, EngineFailed, TextFailed, UnusableLogits
 from ragcache.states import KVStates
 
@@ -418,7 +424,7 @@ class EngineCore:
     def _sample(self, step: LaunchedStep) -> None:
         """Launch the sampling of the next token of each of the step's sequences."""
         forbidden = masks = None
-        if step.steady is None or not step.steady.unrestricted:
+        if any(sequence.restricted for sequence in step.sequences):
             forbidden = [sequence.forbidden() for sequence in step.sequences]
             masks = [None if each.finished else each.mask() for each in step.sequences]
         step.timestamps += self._timestamps() if step.timestamps else []

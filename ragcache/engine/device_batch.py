@@ -486,6 +486,10 @@ class DevicePlanner:
                 slots.append(range(each.past, each.tokens))
                 continue
             assert each.tokens <= private.capacity
+            if each.tokens == each.past + 1:
+                slot = private.block_ids[each.past // size] * size + each.past % size
+                slots.append(range(slot, slot + 1))
+                continue
             for number in range(each.past // size, -(-each.tokens // size)):
                 first, moved = number * size, (private.block_ids[number] - number) * size
                 begin, end = max(first, each.past), min(first + size, each.tokens)

@@ -459,10 +459,7 @@ class BlockTable:
         self.pool = pool
         self.block_ids: list[int] = []
         self.positions: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self.positions)
+        self.length = 0  # of `positions`, which every step asks for several times
 
     @property
     def capacity(self) -> int:
@@ -499,10 +496,12 @@ class BlockTable:
 
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)
+        self.length = len(self.positions)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on. Their slots are written again."""
         del self.positions[length:]
+        self.length = len(self.positions)
 
 
 RequestKV: TypeAlias = ContiguousKV | BlockTable

@@ -98,6 +98,7 @@ class Sequence:
         positions: Positions of the tokens.
         private: Blocks of the sequence while it runs.
         path: Full blocks in the radix cache while it runs.
+        restricted: Whether some tokens may not come next, at some places.
         sampler: Sampling state, once the first token is about to be sampled.
         text: Text of the answer, if the request has one.
         finished: Whether the answer has ended or the request was dropped.
@@ -116,6 +117,8 @@ class Sequence:
         self.text: AnswerText | None = None
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)
+        limits = request.min_tokens or request.suppress_tokens
+        self.restricted = self.constraint is not None or bool(limits)
         rule = request.repetition
         self._repetition = None if rule is None else RepetitionDetector(rule)
         self.private: BlockTable | None = None

@@ -6,6 +6,7 @@ The runner computes late (`delayed_runner`), so that all that the core reads too
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.engine.delayed_runner import DelayedRunner, delayed_core
 from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
     ManualClock,
     SmallBlockRunner,
     SteppedCore,
@@ -35,6 +37,8 @@ from tests.ragcache.engine.test_core_answers import Words, words
 from tests.tiny_models import random_tokens, tiny_model
 
 PROMPT = random_tokens(9, seed=2)
+
+MakeCore = Callable[..., SteppedCore]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,28 @@ def test_steady_steps_need_neither_scheduler_nor_batch(
     core.drain()
     assert [len(handle.result(0).token_ids) for handle in handles] == [40] * 3
     assert core.stats.decoded_tokens == 3 * 39
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_to_collect")
+@pytest.mark.parametrize("make", [core_of, delayed_core])
+def test_steps_leave_tokens_and_blocks_behind_alone(causal: CausalLM, make: MakeCore) -> None:
+    """A collection visits every object that lives, while all streams wait."""
+    core = make(causal, config_of(causal, blocks=400))
+    requests = [Request(plain_context(random_tokens(5, seed=n)), 150) for n in range(3)]
+    handles = [core.submit(request) for request in requests]
+    counts = []
+    for _ in range(3):
+        for _ in range(40):
+            core.step()
+        gc.collect()
+        counts.append(Counter(type(each).__name__ for each in gc.get_objects()))
+    grown = counts[2] - counts[1]  # the first count makes objects of its own
+    assert grown.pop("TokenDelta") == grown.pop("SampledToken") == 3 * 40
+    assert grown.pop("RadixNode") == pytest.approx(3 * 40 / BLOCK_SIZE, abs=3)
+    assert grown.total() < 3 * 40 / BLOCK_SIZE + 10, "a key of a block, and no more"
+    core.drain()
+    assert all(handle.done for handle in handles)
 
 
 def test_a_step_goes_on_while_requests_leave_and_join(causal: CausalLM) -> None:

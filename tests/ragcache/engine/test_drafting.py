@@ -21,8 +21,8 @@ from ragcache.engine import (
     encode,
 )
 from ragcache.engine.drafter import LEAST_RATE, MATCH, Drafter
-from ragcache.engine.drafting import MOST_SEQUENCES
 from ragcache.engine.request import ComputedTokens, RepetitionRule
+from ragcache.engine.step import MOST_DRAFTING
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.ragcache.engine.delayed_runner import delayed_core
@@ -192,7 +192,7 @@ def test_tokens_that_depend_on_each_other_are_not_drafted(
 
 def test_many_requests_are_not_drafted(causal: CausalLM) -> None:
     core = drafting(core_of, causal)
-    core.run(*[quoted(causal, 1, wrong=99)] * (MOST_SEQUENCES + 1))
+    core.run(*[quoted(causal, 1, wrong=99)] * (MOST_DRAFTING + 1))
     assert core.stats.drafted_tokens == 0
 
 
