@@ -352,6 +352,15 @@ class Documents:
         check_texts("document_ids", document_ids)
         return self._namespace.catalog.texts(collection, document_ids)
 
+    def pages(self, collection: str, document_id: str) -> dict[int, int]:
+        """Return where the pages of a document begin.
+
+        Returns:
+            The first character in the document's text by page or slide. Empty for a document
+            without pages and for an unknown one.
+        """
+        return self._namespace.catalog.pages(collection, document_id)
+
     def page(
         self, collection: str, cursor: str | None = None, limit: int = 100
     ) -> Page[DocumentRow]:

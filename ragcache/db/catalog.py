@@ -349,6 +349,22 @@ class Catalog:
             wanted = dict.fromkeys(source_ids)
             return dict(iter(rows_of(session, every, DocumentTable.source_id, wanted)))
 
+    def pages(self, collection: str, source_id: str) -> dict[int, int]:
+        """Return where the pages of a document begin. Raises `UnknownCollection`.
+
+        Returns:
+            The first character in the document's text by page or slide. Empty for a document
+            without pages and for an unknown one.
+        """
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            rows = self._rows(session, collection, DocumentTable.source_id, [source_id])
+        found: dict[int, int] = {}
+        for row in rows:
+            if row.page is not None and row.places:
+                found.setdefault(row.page, row.places[0][1] - row.places[0][0])
+        return {page: max(0, start) for page, start in sorted(found.items())}
+
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return the token ids of modules under this catalog's tokenizer, where stored."""
         remembered = self._token_ids.get  # another thread may clear them

@@ -1,7 +1,7 @@
-"""Pages for browsers: the operator's page at `/admin/`, and Swagger UI at `/docs`.
+"""Pages for browsers: `/` to ask, `/admin/` to operate, and Swagger UI at `/docs`.
 
-`/` redirects to the operator's page. All files are local, and a content security policy allows no
-other host.
+All files are local, and a content security policy allows no other host. The two pages share the
+files below `/page`, and name them by relative paths, since a proxy may add a prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -22,6 +22,8 @@ PAGE = Path(__file__).parent / "page"
 SWAGGER = Path(str(files("fastapi_offline"))) / "static"
 SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+_STRICT = f"{_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
+"""Policy of the two pages: the browser itself refuses to parse any string as HTML."""
 HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -36,13 +38,13 @@ def open_paths() -> frozenset[str]:
 
     They include `/openapi.json` for Swagger UI, the same for every service of a version.
     """
-    page = (file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*") if file.is_file())
+    files = (file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*") if file.is_file())
     return frozenset(
         (
             "/",
             "/admin",
             "/admin/",
-            *(f"/admin/{name}" for name in page),
+            *(f"/page/{name}" for name in files),
             "/docs",
             "/openapi.json",
             *(f"/docs/{name}" for name in SWAGGER_FILES),
@@ -54,8 +56,12 @@ def install_pages(app: FastAPI) -> None:
     """Add the routes of the pages, which the OpenAPI document leaves out."""
 
     @app.get("/", tags=["pages"], include_in_schema=False)
-    async def lead_to_page() -> Response:
-        return RedirectResponse("admin/")  # relative: a proxy may add a prefix
+    async def show_ask_page() -> Response:
+        return _page("ask.html")
+
+    @app.get("/admin/", tags=["pages"], include_in_schema=False)
+    async def show_operator_page() -> Response:
+        return _page("admin.html")
 
     @app.get("/admin", tags=["pages"], include_in_schema=False)
     async def complete_path() -> Response:
@@ -67,8 +73,12 @@ def install_pages(app: FastAPI) -> None:
     async def describe_api() -> Response:
         return document
 
-    app.mount("/admin", LocalFiles(directory=PAGE, html=True), name="page")
+    app.mount("/page", LocalFiles(directory=PAGE), name="page")
     app.mount("/docs", LocalFiles(directory=SWAGGER), name="swagger")
+
+
+def _page(name: str) -> Response:
+    return FileResponse(PAGE / name, headers=HEADERS | {"Content-Security-Policy": _STRICT})
 
 
 class LocalFiles(StaticFiles):
@@ -91,7 +101,7 @@ def _swagger_page(app: FastAPI) -> Response:
         title=f"{app.title} · API",
         swagger_js_url=f"docs/{SWAGGER_FILES[0]}",
         swagger_css_url=f"docs/{SWAGGER_FILES[1]}",
-        swagger_favicon_url="admin/icon.svg",
+        swagger_favicon_url="page/icon.svg",
         swagger_ui_parameters={"persistAuthorization": False, "tryItOutEnabled": True},
     )
     scripts = " ".join(

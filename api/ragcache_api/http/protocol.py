@@ -354,6 +354,8 @@ class DocumentTextResponse(DocumentResponse):
     """A stored document with its text, if it was asked for."""
 
     text: str | None = None
+    pages: dict[int, int] | None = None
+    """First character in the text by page or slide. Null without the text."""
 
 
 class JobResponse(RowResponse):

@@ -76,12 +76,13 @@ class GracefulServer(uvicorn.Server):
             await asyncio.sleep(_TICK_SECONDS)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Start to listen, and log the address of the operator's page."""
+        """Start to listen, and log the addresses of the two pages."""
         await super().startup(sockets)
         if self._page and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
-            logger.info("operator's page: http://%s:%d/admin/", name, port)
+            address = f"http://{name}:{port}/"
+            logger.info("page: %s (operators: %sadmin/)", address, address)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """End the running requests, then the server."""

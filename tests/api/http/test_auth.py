@@ -83,17 +83,22 @@ def test_the_files_of_the_page_are_open_and_nothing_beside_them(
 ) -> None:
     client, rag = locked
     rag.keys.create("me", role="admin")
-    page = client.get("/admin/")
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
-    for linked in ("", *re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text)):
-        file = client.get(f"/admin/{linked}")
+    files = {"/", "/admin/"}
+    for address in sorted(files):
+        page = client.get(address)
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        linked_files = re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text)
+        files |= {f"/page/{linked.rpartition('page/')[2]}" for linked in linked_files}
+    assert len(files) > 10
+    for linked in sorted(files):
+        file = client.get(linked)
         assert file.status_code == 200, linked
         policy = dict(each.split(" ", 1) for each in file.headers[POLICY].split("; "))
         assert (policy["default-src"], policy["frame-ancestors"]) == ("'self'", "'none'"), linked
         assert file.headers["x-content-type-options"] == "nosniff"
         assert file.headers["referrer-policy"] == "no-referrer"
-    for path in ("/admin/../stats", "/admin/%2e%2e/app.py", "/admin/stats"):
+    for path in ("/page/../admin/stats", "/page/%2e%2e/app.py", "/admin/stats", "/page/absent.js"):
         assert client.get(path).status_code == 401, path
 
 

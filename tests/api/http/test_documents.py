@@ -23,6 +23,7 @@ from ragcache_api.http.protocol import JobResponse
 from ragcache_api.http.routes import documents as routes
 from tests.api.http.asgi import events, listed
 from tests.api.http.conftest import LEAVE, client_of
+from tests.ragcache.documents.sample_files import pdf
 
 
 def test_a_collection_is_made_empty_and_deleted_with_its_row(client: TestClient) -> None:
@@ -122,6 +123,20 @@ def test_spans_of_an_answer_point_into_the_text_of_a_document(
     assert "26 days" in text
     assert text[span.start : span.end] == answer.text
     assert client.get("/v1/collections/notes/documents/absent?text=true").status_code == 404
+
+
+def test_a_document_tells_where_its_pages_begin(client: TestClient, rag: RagCache) -> None:
+    read = client.post("/v1/collections/papers/documents", files={"files": ("a.pdf", pdf())})
+    rag.jobs.wait(read.json()["id"])
+    path = "/v1/collections/papers/documents/a.pdf"
+    assert client.get(path).json()["pages"] is None
+    document = client.get(path, params={"text": True}).json()
+    [*numbers], [*starts] = zip(*((int(n), at) for n, at in document["pages"].items()), strict=True)
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) > 1
+    assert starts == sorted(set(starts))
+    plain = client.get("/v1/collections/notes/documents/leave.md", params={"text": True}).json()
+    assert plain["pages"] == {}
 
 
 HEADERS = {"Idempotency-Key": "herons"}

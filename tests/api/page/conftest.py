@@ -1,4 +1,4 @@
-"""A headless Chromium, and the page as a person uses it."""
+"""A headless Chromium, and the two pages as a person uses them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
@@ -23,8 +24,7 @@ from tests.conftest import write_notes
 
 SECONDS = 20
 VIEWS = (
-    "overview", "ask", "documents", "ingestion", "modules", "requests", "schemas", "replicas",
-    "keys",
+    "overview", "requests", "collections", "modules", "kept", "jobs", "modes", "replicas", "keys",
 )  # fmt: skip
 # One process draws every page: others would be started ahead of each visit, and not be needed.
 FLAGS = (
@@ -54,14 +54,24 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """The page as a person sees and uses it. Finding waits until there is something to find."""
+    """The page as a person sees and uses it. Finding waits until there is something to find.
+
+    `address` is the service's, without a slash at its end.
+    """
 
     def __init__(self, window: webdriver.Chrome, address: str, seconds: float = SECONDS) -> None:
         self.window, self.address, self.seconds = window, address, seconds
 
     def open(self, view: str) -> None:
+        """Open a view of the operator's page."""
         self.window.get("about:blank")
-        self.window.get(f"{self.address}#/{view}")
+        self.window.get(f"{self.address}/admin/#/{view}")
+
+    def open_ask(self, collection: str = "") -> None:
+        """Open the page that asks, with a collection that its address holds."""
+        self.window.get("about:blank")
+        query = urlencode({"collection": collection}) if collection else ""
+        self.window.get(f"{self.address}/?{query}")
 
     def until(self, holds: Callable[[], Any]) -> Any:
         wait = WebDriverWait(self.window, self.seconds, 0.05, ignored_exceptions=[Exception])
@@ -91,7 +101,7 @@ class Page:
 
     def names(self) -> list[str]:
         """Return the names of the listed modules, in order."""
-        rows = "[...document.querySelectorAll('.grid tr[data-id] .name')]"
+        rows = "[...document.querySelectorAll('.view.modules .c-name .name')]"
         names: list[str] = self.window.execute_script(f"return {rows}.map(e => e.textContent)")
         return names
 
@@ -112,9 +122,9 @@ class Page:
 
     def faults(self) -> list[str]:
         """Return the browser's complaints: failed scripts, and requests refused by the policy."""
-        return [
-            each["message"] for each in self.window.get_log("browser") if each["level"] == "SEVERE"
-        ]
+        severe = [each for each in self.window.get_log("browser") if each["level"] == "SEVERE"]
+        told = [str(each["message"]) for each in severe]
+        return [each for each in told if "/favicon.ico" not in each]  # of a bare picture
 
 
 def get(server: httpx.Client, path: str, **parameters: Any) -> Any:
@@ -133,33 +143,57 @@ def module(server: httpx.Client, document: str) -> dict[str, Any]:
     return dict(found)
 
 
+def give_key(page: Page, secret: str) -> None:
+    """Type a key into the dialog that asks for one, once it can be typed into."""
+
+    def typed() -> bool:
+        page.find("dialog [name=key]").send_keys(secret, Keys.ENTER)
+        return True
+
+    page.until(typed)
+
+
 def open_view(page: Page, view: str) -> None:
-    """Opens a view and waits until it shows what it read, without a fault."""
+    """Opens a view of operators and waits until it shows what it read, without a fault."""
     page.open(view)
     # the view may be drawn again meanwhile, so that an element found before would be stale
     page.until(lambda: page.find(f".view.{view}").text and not page.all(".loading"))
     current = page.all("nav a[aria-current=page]")
     assert [each.get_attribute("data-view") for each in current] == [view]
-    assert [fault.text for fault in page.all(".fault")] == [], view
+    assert [fault.text for fault in page.all(".fault[role=alert]")] == [], view
+
+
+def chosen(page: Page) -> str:
+    """Return the collection that the page asks."""
+    return str(page.window.find_element(By.NAME, "collection").get_attribute("value"))
+
+
+def ask(page: Page, question: str) -> None:
+    """Ask the chosen collection, and wait until the answer has ended."""
+    before = len(page.all(".exchange"))
+    page.find("[name=question]").send_keys(question, Keys.ENTER)
+    page.until(lambda: len(page.all(".exchange")) == before + 1)
+    page.until(lambda: page.all(".exchange")[-1].get_attribute("data-status") != "streaming")
 
 
 def asked(page: Page, question: str, collection: str) -> None:
-    """Asks through the form and waits until the answer has ended."""
-    page.open("ask")
-    page.find(f"[name=collection] option[value={collection}]").click()
-    page.find("[name=question]").send_keys(question, Keys.ENTER)
+    """Open the page, ask, and wait until the answer has ended."""
+    page.window.execute_script("sessionStorage.removeItem('ragcache.conversation')")
+    page.open_ask(collection)
+    page.until(lambda: chosen(page) == collection)
+    page.find(".composer [type=submit]:enabled")
+    ask(page, question)
     page.find(".question", question)
-    page.until(lambda: not page.all(".said .caret"))
-    page.find(".askform [type=submit]:enabled")
 
 
 @pytest.fixture
 def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
-    """Opens a page in a tab without memory of the tests before."""
+    """Opens the pages of a service in a tab without memory of the tests before."""
     chromium.get_log("browser")
 
     def open_page(address: str) -> Page:
-        chromium.get(address)
+        address = address.rstrip("/")
+        chromium.get(f"{address}/page/icon.svg")
         chromium.execute_script("sessionStorage.clear(); localStorage.clear()")
         return Page(chromium, address)
 
@@ -173,12 +207,12 @@ def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
 def served(
     reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Started, str]]:
-    """A server over three documents, and its page's address as it tells it."""
+    """A server over three documents, and its address."""
     folder = tmp_path_factory.mktemp("console")
     with RagCache.open(folder / "state", reader) as opened:
         opened.ingest("notes", write_notes(folder / "notes"))
     started = start_server(folder / "state", "--set", "max_tokens=12")
-    yield started, f"{started.url}/admin/"
+    yield started, started.url
     started.stop()
 
 

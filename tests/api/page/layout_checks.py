@@ -1,7 +1,9 @@
-"""How a view looks, measured in the browser: contrast, and what does not fit."""
+"""How a view looks, measured in the browser: axe's rules, contrast, and what does not fit."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tests.api.page.conftest import Page
@@ -52,7 +54,7 @@ _CUT = """
 return [...document.querySelectorAll('main *, dialog *')].filter((node) => {
   const style = getComputedStyle(node);
   const cut = node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 1;
-  if (!cut || style.overflowX !== 'hidden' || node.closest('.grid tr')) return false;
+  if (!cut || style.overflowX !== 'hidden' || node.matches('select, .unseen')) return false;
   return node.textContent.trim();
 }).map((node) => `${node.tagName}.${node.className}: ${node.textContent.slice(0, 60)}`);
 """
@@ -65,6 +67,27 @@ return [...nodes].filter((node) => {
   return !named && node.checkVisibility();
 }).map((node) => node.outerHTML.slice(0, 120));
 """
+
+
+_AXE = """
+const done = arguments[arguments.length - 1];
+axe.run(document, { resultTypes: ['violations'] }).then(({ violations }) => done(
+  violations.flatMap(({ id, nodes }) =>
+    nodes.map(({ target, html }) => `${id}: ${target.join(' ')} ${html.slice(0, 120)}`))));
+"""
+
+
+@cache
+def _axe() -> str:
+    return (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
+
+
+def axe_violations(page: Page) -> list[str]:
+    """Violations of all rules of axe-core, best practices included."""
+    if page.window.execute_script("return typeof axe") == "undefined":
+        page.window.execute_script(_axe())
+    found: Any = page.window.execute_async_script(_AXE)
+    return list(found)
 
 
 def pale_texts(page: Page) -> list[str]:

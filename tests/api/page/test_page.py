@@ -5,6 +5,8 @@ Each test has its own copy of ten modules, or reads one ledger of ten thousand.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import time
@@ -22,9 +24,11 @@ from ragcache.contents import Collections
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
+from ragcache_api.http.browser import PAGE
 from ragcache_api.http.service import Service
 from tests.api.page import seeding
-from tests.api.page.conftest import VIEWS, Page, get, open_view
+from tests.api.page.conftest import VIEWS, Page, ask, get, open_view
+from tests.api.page.proxy import prefixed
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
@@ -60,7 +64,7 @@ def server(service: tuple[str, Service]) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def page(service: tuple[str, Service], opened: Opened) -> Page:
-    return opened(f"{service[0]}/admin/")
+    return opened(service[0])
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +93,14 @@ def test_every_view_opens_without_documents(
     reader: LoadedModel, tmp_path: Path, opened: Opened
 ) -> None:
     with RagCache.open(tmp_path / "empty", reader) as rag, seeding.serve_page(rag) as (address, _):
-        page = opened(f"{address}/admin/")
+        page = opened(address)
         for view in VIEWS:
             open_view(page, view)
         page.open("modules")
-        page.click(".empty a", "Ingest documents")
-        assert page.find("h1").text == "Ingestion"
+        page.click(".empty a", "Add documents")
+        assert page.find("h1").text == "Jobs"
+        page.open_ask()
+        page.find(".empty", "Nothing to ask yet")
         assert page.faults() == []
 
 
@@ -103,92 +109,20 @@ def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str,
     page.open("overview")
     assert page.find("[data-figure=finished] dd").text == "18,234"
     assert [each.get_attribute("data-tier") for each in page.all("[data-tier]")] == ["host", "disk"]
-    assert len(page.all(".plot rect")) > 60 * 5
+    assert len(page.all(".plot canvas")) == 2
+    assert page.find(".readout li", "Computed").text == "Computed"
     page.find(".plot").send_keys(Keys.ARROW_LEFT)
-    assert "Computed" in page.find(".readout").text
+    page.until(lambda: page.find(".readout li", "Computed").find_element(By.TAG_NAME, "b"))
+    assert re.fullmatch(r"Computed\s[\d.]+( k)?", page.find(".readout li", "Computed").text)
     bar = page.find("[data-memory=host] [role=img]").get_attribute("aria-label")
     for part in ("This process", "Mapped files", "Others", "Free"):
         assert re.search(rf"{part} [\d.]+ [KMGT]iB", bar), bar
     assert "available of" in page.find("[data-memory=host]").text
 
 
-def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Client) -> None:
-    page.open("ask")
-    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
-    page.find("[name=question]").send_keys("What is the grace period of annual leave?", Keys.ENTER)
-    assert page.find(".headline", "%").text.endswith("tokens not computed")
-    used = [each.text.split("\n")[0] for each in page.all("[aria-label='Modules used'] td a")]
-    quoted = page.find("[data-figure=quotation] mark").text
-    assert page.find(".said").text.startswith(quoted)
-    page.until(lambda: get(server, "/admin/requests")["recent"])
-    [asked] = get(server, "/admin/requests")["recent"]
-    assert 1 <= len(used) <= 4, "those far below the best are left out"
-    assert used == [each["name"] for each in asked["modules"]]
-    assert (asked["kind"], asked["collection"]) == ("answer", "handbook")
-
-
-def test_a_quotation_is_marked_in_its_document(page: Page, rag: RagCache) -> None:
-    text = "# Mooring 🛶\n\n" + "The quay is long.\n\n" * 200 + "The pelican ferry is orange.\n"
-    rag.ingest("boats", [SourceDocument("sheets/ferry 1.md", text)])
-    page.open("ask?collection=boats")
-    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "boats")
-    page.find("[name=question]").send_keys("Which color has the pelican ferry?", Keys.ENTER)
-    quoted = page.find("[data-figure=quotation] mark").text
-    page.click("[data-figure=quotation] button", "sheets/ferry 1.md, characters")
-    mark = page.find(".modal .reader mark")
-    assert (page.find(".modal h2").text, mark.text) == ("sheets/ferry 1.md", quoted)
-    assert page.find(".modal .reader").text.count("The quay is long.") == 200
-    box, at = page.find(".modal .reader").rect, mark.rect
-    assert box["y"] <= at["y"] <= box["y"] + box["height"] - at["height"], "it is in sight"
-    page.click(".modal [type=submit]", "Close")
-    page.click("[aria-label='Modules used'] td a")
-    assert "The pelican ferry is orange." in page.find(".modal pre").text
-    page.click(".modal .link", "Whole document")
-    page.find(".modal h2", "sheets/ferry 1.md")
-    page.open("modules?collection=boats&document=sheets%2Fferry+1.md")
-    page.click(".filters button", "Read it")
-    assert page.find(".modal pre").text.startswith("# Mooring 🛶")
-    assert page.faults() == []
-
-
-def test_questions_are_filtered_and_keep_their_collection(page: Page, rag: RagCache) -> None:
-    sheets = [
-        SourceDocument(f"{year}.md", f"The ferry of {year} is {color}.", metadata={"year": year})
-        for year, color in ((2019, "orange"), (2024, "green"))
-    ]
-    rag.ingest("boats", sheets)
-    open_view(page, "ask")
-    page.find("[name=collection] option[value=boats]").click()
-    assert page.window.current_url.endswith("#/ask?collection=boats")
-    filters = page.find("[name=filters]")
-    filters.send_keys("[1]")
-    page.find("[name=question]").send_keys("Which color is the ferry?", Keys.ENTER)
-    assert "JSON object" in filters.get_attribute("validationMessage")
-    assert not page.all(".question")
-    filters.clear()
-    filters.send_keys('{"year": {"$lt": 2020}}')
-    page.click(".askform [type=submit]")
-    page.find(".headline")
-    assert [each.text for each in page.all("[aria-label='Modules used'] td a")] == ["2019.md#1"]
-    page.window.refresh()
-    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "boats")
-
-
-def test_an_answer_is_in_sight_on_a_telephone(page: Page) -> None:
-    page.resize(390, 667)
-    page.open("ask?collection=handbook")
-    page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
-    assert not any(each.is_displayed() for each in page.all("[name=mode]"))
-    page.find("[name=question]").send_keys("How long is the grace period?", Keys.ENTER)
-    page.find(".headline")
-    said = page.find(".said")
-    top = page.window.execute_script("return arguments[0].getBoundingClientRect().top", said)
-    assert 0 < top < 667 - 80
-
-
 def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
-    page.click(".grid tr[data-id] .name")
+    page.click(".c-name .link")
     facts = page.find(".drawer .facts")
     assert "Expires\nnever" in facts.text
     page.click(".drawer [data-act=expire]")
@@ -199,7 +133,7 @@ def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Clien
     assert isinstance(expires, float)
     assert 3500 < expires - time.time() <= 3600
     page.click(".drawer [data-act=expire]")
-    page.click(".modal .choice", "Never")
+    page.click(".modal [name=hours] option[value=never]")
     page.click(".modal [type=submit]", "Set")
     page.find(".toast.ok", "Limit lifted")
     page.until(lambda: "Expires\nnever" in page.find(".drawer .facts").text)
@@ -209,8 +143,8 @@ def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Clien
 def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
     server.post("/admin/evict", json={})
     page.open("modules")
-    page.find(".grid tr[data-id]")
-    page.click(".grid thead input")
+    page.find(".c-name .link")
+    page.click("thead input")
     page.click(".bulk [data-act=warm]")
     page.find(".toast.ok", "Warmed 10 modules")
     for each in get(server, "/admin/modules")["items"]:
@@ -219,7 +153,7 @@ def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
 
 def test_evict_a_collection_after_a_dry_run(page: Page, server: httpx.Client) -> None:
     page.open("modules?collection=handbook&tier=disk")
-    page.find(".grid tr[data-id]")
+    page.find(".c-name .link")
     page.click("[data-act=evict-scope]")
     assert "10 states would go" in page.find(".modal .sum").text
     assert get(server, "/admin/modules", tier="disk")["total"] == 10
@@ -231,57 +165,75 @@ def test_evict_a_collection_after_a_dry_run(page: Page, server: httpx.Client) ->
 
 def test_a_refusal_is_shown_in_the_servers_words(page: Page, server: httpx.Client) -> None:
     page.open("modules?search=travel")
-    page.click(".grid tr[data-id] .name")
+    page.click(".c-name .link")
     page.click(".drawer [data-act=move]")
+    page.find(".modal [name=tier]")
     server.delete("/v1/collections/handbook/documents/travel.md")
     page.click(".modal [type=submit]", "Move")
     assert "there is no module" in page.find(".toast.error", "Not found").text
 
 
-def test_ten_thousand_modules_are_searched_sorted_and_scrolled(
+def test_ten_thousand_modules_are_searched_sorted_and_paged(
     many: httpx.Client, opened: Opened
 ) -> None:
-    page = opened(f"{many.base_url}/admin/")
+    page = opened(str(many.base_url))
     page.open("modules")
     by_hits = get(many, "/admin/modules", sort="hits", descending=True, limit=3)["items"]
     page.until(lambda: page.names()[:3] == [each["name"] for each in by_hits])
     assert by_hits[0]["hits"] == 9972
-    assert len(page.all(".grid tbody tr")) < 60
+    assert len(page.names()) == 100
     page.click("[data-sort=nbytes] button")
     largest = get(many, "/admin/modules", sort="nbytes", descending=True, limit=1)["items"][0]
     page.until(lambda: page.names()[0] == largest["name"])
     assert largest["nbytes"] == 4096 + 10_006
     assert page.find("[data-sort=nbytes]").get_attribute("aria-sort") == "descending"
-    page.window.execute_script("document.querySelector('.gridview').scrollTop = 300 * 38")
-    page.until(lambda: page.all(".grid tr[aria-rowindex='302'][data-id]"))
-    page.window.execute_script("document.querySelector('.gridview').scrollTop = 1e9")
+    page.click("[data-page=on]")
+    page.find("[data-figure=range]", "101–200 of 10,000")
+    third = get(many, "/admin/modules", sort="nbytes", descending=True, cursor=200, limit=1)
+    page.click("[data-page=on]")
+    page.until(lambda: page.names()[0] == third["items"][0]["name"])
+    page.click("[data-page=last]")
+    page.find("[data-figure=range]", "9,901–10,000 of 10,000")
     smallest = get(many, "/admin/modules", sort="nbytes", limit=1)["items"][0]
-    page.find(f".grid tr[aria-rowindex='{MODULES + 1}'][data-id='{smallest['id']}']")
+    assert page.names()[-1] == smallest["name"]
+    page.click("[data-page=back]")
+    page.find("[data-figure=range]", "9,801–9,900 of 10,000")
+    page.click("[data-page=first]")
+    page.find("[data-figure=range]", "1–100 of 10,000")
     page.find("[type=search]").send_keys("m17")
     found = sum("m17" in f"m{number}" for number in range(MODULES))
-    page.find(".gridbox footer", f"{found} in all")
+    page.find("[data-figure=range]", f"of {found}")
     assert all("m17" in name for name in page.names())
     assert "search=m17" in page.window.current_url
 
 
 def test_the_modules_of_one_document(page: Page) -> None:
     page.open("modules?search=leave")
-    page.click(".grid tr[data-id] .name")
+    page.click(".c-name .link")
     page.click(".drawer dd a", "leave.md")
-    page.find(".gridbox footer", "2 in all")
-    page.click(".filters .only")
-    page.find(".gridbox footer", f"{len(seeding.SUBJECTS) + 2} in all")
+    page.find("[data-figure=range]", "of 2")
+    page.click(".filters .only button", "Read it")
+    assert page.find(".reader h3").text == "Leave"
+    page.click(".modal [aria-label=Close]")
+    page.click(".filters .only [aria-label='All documents']")
+    page.find("[data-figure=range]", f"of {len(seeding.SUBJECTS) + 2}")
 
 
-def test_rows_are_walked_by_keyboard(page: Page) -> None:
+def test_a_module_is_opened_and_left_by_keyboard(page: Page) -> None:
     page.open("modules")
-    first, second = (page.names() if page.find(".grid tr[data-id]") else [])[:2]
-    page.find(".grid tr[data-id]").send_keys(Keys.ARROW_DOWN)
-    focused = page.window.switch_to.active_element
-    assert second in focused.text
-    assert first not in focused.text
+    page.find(".c-name .link")
+    name = page.names()[0]
+    page.find("[type=search]").click()
+    for _ in range(30):
+        focused = page.window.switch_to.active_element
+        if focused.text == name:
+            break
+        focused.send_keys(Keys.TAB)
     focused.send_keys(Keys.ENTER)
-    assert page.find(".drawer h2").text == second
+    assert page.find(".drawer h2").text == name
+    page.window.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all(".drawer"))
+    assert page.window.switch_to.active_element.text == name
 
 
 def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
@@ -298,11 +250,11 @@ def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
 
 
 def test_documents_and_their_collection_are_deleted(page: Page, server: httpx.Client) -> None:
-    page.open("documents?collection=handbook")
+    page.open("collections?collection=handbook")
     page.click("[aria-label='Delete leave.md']")
     said = page.find(".modal .sum").text
     assert "1 document with 2 modules, and 2 states of" in said
-    assert "KiB" in page.find(".modal .preview table").text
+    assert "KiB" in page.find(".modal .legend", "Disk").text
     assert page.window.switch_to.active_element.text == "Cancel"
     page.window.switch_to.active_element.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.all(".modal"))
@@ -310,14 +262,14 @@ def test_documents_and_their_collection_are_deleted(page: Page, server: httpx.Cl
     page.click("[aria-label='Delete leave.md']")
     page.click(".modal [type=submit]:enabled", "Delete")
     page.find(".toast.ok", "Deleted leave.md")
-    page.find(".gridbox footer", f"{len(seeding.SUBJECTS)} in all")
+    page.find("[data-figure=range]", f"of {len(seeding.SUBJECTS)}")
     assert server.get("/v1/collections/handbook/documents/leave.md").status_code == 404
     for name in seeding.SUBJECTS[:2]:
-        page.click(f".grid tr[data-id='{name}.md'] input")
+        page.click(f"tr[data-id='{name}.md'] input")
     page.click(".bulk [data-act=delete]")
     page.find(".modal .sum", "2 documents with 2 modules")
     page.click(".modal [type=submit]:enabled", "Delete")
-    page.find(".gridbox footer", "6 in all")
+    page.find("[data-figure=range]", "of 6")
     page.click("[data-act=delete-collection]")
     assert "6 documents with 6 modules" in page.find(".modal .sum").text
     page.click(".modal [type=submit]:enabled", "Delete")
@@ -333,18 +285,18 @@ def test_keys_are_made_shown_once_and_revoked(page: Page, rag: RagCache) -> None
     ada = page.find(".modal .secret").get_attribute("value")
     assert rag.keys.check(str(ada)).key is not None
     page.click(".modal [type=submit]", "Done")
-    assert "this page" in page.find("[aria-label='API keys'] tbody tr", "ada").text
+    assert "this page" in page.find(".view.keys tbody tr", "ada").text
     assert ada not in page.window.page_source
     page.click("[data-act=create-key]")
     page.find(".modal [name=name]").send_keys("bob")
     page.find(".modal [name=namespace]").send_keys(Keys.CONTROL, "a")
     page.find(".modal [name=namespace]").send_keys("harbour", Keys.ENTER)
     page.click(".modal [type=submit]", "Done")
-    bob = page.find("[aria-label='API keys'] tbody tr", "bob")
+    bob = page.find(".view.keys tbody tr", "bob")
     assert [bob.text.split()[i] for i in (1, 2)] == ["user", "harbour"]
     page.click("[aria-label='Revoke bob']")
     page.click(".modal [type=submit]", "Revoke")
-    page.find("[aria-label='API keys'] tbody tr", "revoked")
+    page.find(".view.keys tbody tr", "revoked")
     assert [bool(row.revoked_at) for row in rag.keys.list()] == [False, True]
     assert page.faults() == []
 
@@ -357,7 +309,7 @@ def test_a_failure_is_shown_with_the_id_that_the_log_has(
         raise RuntimeError("the lamp is out")
 
     monkeypatch.setattr(Collections, "page", fail)
-    page.open("documents")
+    page.open("collections")
     name = page.find(".fault code").text
     assert f"request {name}: GET /v1/collections failed" in caplog.text
 
@@ -367,12 +319,12 @@ def test_last_uses_are_times(page: Page, server: httpx.Client) -> None:
     name = server.post("/v1/answers", json={**body, "max_tokens": 1}).json()["sources"][0]["module"]
     at = get(server, f"/admin/modules/{row(server, name)['id']}")["used_at"]
     page.open("modules?sort=used_at")
-    first, *others = page.until(lambda: page.all(".grid tr[data-id] .c-used_at"))
+    first, *others = page.until(lambda: page.all("tbody .c-used_at"))
     assert first.text.endswith(("ago", "now"))
     assert {each.text for each in others} == {"never"}
     exact = first.find_element(By.CSS_SELECTOR, "time").get_attribute("title")
     assert datetime.fromisoformat(exact).timestamp() == int(at)
-    page.click(".grid tr[data-id] .name")
+    page.click(".c-name .link")
     assert str(datetime.fromtimestamp(at).year) in page.find(".drawer .facts").text
     assert "#" not in page.find(".drawer .facts time").text
 
@@ -380,42 +332,16 @@ def test_last_uses_are_times(page: Page, server: httpx.Client) -> None:
 def test_modes_tell_how_far_they_are_from_exact(
     page: Page, rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page.open("overview")
-    assert page.find("[aria-label=Modes] .empty", "Every mode serves")
+    page.open("modes")
+    assert page.find(".view.modes .empty", "Every mode serves")
     far = GateResult("isolated", 24, 4.5, 0.25, 2.0, 6.0, 1.0, 0.75)
     near = GateResult("rooted", 24, 0.03, 0.96, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near, far])
     rag.gate.measure(["rooted", "isolated"])
-    name, distance, agreement, equal = page.find("[data-mode=rooted]").text.splitlines()
-    assert (name, agreement) == ("rooted", "96 % of 24 first tokens agree")
-    assert equal == "75 % of the answers are those of exact"
-    assert distance.startswith("0.03 nats of 2.00 at most")
-    assert page.find("[data-mode=rooted] b").text == "serves"
-    assert page.find("[data-mode=isolated] b").text == "forced"
-
-
-def test_refused_files_are_named_with_their_reasons(page: Page, tmp_path: Path) -> None:
-    for name, content in (
-        ("a.md", b"The lamp is green."),
-        ("b.pdf", b"%PDF-1.7"),
-        ("c.bin", b"\0"),
-    ):
-        (tmp_path / name).write_bytes(content)
-    page.open("ingestion")
-    page.find("[name=collection]").send_keys("mixed")
-    picker = page.window.find_element(By.CSS_SELECTOR, "input[type=file]")
-    picker.send_keys("\n".join(str(tmp_path / name) for name in ("a.md", "b.pdf", "c.bin")))
-    page.click(".ingestform [type=submit]", "Ingest 3 files")
-    assert "damaged" in page.find(".picked .refused", "b.pdf").text
-    assert page.find(".picked .refused", "c.bin").find_element(By.CSS_SELECTOR, ".fault").text
-    assert "a.md" not in page.find(".picked").text
-    page.find(".job[data-status=done]", "mixed")
-    page.click("[aria-label='Remove c.bin']")
-    page.click("[aria-label='Remove b.pdf']")
-    picker.send_keys(str(tmp_path / "b.pdf"))
-    page.click(".ingestform [type=submit]", "Ingest 1 file")
-    page.find(".toast.error", "1 file cannot be read")
-    assert "damaged" in page.find(".picked .refused", "b.pdf").text
+    cells = page.find("[data-mode=rooted]").find_elements(By.CSS_SELECTOR, "td")
+    told = ["rooted", "serves", "0.030", "2.00", "6.00", "96 % of 24", "75 %"]
+    assert [each.text for each in cells] == told
+    assert page.find("[data-mode=isolated] .state").text == "forced"
 
 
 def test_names_from_outside_are_never_markup(
@@ -425,16 +351,20 @@ def test_names_from_outside_are_never_markup(
     rag.ingest(name, [SourceDocument(name, "The zeppelin is moored in hall four.", name)])
     question = {"question": "Where is the zeppelin moored?", "collection": name, "max_tokens": 1}
     assert server.post("/v1/answers", json=question).json()["sources"][0]["document"] == name
-    for view in ("documents", "modules", "requests", "schemas"):
+    for view in ("collections", "modules", "requests"):
         page.open(view)
         page.until(lambda: name in page.window.execute_script("return document.body.textContent"))
         assert page.all("main img") == []
+    page.open_ask()
+    page.find("[name=collection] option", name)
+    assert page.all("main img") == []
 
 
 def test_the_description_of_the_api_asks_nobody_else(
     service: tuple[str, Service], opened: Opened
 ) -> None:
-    page = opened(f"{service[0]}/docs")
+    page = opened(service[0])
+    page.window.get(f"{service[0]}/docs")
     page.find(".opblock-summary-path", "/v1/answers")
     loaded = "return performance.getEntriesByType('resource').map(each => each.name)"
     addresses = page.window.execute_script(loaded)
@@ -443,12 +373,79 @@ def test_the_description_of_the_api_asks_nobody_else(
     assert page.faults() == []
 
 
-def test_the_page_asks_nobody_else() -> None:
-    folder = Path(__file__).parents[3] / "api/ragcache_api/http/page"
-    files = [each for each in folder.rglob("*") if each.suffix in (".html", ".css", ".js")]
+def test_users_pins_are_seen_and_ended(page: Page, rag: RagCache, server: httpx.Client) -> None:
+    body = {"collection": "handbook", "documents": ["travel.md"]}
+    assert server.post("/v1/pins", json=body).status_code == 201
+    page.open("kept")
+    assert "travel.md" in page.find('[aria-label="Users\' pins"] tbody tr').text
+    page.click("[data-act=end-pin]")
+    page.click(".modal [type=submit]", "End pin")
+    page.find(".toast.ok", "The pin has ended")
+    page.find(".empty", "No pins")
+    assert rag.pins.list() == []
+
+
+def test_a_second_language_is_whole_and_stays(page: Page) -> None:
+    page.open("modules")
+    page.find("[name=language] option[value=de]").click()
+    page.find("h1", "Module")
+    page.find("nav a", "Überblick")
+    assert page.window.execute_script("return document.documentElement.lang") == "de"
+    page.open_ask()
+    page.find(".composer [type=submit]", "Fragen")
+
+
+def test_both_pages_work_below_any_prefix(service: tuple[str, Service], opened: Opened) -> None:
+    with prefixed(service[0], "/tools/rag") as address:
+        page = opened(address)
+        page.open("collections")
+        page.click("td a.button", "Ask")
+        page.until(lambda: "collection=handbook" in page.window.current_url)
+        ask(page, "Where do requests of leave go?")
+        page.find(".said .markdown")
+        page.click(".top a", "Operate")
+        page.find("[data-figure=documents]")
+        assert page.window.current_url.startswith(f"{address}/admin/")
+        assert page.faults() == []
+
+
+def test_strings_are_whole_in_both_languages() -> None:
+    strings = json.loads((PAGE / "js/strings.json").read_text(encoding="utf-8"))
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (PAGE / "js").rglob("*.js"))
+    for name, (english, german) in strings.items():
+        assert min(len(english), len(german)) > 0, name
+        assert english.count("|") == german.count("|"), name
+        fields = [sorted(set(re.findall(r"{\w+}", text))) for text in (english, german)]
+        assert fields[0] == fields[1], name
+    called = set(re.findall(r'\bt\("([\w:]+)"', code))
+    assert called <= strings.keys(), called - strings.keys()
+    made = re.findall(r"\bt\(`(\w+_)\$", code) + re.findall(r'word(?:ed)?\("(\w+)"', code)
+    unused = [name for name in strings if not re.search(rf"\b{name}\b", code)]
+    assert [name for name in unused if not name.startswith(("drain_", "resume_", *made))] == []
+
+
+def test_the_files_of_others_are_those_of_their_digests() -> None:
+    for folder in (PAGE / "vendor", Path(__file__).parent / "vendor"):
+        listed = (folder / "SHA256SUMS").read_text().splitlines()
+        digests = {name: digest for digest, name in (line.split() for line in listed)}
+        files = [*folder.glob("*.js"), *folder.glob("*.css")]
+        assert {each.name for each in files} == digests.keys()
+        for each in files:
+            assert hashlib.sha256(each.read_bytes()).hexdigest() == digests[each.name], each
+
+
+def test_the_page_asks_nobody_else_and_parses_no_text_as_html() -> None:
+    files = [
+        each
+        for each in PAGE.rglob("*")
+        if each.suffix in (".html", ".css", ".js") and each.parent.name != "vendor"
+    ]
     assert len(files) > 20
+    lines = 0
     for each in files:
-        text = each.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert "http://" not in text, each
-        assert "https://" not in text, each
-        assert "innerHTML" not in text, each
+        text = each.read_text(encoding="utf-8")
+        lines += text.count("\n")
+        assert not re.search(r"https?://\w", text), each
+        for parses in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert parses not in text, each
+    assert lines <= 3110

@@ -202,14 +202,18 @@ def list_documents(
 def get_document(
     collection: Collection, document: Document, context: ContextDep, text: Flag = False
 ) -> DocumentTextResponse:
-    """Return a document. With `text`, also its text, into which the spans of answers point."""
+    """Return a document.
+
+    With `text`, also its text, into which the spans of answers point, and where its pages begin.
+    """
     documents = context.rag.documents
     for row in documents.get(collection, [document]):
         response = DocumentTextResponse.model_validate(row)
         if not text:
             return response
         texts = documents.texts(collection, [document])
-        return response.model_copy(update={"text": texts.get(document)})
+        pages = documents.pages(collection, document)
+        return response.model_copy(update={"text": texts.get(document), "pages": pages})
     raise _unknown(collection, document)
 
 

@@ -1,32 +1,50 @@
-// Every call to the server: the key, problems as errors, pages, events of a stream.
+// Every call to the server: the key, problems as errors, pages, events, and whether it answers.
+const ROOT = new URL("../../", import.meta.url); // below any prefix of a proxy
 const STORED = "ragcache.key";
 const RETRIED = 3;
+const PING_SECONDS = 2;
 let askKey = async () => null;
-let heard = () => {};
 let declined = false;
 
-/** asked: () → Promise of a key or null, called on 401; reached: (boolean) after every call. */
-export function connect({ asked, reached }) {
-  askKey = asked;
-  heard = reached;
+/** A value that components watch (`useStore` in ui.js). */
+export function store(value) {
+  const heard = new Set();
+  const made = { value, heard };
+  made.set = (next) => {
+    made.value = next;
+    for (const each of heard) each(next);
+  };
+  return made;
 }
 
-export const hasKey = () => sessionStorage.getItem(STORED) !== null;
-export const setKey = (key) => sessionStorage.setItem(STORED, key);
-export const forgetKey = () => sessionStorage.removeItem(STORED);
+/** Whether the server answers; false until it does again. */
+export const reached = store(true);
+/** Whether this tab has a key. */
+export const keyed = store(sessionStorage.getItem(STORED) !== null);
 
-/** What the server said in application/problem+json, or in OpenAI's shape. status 0: no answer;
- *  wait: seconds after which to try again; request: its id; errors: [{loc, msg}], where parts of the request are at
- *  fault. */
+/** asked: (whether a key was refused) → Promise of a key or null, called on 401. */
+export function connect(asked) {
+  askKey = asked;
+}
+
+export function setKey(key) {
+  declined = false;
+  if (key) sessionStorage.setItem(STORED, key);
+  else sessionStorage.removeItem(STORED);
+  keyed.set(Boolean(key));
+}
+
+/** An error of the server. status 0: no answer; wait: seconds after which to try again; request:
+ *  its id; errors: [{loc, msg}], where parts of the request are at fault. */
 export class Problem extends Error {
   constructor(status, body, headers = new Headers()) {
     const said = body?.error ?? body ?? {};
-    super(said.detail ?? said.message ?? said.title ?? `The server answered ${status}.`);
+    super(said.detail ?? said.message ?? said.title ?? "");
     this.status = status;
     this.wait = Number(headers.get("Retry-After")) || 0;
     this.request = headers.get("X-Request-ID");
     this.errors = said.errors ?? [];
-    this.title = said.title ?? (status ? `Error ${status}` : "No answer");
+    this.title = said.title ?? null;
   }
 }
 
@@ -38,7 +56,9 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     if (response.ok) return response;
     if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1)))
       continue;
-    throw new Problem(response.status, await response.json().catch(() => null), response.headers);
+    const said = await response.json().catch(() => null);
+    if (!said && response.status >= 502 && response.status <= 504) lost(); // a proxy says it is gone
+    throw new Problem(response.status, said, response.headers);
   }
 }
 
@@ -52,36 +72,36 @@ async function renewed(used, refused) {
 }
 
 async function sent(method, path, body, headers, key, signal) {
-  const plain = body !== undefined && !(body instanceof FormData);
+  const json = body !== undefined && !(body instanceof FormData);
+  const all = { ...(json && { "Content-Type": "application/json" }), ...headers };
+  if (key) all.Authorization = `Bearer ${key}`;
   try {
-    const response = await fetch(path, {
-      method,
-      signal,
-      cache: "no-store",
-      headers: {
-        ...(plain && { "Content-Type": "application/json" }),
-        ...(key && { Authorization: `Bearer ${key}` }),
-        ...headers,
-      },
-      body: plain ? JSON.stringify(body) : body,
-    });
-    heard(true);
+    const whole = json ? JSON.stringify(body) : body;
+    const response = await fetch(new URL(path, ROOT), { method, signal, cache: "no-store", headers: all, body: whole });
+    if (response.ok && !reached.value) reached.set(true);
     return response;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    heard(false);
-    const upload =
-      body instanceof FormData
-        ? " It may have refused the upload for its size (setting upload_bytes)."
-        : "";
-    throw new Problem(0, { title: "No answer", detail: `The server cannot be reached.${upload}` });
+    lost();
+    throw new Problem(0, null);
   }
+}
+
+/** Notes that the server is gone, and looks for it until it is back. */
+export function lost() {
+  if (!reached.value) return;
+  reached.set(false);
+  const look = async () => {
+    const ready = await fetch(new URL("health/ready", ROOT), { cache: "no-store" }).catch(() => null);
+    if (ready?.ok && !reached.value) reached.set(true);
+    if (!reached.value) setTimeout(look, PING_SECONDS * 1000);
+  };
+  setTimeout(look, PING_SECONDS * 1000);
 }
 
 /** The JSON of an answer; null where it has no body. */
 export async function call(method, path, options) {
-  const response = await request(method, path, options);
-  const text = await response.text();
+  const text = await (await request(method, path, options)).text();
   return text ? JSON.parse(text) : null;
 }
 
@@ -89,13 +109,13 @@ export const get = (path, options) => call("GET", path, options);
 export const post = (path, body = {}, options = {}) => call("POST", path, { ...options, body });
 export const remove = (path, options) => call("DELETE", path, options);
 
-export const collectionPath = (name) => `../v1/collections/${encodeURIComponent(name)}`;
+export const collectionPath = (name) => `v1/collections/${encodeURIComponent(name)}`;
+export const documentPath = (collection, id) =>
+  `${collectionPath(collection)}/documents/${id.split("/").map(encodeURIComponent).join("/")}`;
 
 /** A path with those parameters that are given. */
 export function withQuery(path, parameters) {
-  const given = Object.entries(parameters).filter(
-    ([, value]) => value !== null && value !== undefined && value !== "",
-  );
+  const given = Object.entries(parameters).filter(([, value]) => (value ?? "") !== "");
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
@@ -116,24 +136,18 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name !== "AbortError") lost();
+      throw error;
+    });
     if (done) return;
     pending = (pending + value).replaceAll("\r\n", "\n");
     const blocks = pending.split("\n\n");
     pending = blocks.pop();
     for (const block of blocks) {
-      const event = parsed(block);
-      if (event) yield event;
+      const of = (name) => block.split("\n").filter((line) => line.startsWith(name)).map((line) => line.slice(name.length).trim());
+      const data = of("data:").join("\n");
+      if (data && data !== "[DONE]") yield { event: of("event:")[0] ?? "message", data: JSON.parse(data) };
     }
   }
-}
-
-function parsed(block) {
-  let event = "message";
-  const data = [];
-  for (const line of block.split("\n")) {
-    if (line.startsWith("event:")) event = line.slice(6).trim();
-    else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
-  }
-  return data.length ? { event, data: JSON.parse(data.join("\n")) } : null;
 }

@@ -1,0 +1,228 @@
+// The page for people who ask: a collection, a conversation with it, and its documents.
+import { Exchange } from "./answer.js";
+import { collectionPath, everything, get, withQuery } from "./api.js";
+import { useConversation } from "./conversation.js";
+import { plain, t } from "./format.js";
+import { Reader } from "./reader.js";
+import { Brand, Settings, start } from "./shell.js";
+import { Button, complain, dialog, Empty, Fault, Field, html, Icon, useEffect, useMemo, useRef, useState, useStore } from "./ui.js";
+import { choose, dropped, ENDED, Job, jobs, Upload } from "./upload.js";
+
+const MODES = ["rooted", "primed", "primed:16", "isolated", "linked:4", "linked:16", "blend:15", "exact"];
+const OPERATORS = ["eq", "ne", "gt", "gte", "lt", "lte"];
+const DEFAULTS = { k: 4, mode: "rooted", citations: false, filters: [] };
+const NEAR = 80; // pixels from the end within which an arriving answer is followed
+
+// The collections of the service, and the chosen one, which the address holds.
+function useCollections() {
+  const [state, set] = useState({ known: null, error: null });
+  const [wanted, choose] = useState(new URLSearchParams(location.search).get("collection") ?? "");
+  const list = async () => {
+    try {
+      set({ known: await everything("v1/collections"), error: null });
+    } catch (error) {
+      set((now) => ({ ...now, error }));
+    }
+  };
+  const known = state.known ?? [];
+  const name = wanted || (known.length === 1 ? known[0].name : "");
+  const chosen = known.find((each) => each.name === name);
+  useEffect(() => void list(), []);
+  useEffect(() => {
+    history.replaceState(null, "", withQuery(location.pathname, { collection: name }));
+    document.title = name ? `${plain(name)} · ragcache` : "ragcache";
+  }, [name]);
+  return { ...state, names: known.map((each) => each.name), chosen, choose, list };
+}
+
+function Ask() {
+  const collections = useCollections();
+  const collection = collections.chosen?.name ?? "";
+  const [options, setOptions] = useState(DEFAULTS);
+  const talk = useConversation(collection, options);
+  const [shown, show] = useState(null); // {collection, id, place}
+  const [draft, setDraft] = useState("");
+  const add = () =>
+    dialog(t("add_documents"), () => html`<div class="body"><${Upload} collection=${collection} names=${collections.names} changed=${collections.list} chose=${collections.choose} /><${Progress} /></div>`, "wide");
+  useDrop(add);
+  const edit = (exchange, at) => {
+    setDraft(exchange.question);
+    talk.cut(at);
+  };
+  return html`<div class="askpage ${shown ? "reading" : ""}">
+    <header class="top">
+      <${Brand} href="./" />
+      <${Choice} names=${collections.names} value=${collection} set=${collections.choose} />
+      <div class="actions">
+        <${Button} icon="add" label=${t("add_documents")} data-act="add" onClick=${add}><span>${t("add_documents")}</span><//>
+        <${Button} icon="ask" label=${t("new_conversation")} data-act="new" disabled=${talk.busy || !talk.exchanges.length} onClick=${talk.begin}><span>${t("new_conversation")}</span><//>
+      </div>
+      <${Settings} />
+      <a class="button ghost" href="admin/" aria-label=${t("operate")} title=${t("operate")}><${Icon} name="operate" /><span>${t("operate")}</span></a>
+    </header>
+    <main id="main" tabindex="-1">
+      <h1 class="unseen">${t("ask_documents")}</h1>
+      <${Thread} talk=${talk}>
+        ${collections.error && html`<${Fault} error=${collections.error} /><${Button} onClick=${collections.list}>${t("try_again")}<//>`}
+        ${!talk.exchanges.length && collections.known && html`<${Welcome} collections=${collections} add=${add} />`}
+        ${talk.exchanges.map((each, at) => html`<${Kept} key=${each.id} exchange=${each} busy=${talk.busy} live=${talk.live}
+          open=${(id, place) => show({ collection: each.collection, id, place })}
+          edit=${() => edit(each, at)} again=${() => talk.ask(each.kind, each.question, at)} />`)}
+      <//>
+      <${Strip} />
+      <${Composer} collection=${collection} talk=${talk} draft=${draft} setDraft=${setDraft}>
+        <${Options} collection=${collection} options=${options} set=${setOptions} />
+      <//>
+    </main>
+    ${shown && html`<aside class="beside" aria-label=${t("document")} onKeyDown=${({ key }) => key === "Escape" && show(null)}>
+      <${Reader} ...${shown} onClose=${() => show(null)} />
+    </aside>`}
+  </div>`;
+}
+
+// An exchange that has ended is drawn once.
+function Kept(properties) {
+  const { exchange, live, busy } = properties;
+  return useMemo(() => html`<${Exchange} ...${properties} />`, [exchange, live, busy]);
+}
+
+function Choice({ names, value, set }) {
+  return html`<label class="choice"><span class="unseen">${t("collection")}</span>
+    <select name="collection" value=${value} onChange=${({ target }) => set(target.value)} disabled=${!names.length}>
+      ${!value && html`<option value="">${t(names.length ? "choose_collection" : "no_collection")}</option>`}
+      ${names.map((name) => html`<option value=${name} selected=${name === value}>${plain(name)}</option>`)}
+    </select>
+  </label>`;
+}
+
+function Welcome({ collections: { names, chosen }, add }) {
+  if (chosen) return html`<${Empty} title=${t("welcome", { name: plain(chosen.name) })}>${t("welcome_text", { n: chosen.documents })}<//>`;
+  if (names.length) return html`<${Empty} title=${t("welcome_choose")}>${t("welcome_choose_text")}<//>`;
+  return html`<${Empty} title=${t("welcome_empty")}><p>${t("welcome_drop")}</p><${Button} kind="primary" icon="add" onClick=${add}>${t("add_documents")}<//><//>`;
+}
+
+// Follows an arriving answer while its end is in sight.
+function Thread({ talk: { busy, exchanges }, children }) {
+  const node = useRef(null);
+  const following = useRef(true);
+  const follow = () => following.current && (node.current.scrollTop = node.current.scrollHeight);
+  useEffect(() => {
+    following.current = true;
+    follow();
+  }, [exchanges.length]);
+  useEffect(() => {
+    const watcher = new ResizeObserver(follow);
+    watcher.observe(node.current.firstElementChild);
+    return () => watcher.disconnect();
+  }, []);
+  const moved = ({ target }) => {
+    following.current = busy && target.scrollHeight - target.scrollTop - target.clientHeight < NEAR;
+  };
+  return html`<div class="thread" ref=${node} onScroll=${moved} tabindex="0" role="region" aria-label=${t("conversation")}>
+    <div class="column">${children}</div>
+  </div>`;
+}
+
+// The newest job of this tab, until it has ended.
+function Strip() {
+  const running = useStore(jobs).filter(({ status }) => !ENDED.includes(status));
+  if (!running.length) return null;
+  return html`<div class="strip" role="status"><${Job} job=${running.at(-1)} /></div>`;
+}
+
+function Progress() {
+  const listed = useStore(jobs);
+  return html`<div aria-live="polite">${listed.map((job) => html`<${Job} key=${job.id} job=${job} />`)}</div>`;
+}
+
+function Composer({ collection, talk, draft, setDraft, children }) {
+  const node = useRef(null);
+  const idle = talk.busy || !collection;
+  useEffect(() => {
+    if (!draft) return;
+    node.current.value = draft;
+    node.current.focus();
+  }, [draft]);
+  const submit = (kind) => (event) => {
+    event.preventDefault();
+    const question = node.current.value.trim();
+    if (!question || idle) return;
+    node.current.value = "";
+    setDraft("");
+    talk.ask(kind, question);
+  };
+  // Enter asks, with Shift it makes a new line.
+  const pressed = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && submit("ask")(event);
+  return html`<form class="composer" onSubmit=${submit("ask")}>
+    <textarea name="question" rows="2" ref=${node} placeholder=${t("question_example")} aria-label=${t("question")} onKeyDown=${pressed} dir="auto"></textarea>
+    <div class="row">
+      ${children}
+      <span class="buttons">
+        ${talk.busy && html`<${Button} icon="stop" data-act="stop" onClick=${talk.stop}>${t("stop")}<//>`}
+        <${Button} icon="search" data-act="search" disabled=${idle} title=${t("search_only")} onClick=${submit("search")}>${t("search")}<//>
+        <button type="submit" class="primary" disabled=${idle}>${t("ask")}</button>
+      </span>
+    </div>
+  </form>`;
+}
+
+function Options({ collection, options, set }) {
+  const [fields, setFields] = useState([]);
+  const [opened, setOpened] = useState(false);
+  useEffect(() => {
+    if (!opened || !collection) return;
+    get(withQuery(`${collectionPath(collection)}/documents`, { limit: 200 })).then(({ items }) => {
+      setFields([...new Set(items.flatMap(({ metadata }) => Object.keys(metadata)))].filter((name) => name !== "omitted"));
+    }, complain);
+  }, [collection, opened]);
+  const with_ = (changes) => set((now) => ({ ...now, ...changes }));
+  const filter = (index, changes) => with_({ filters: options.filters.map((each, at) => (at === index ? { ...each, ...changes } : each)) });
+  const used = options.filters.filter(({ field }) => field).length;
+  return html`<details class="options" open=${opened} onToggle=${({ target }) => setOpened(target.open)}>
+    <summary>${used ? t("options_filters", { n: used }) : t("options")}</summary>
+    <div class="sheet">
+      <div class="row">
+        <${Field} label=${t("k")}><input name="k" type="number" min="1" max="64" value=${options.k} onChange=${({ target }) => with_({ k: Math.max(1, Math.min(64, Number(target.value) || 4)) })} /><//>
+        <${Field} label=${t("mode")}><select name="mode" onChange=${({ target }) => with_({ mode: target.value })}>${MODES.map((mode) => html`<option value=${mode} selected=${mode === options.mode}>${t(`mode_${mode}`)}</option>`)}</select><//>
+        <label class="check"><input name="citations" type="checkbox" checked=${options.citations} onChange=${({ target }) => with_({ citations: target.checked })} /> ${t("citations")}</label>
+      </div>
+      <fieldset>
+        <legend>${t("filters")}</legend>
+        <datalist id="fields">${fields.map((name) => html`<option value=${name} />`)}</datalist>
+        ${options.filters.map(({ field, operator, value }, index) => html`<div class="row filter">
+          <input name="field" list="fields" aria-label=${t("filter_field")} placeholder=${t("filter_field")} value=${field} onChange=${({ target }) => filter(index, { field: target.value.trim() })} />
+          <select name="operator" aria-label=${t("filter_operator")} onChange=${({ target }) => filter(index, { operator: target.value })}>${OPERATORS.map((each) => html`<option value=${each} selected=${each === operator}>${t(`operator_${each}`)}</option>`)}</select>
+          <input name="value" aria-label=${t("filter_value")} placeholder=${t("filter_value")} value=${String(value)} onChange=${({ target }) => filter(index, { value: valueOf(target.value) })} />
+          <${Button} kind="ghost" icon="close" label=${t("filter_remove")} onClick=${() => with_({ filters: options.filters.filter((_, at) => at !== index) })} />
+        </div>`)}
+        <${Button} icon="add" data-act="filter" onClick=${() => with_({ filters: [...options.filters, { field: fields[0] ?? "", operator: "eq", value: "" }] })}>${t("filter_add")}<//>
+      </fieldset>
+    </div>
+  </details>`;
+}
+
+// Files may be dropped anywhere on the page.
+function useDrop(add) {
+  const latest = useRef(add);
+  latest.current = add;
+  useEffect(() => {
+    const leaving = new AbortController();
+    const heard = (act) => (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      act(event);
+    };
+    const drop = ({ dataTransfer }) => dropped(dataTransfer).then(choose).then(() => latest.current(), complain);
+    window.addEventListener("dragover", heard(() => {}), { signal: leaving.signal });
+    window.addEventListener("drop", heard(drop), { signal: leaving.signal });
+    return () => leaving.abort();
+  }, []);
+}
+
+// A number or a truth value where it looks like one.
+function valueOf(text) {
+  if (text === "true" || text === "false") return text === "true";
+  return text.trim() !== "" && !Number.isNaN(Number(text)) ? Number(text) : text;
+}
+
+start(Ask);

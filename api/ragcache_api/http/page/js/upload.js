@@ -1,0 +1,200 @@
+// Files on their way into a collection: dropped or chosen, sent in portions, read by jobs.
+import { collectionPath, events, post, request, store } from "./api.js";
+import { bytes, count, plain, t, word } from "./format.js";
+import { Button, complain, html, Icon, Name, toast, useRef, useState, useStore } from "./ui.js";
+
+const PORTION = { bytes: 32 * 2 ** 20, files: 500 };
+const FIRST = { bytes: 2 * 2 ** 20, files: 8 }; // is read soon, so that questions can be asked
+export const ENDED = ["done", "failed", "canceled", "interrupted"];
+
+/** Files of this tab: [{id, file, name, status, reason}]; status: chosen, sent, done or refused. */
+export const files = store([]);
+/** Jobs that this tab began, as the server tells them. */
+export const jobs = store([]);
+let number = 0;
+
+export function choose(more) {
+  const added = more.map(({ file, name }) => ({ id: (number += 1), file, name, status: "chosen" }));
+  files.set([...files.value, ...added]);
+}
+
+const forget = (id) => files.set(files.value.filter((each) => each.id !== id));
+const change = (ids, changes) =>
+  files.set(files.value.map((each) => (ids.has(each.id) ? { ...each, ...changes(each) } : each)));
+
+/** The files of a drop, named by their paths inside a folder. Entries are taken before the event ends. */
+export async function dropped(transfer) {
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
+  if (!entries.length) return [...transfer.files].map((file) => ({ file, name: file.name }));
+  return (await Promise.all(entries.map((entry) => within(entry, "")))).flat();
+}
+
+async function within(entry, path) {
+  const name = path + entry.name;
+  if (entry.name.startsWith(".")) return [];
+  if (entry.isFile)
+    return [{ file: await new Promise((found, failed) => entry.file(found, failed)), name }];
+  const children = await listed(entry.createReader());
+  return (await Promise.all(children.map((child) => within(child, `${name}/`)))).flat();
+}
+
+// A reader gives a folder's entries in portions, and an empty one at the end.
+async function listed(reader) {
+  const all = [];
+  for (;;) {
+    const portion = await new Promise((found, failed) => reader.readEntries(found, failed));
+    if (!portion.length) return all;
+    all.push(...portion);
+  }
+}
+
+// A job each: a body has a limit, and work that was taken up is not lost with what was not.
+function portions(chosen) {
+  const all = [];
+  let room = { files: 0 };
+  for (const each of chosen) {
+    if (room.files === 0 || each.file.size > room.bytes) {
+      room = { ...(all.length ? PORTION : FIRST) };
+      all.push([]);
+    }
+    all.at(-1).push(each);
+    room = { files: room.files - 1, bytes: room.bytes - each.file.size };
+  }
+  return all;
+}
+
+/** Sends the chosen files. changed() is called as documents become visible. */
+export async function send(collection, changed = () => {}) {
+  for (const portion of portions(files.value.filter(({ status }) => status === "chosen"))) {
+    const ids = new Set(portion.map(({ id }) => id));
+    const body = new FormData();
+    for (const { file, name } of portion) body.append("files", file, name);
+    change(ids, () => ({ status: "sent" }));
+    try {
+      const headers = { "Idempotency-Key": randomKey() };
+      const job = await post(`${collectionPath(collection)}/documents`, body, { headers });
+      judged(ids, new Map((job.report?.skipped ?? []).map(({ name, reason }) => [name, reason])));
+      follow(job, ids, changed);
+    } catch (error) {
+      const told = error.errors?.filter(({ loc }) => loc[0] === "files") ?? [];
+      if (!told.length) {
+        change(ids, () => ({ status: "chosen" }));
+        complain(error);
+        return;
+      }
+      judged(ids, new Map(told.map(({ loc, msg }) => [loc[1], msg])));
+      toast("error", t("not_taken"), t("cannot_read", { n: told.length }));
+    }
+  }
+}
+
+const judged = (ids, reasons) =>
+  change(ids, ({ name }) => (reasons.has(name) ? { status: "refused", reason: reasons.get(name) } : {}));
+
+// crypto.randomUUID exists on secure origins only; the page may come over plain HTTP.
+const randomKey = () =>
+  Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+async function follow(job, ids, changed) {
+  const heard = (now) => {
+    const before = jobs.value.find(({ id }) => id === now.id);
+    jobs.set([now, ...jobs.value.filter(({ id }) => id !== now.id)]);
+    if (before && before.done !== now.done) changed();
+  };
+  heard(job);
+  try {
+    let last = job;
+    while (!ENDED.includes(last.status)) {
+      const headers = { Accept: "text/event-stream" };
+      const response = await request("GET", `v1/jobs/${encodeURIComponent(job.id)}`, { headers });
+      for await (const { event, data } of events(response)) {
+        if (event === "progress") heard((last = data));
+        else throw new Error(data.detail);
+      }
+    }
+    const done = last.status === "done";
+    change(ids, ({ status }) =>
+      status !== "sent" ? {} : done ? { status: "done" } : { status: "refused", reason: last.error || word("status", last.status) },
+    );
+  } catch (error) {
+    complain(error);
+  }
+  changed();
+}
+
+/** A job's progress in one line, and what it could not read. */
+export function Job({ job, children }) {
+  const { target, status, done, total, error, report } = job;
+  const share = total ? Math.min(1, done / total) : status === "done" ? 1 : 0;
+  const said = total ? t("modules_of", { done: count(done), n: total }) : t(status === "done" ? "nothing_new" : "counting");
+  return html`<div class="job" data-status=${status} data-job=${job.id}>
+    <div class="line"><strong><bdi>${plain(target)}</bdi></strong><span class="state ${status}">${word("status", status)}</span></div>
+    <div class="progress" role="progressbar" aria-label=${t("job_of", { name: plain(target) })} aria-valuemin="0" aria-valuemax=${total || 1} aria-valuenow=${done || 0}>
+      <i style=${{ width: `${share * 100}%` }}></i>
+    </div>
+    <div class="line muted"><span>${said}</span>${children}</div>
+    ${error && html`<p class="fault">${error}</p>`}
+    ${(report?.skipped ?? []).map(({ name, reason }) => html`<p class="fault"><bdi>${plain(name)}</bdi>: ${reason}</p>`)}
+    ${Object.values(report?.omitted ?? {}).flat().map((each) => html`<p class="muted">${plain(each)}</p>`)}
+  </div>`;
+}
+
+/** The form: a collection, a zone for files and folders, and what becomes of each. */
+export function Upload({ collection, names, changed, chose = () => {} }) {
+  const listed = useStore(files);
+  const [over, setOver] = useState(false);
+  const [target, setTarget] = useState(collection || "");
+  const [busy, setBusy] = useState(false);
+  const chosen = listed.filter(({ status }) => status === "chosen");
+  const submit = async (event) => {
+    event.preventDefault();
+    if (!target.trim()) return;
+    setBusy(true);
+    chose(target.trim());
+    await send(target.trim(), () => changed(target.trim()));
+    setBusy(false);
+  };
+  const take = async (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    setOver(false);
+    choose(await dropped(event.dataTransfer));
+  };
+  const drag = (on) => (event) => {
+    event.preventDefault();
+    setOver(on);
+  };
+  return html`<form class="upload" onSubmit=${submit}>
+    <label class="field"><span>${t("collection")}</span>
+      <input name="into" required maxlength="200" list="names" autocomplete="off" placeholder=${t("collection_example")} value=${target} onInput=${({ target: node }) => setTarget(node.value)} />
+      <datalist id="names">${names.map((name) => html`<option value=${name} />`)}</datalist>
+    </label>
+    <div class="drop ${over ? "over" : ""}" onDragOver=${drag(true)} onDragLeave=${drag(false)} onDrop=${take}>
+      <${Icon} name="jobs" />
+      <strong>${t("drop_here")}</strong>
+      <span class="muted">${t("drop_types")}</span>
+      <div class="row"><${Picker} label=${t("choose_files")} /><${Picker} label=${t("choose_folder")} folder /></div>
+    </div>
+    <ul class="picked" aria-label=${t("files_to_add")}>${listed.map((each) => html`<${Picked} key=${each.id} each=${each} />`)}</ul>
+    <button type="submit" class="primary" disabled=${busy || !chosen.length}>${chosen.length ? t("add_files", { n: chosen.length }) : t("add")}</button>
+  </form>`;
+}
+
+function Picker({ label, folder = false }) {
+  const node = useRef(null);
+  const take = () => {
+    choose([...node.current.files].map((file) => ({ file, name: file.webkitRelativePath || file.name })));
+    node.current.value = "";
+  };
+  return html`<${Button} onClick=${() => node.current.click()}>${label}<//>
+    <input ref=${node} type="file" multiple hidden webkitdirectory=${folder} onChange=${take} tabindex="-1" aria-label=${label} />`;
+}
+
+const Picked = ({ each: { id, name, file, status, reason } }) =>
+  html`<li class=${status}>
+    <${Icon} name="file" />
+    <span class="what"><${Name} text=${name} />${reason && html`<small class="fault">${reason}</small>`}</span>
+    <span class="muted">${word("file", status)}</span>
+    <span class="num muted">${bytes(file.size)}</span>
+    <${Button} kind="ghost" icon="close" label=${t("remove_file", { name: plain(name) })} onClick=${() => forget(id)} />
+  </li>`;
