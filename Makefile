@@ -5,6 +5,8 @@ BIN := .venv/bin
 # Of Hypothesis, in `make test-all`: every example of a property, or a quarter (`quick`).
 PROFILE ?= full
 INSTALLED := .venv/.installed
+# Clients of OpenAI's, Anthropic's and the Model Context Protocol's interfaces, in `make test-all`.
+OFFICIAL := "openai-python or anthropic-python or langchain-anthropic or langchain-mcp"
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -22,6 +24,7 @@ test: $(INSTALLED)
 # takes RAGCACHE_SOAK_SECONDS (900).
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
+	$(BIN)/python -m pytest -m clients tests/clients/test_clients.py -k $(OFFICIAL)
 
 # Clients that others wrote, installed from PyPI and npm into ~/.cache/ragcache-test-clients, against
 # a real service.

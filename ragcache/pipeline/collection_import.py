@@ -42,11 +42,13 @@ from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.pipeline.namespace import Namespace
 from ragcache.retrieval import embedder_name
 from ragcache.states import KVKey
-from ragcache.states.quantization import model_dtype
+from ragcache.states.quantization import StoredStates, model_dtype
+from ragcache.store import LeaseRequest
 from ragcache_schemas import sanitize_text
 
 _LONGEST_HEADER = 1 << 16  # bytes of a blob's header
 _WRITERS = 8  # threads that store states, mostly waiting for the disk, which syncs several at once
+_PORTION, _PORTION_BYTES = 64, 1 << 26  # most states that a thread stores at once, and their bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,24 +282,45 @@ class CollectionImporter:
         store.look_up(keys)
         lacking = [key for key in keys if not store.persistent.holds(key)]
 
-        def store_checked(key: KVKey) -> None:
-            jobs.expect(job, [key])  # ends the import if it was canceled
-            self._store(contents, key)
+        def store_portion(portion: Sequence[KVKey]) -> Sequence[KVKey]:
+            jobs.expect(job, portion)  # ends the import if it was canceled
+            self._store(contents, portion)
+            return portion
 
+        stored = 0
         with ThreadPoolExecutor(_WRITERS, "ragcache-import") as writers:
             try:
-                for stored, _ in enumerate(writers.map(store_checked, lacking), 1):
-                    self.report("storing", stored, len(lacking))
+                for portion in writers.map(store_portion, self._portions(contents, lacking)):
+                    for _ in portion:
+                        stored += 1
+                        self.report("storing", stored, len(lacking))
             except BaseException:
                 writers.shutdown(cancel_futures=True)
                 raise
         return len(lacking)
 
-    def _store(self, contents: _Contents, key: KVKey) -> None:
-        archived = contents.states[key]
-        states = self.archive.read_states(archived.key)
-        request = contents.encoder.request_of(archived.length, archived.encoding)
-        self.namespace.shared.store.add_states({key: states}, request)
+    def _portions(self, contents: _Contents, keys: Sequence[KVKey]) -> Iterator[Sequence[KVKey]]:
+        """Yield the keys in portions, each of which is stored by one thread in few transactions."""
+        portion, nbytes = list[KVKey](), 0
+        for key in keys:
+            portion.append(key)
+            nbytes += self.archive.states_nbytes(contents.states[key].key)
+            if nbytes >= _PORTION_BYTES or len(portion) == _PORTION:
+                yield portion
+                portion, nbytes = [], 0
+        if portion:
+            yield portion
+
+    def _store(self, contents: _Contents, keys: Sequence[KVKey]) -> None:
+        alike: dict[tuple[Encoding, KVKey | None], tuple[LeaseRequest, dict[KVKey, StoredStates]]]
+        alike = {}
+        for key in keys:
+            archived = contents.states[key]
+            request = contents.encoder.request_of(archived.length, archived.encoding)
+            _, found = alike.setdefault((archived.encoding, request.root), (request, {}))
+            found[key] = self.archive.read_states(archived.key)
+        for request, found in alike.values():
+            self.namespace.shared.store.add_states(found, request)
 
     def _encode(self, job: int, contents: _Contents) -> tuple[int, int]:
         """Encode modules without states, if wanted.

@@ -265,6 +265,22 @@ PROGRAMS = (
         "them off (Admin Panel, Settings, Interface).",
     ),
     Client(
+        "librechat",
+        "LibreChat",
+        "https://github.com/danny-avila/LibreChat",
+        (
+            "@librechat/agents@3.9.2",
+            "librechat-data-provider@0.8.524",
+            "js-yaml@5.5.0",
+        ),
+        group="Programs",
+        expects=("listed", ANSWER, ANSWER),
+        note="LibreChat takes the service as a custom endpoint of its `librechat.yaml` and lists a "
+        "model for each collection. The script does with the file what LibreChat's server does, "
+        "by LibreChat's own packages.",
+        seconds=400,
+    ),
+    Client(
         "opencode",
         "opencode",
         "https://github.com/sst/opencode",

@@ -29,6 +29,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.pipeline import collection_import
 from ragcache.pipeline.archive import VERSION, ArchiveIndex, checksum_of
 from ragcache.pipeline.collection_export import CollectionExporter
 from ragcache.store.verify import verify
@@ -490,6 +491,7 @@ def test_an_interrupted_import_goes_on(
             raise OSError("no power")
         add(found, request)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(collection_import, "_PORTION", 1)
     monkeypatch.setattr(store, "add_states", fail_late)
     with pytest.raises(OSError, match="no power"):
         other.collections.import_archive(archive)
