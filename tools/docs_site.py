@@ -7,7 +7,7 @@ model and the decision records, so that they are never behind the code.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,37 @@ from fastapi import FastAPI
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 from typer.models import Context
 
 from ragcache_api.cli.main import app as command_line
+from ragcache_api.http.anthropic import (
+    IGNORED_IN_MESSAGES,
+    UNSERVED_IN_MESSAGES,
+    MessagesRequest,
+)
 from ragcache_api.http.app import ROUTERS
+from ragcache_api.http.bodies import ChatRequest, CompletionRequest
+from ragcache_api.http.client_fields import (
+    IGNORED,
+    UNSERVED_IN_CHATS,
+    UNSERVED_IN_COMPLETIONS,
+    UnservedField,
+)
+from ragcache_api.http.responses import UNSERVED_IN_RESPONSES, ResponsesRequest
 from ragcache_api.settings import ServiceSettings
 
 DOCS = Path(__file__).parent.parent / "docs"
 _METHODS = ("get", "post", "put", "patch", "delete")
+_DIALECTS: dict[str, tuple[type[BaseModel], Mapping[str, UnservedField], Mapping[str, str]]] = {
+    "/v1/chat/completions": (ChatRequest, UNSERVED_IN_CHATS, IGNORED),
+    "/v1/completions": (CompletionRequest, UNSERVED_IN_COMPLETIONS, IGNORED),
+    "/v1/responses": (ResponsesRequest, UNSERVED_IN_RESPONSES, IGNORED),
+    "/v1/messages": (MessagesRequest, UNSERVED_IN_MESSAGES, IGNORED_IN_MESSAGES),
+}
+"""Bodies of the interfaces of others, with their fields that are refused and ignored."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -87,18 +108,34 @@ def _cell(value: object) -> str:
 
 
 def rest_page() -> str:
-    """Every route with its parameters and the fields of its body, from the OpenAPI document."""
+    """Fields by dialect, and every route with parameters and body, from the OpenAPI document."""
     service = FastAPI(title="ragcache")
     for router in ROUTERS:
         service.include_router(router)
     document = service.openapi()
     schemas = document.get("components", {}).get("schemas", {})
-    parts = ["# REST\n"]
+    parts = ["# REST\n", *_dialects()]
     for path, item in document["paths"].items():
         for method in _METHODS:
             if method in item:
                 parts += _route(method, path, item[method], schemas)
     return "\n".join(parts) + "\n"
+
+
+def _dialects() -> Iterator[str]:
+    """Tables of the fields that are served, refused and ignored in each interface of others."""
+    yield "\n## Fields by dialect\n"
+    yield "All other fields are ignored, except in `/v1/messages`, where they are refused.\n"
+    for path, (body, refused, ignored) in _DIALECTS.items():
+        yield f"\n### {path}\n\n| fields | | |\n|---|---|---|"
+        left_out = {*refused, *getattr(body, "withheld", ())}
+        names = ", ".join(f"`{name}`" for name in body.model_fields if name not in left_out)
+        yield f"| {names} | served | |"
+        for name, field in refused.items():
+            yield f"| `{name}` | refused | {_line(field.remedy)} |"
+        for name, reason in ignored.items():
+            if name not in refused:
+                yield f"| `{name}` | ignored | {_line(reason)} |"
 
 
 def _route(method: str, path: str, route: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
