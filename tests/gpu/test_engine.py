@@ -280,6 +280,29 @@ def test_random_joins_and_leaves() -> None:
     assert_same_answers(found, expected, 1e-3)
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 8])
+def test_preempted_answers_are_those_of_the_cpu(draft_tokens: int) -> None:
+    """In a pool of eight blocks, for sequences that need three each in the end."""
+    cpu, gpu = on_cpu("llama"), on_gpu("llama")
+    rng = random.Random(7)
+    limits = [rng.randint(130, 150) for _ in range(48)]
+    orders = [rng.sample(range(len(LENGTHS)), rng.randint(0, 2)) for _ in limits]
+    on_each = []
+    for causal in (cpu, gpu):
+        states = encoded(causal)
+        on_each.append([
+            moved_request(states, order, seed, limit=limit)
+            for seed, (order, limit) in enumerate(zip(orders, limits, strict=True))
+        ])  # fmt: skip
+    expected = complete(cpu, on_each[0], config())
+    pool = 8 * 64 * gpu.computed_bytes_per_token
+    with LLMEngine(gpu, config(pool_bytes=pool, draft_tokens=draft_tokens)) as engine:
+        handles = [engine.submit_request(request) for request in on_each[1]]
+        found = [handle.result(120) for handle in handles]
+        assert engine.stats.preempted > 4
+    assert_same_answers(found, expected, 1e-3)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_no_answer(temperature: float) -> None:
     """The prompts hold their answers, as far as the drafter knows; steps with a draft and steps

@@ -106,3 +106,22 @@ def test_equal_draws_whatever_runs_beside(nothing_waits: None) -> None:
     torch.cuda.set_sync_debug_mode("default")
     alone = [pending.wait()[0] for pending in apart]
     assert [each.token for each in together.wait()] == [each.token for each in alone]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_hundred_thousand_draws_are_distributed_as_the_shares(temperature: float) -> None:
+    """The chi-squared of 63 degrees of freedom, as a deviation from its mean."""
+    draws, rows, tokens = 100_000, 2000, 64
+    row = random_logits(1, 5)[0, :tokens] / 2
+    shares = (row.double().cpu() / temperature).softmax(dim=0)
+    sampler, counts = Sampler(torch.device("cuda"), kernels=True), torch.zeros(tokens)
+    for first in range(0, draws, rows):
+        states = [
+            SamplerState(SamplingParams(temperature=temperature), seed)
+            for seed in range(first, first + rows)
+        ]
+        found = sampler.launch(row.expand(rows, -1).contiguous(), states).wait()
+        drawn = torch.tensor([each.token for each in found])  # type: ignore[union-attr]
+        counts += torch.bincount(drawn, minlength=tokens)
+    chi_squared = ((counts - draws * shares) ** 2 / (draws * shares)).sum().item()
+    assert abs(chi_squared - (tokens - 1)) < 4 * (2 * (tokens - 1)) ** 0.5
