@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, delete, or_, select, update
 
 from ragcache.db.database import Database
-from ragcache.db.sql import namespace_id
+from ragcache.db.sql import namespace_id, upsert
 from ragcache.db.tables import NamespaceTable, ObjectTable
 
 
@@ -55,12 +55,12 @@ class StoredObjects:
         content: bytes | None = None,
         seconds: float | None = None,
     ) -> StoredObject:
-        """Store a new object, and remove expired ones of the namespace.
+        """Store an object, and remove expired ones of the namespace.
 
         Args:
             kind: Its kind, such as `file`.
             value: Its JSON.
-            id: Its public id. Defaults to a random one.
+            id: Its public id, whose object is replaced. Defaults to a random one.
             owner: The object or collection that it belongs to.
             content: Its bytes.
             seconds: Time from now at which it expires. Never by default.
@@ -69,22 +69,22 @@ class StoredObjects:
             StoreError: The database cannot store it.
         """
         now = time.time()
-        row = ObjectTable(
-            kind=kind,
-            public_id=id or token_urlsafe(18),
-            owner=owner,
-            value=dict(value),
-            content=content,
-            created_at=now,
-            expires_at=None if seconds is None else now + seconds,
-        )
+        expires_at = None if seconds is None else now + seconds
+        stored = StoredObject(id or token_urlsafe(18), dict(value), now, expires_at, owner)
+        changed = {
+            "owner": owner,
+            "value": stored.value,
+            "content": content,
+            "created_at": now,
+            "expires_at": expires_at,
+        }
         with self._database.transaction() as session:
-            row.namespace_id = namespace_id(session, self._namespace)
+            names: dict[str, Any] = {"kind": kind, "public_id": stored.id}
+            names["namespace_id"] = namespace_id(session, self._namespace)
             old = ObjectTable.expires_at <= now
             session.execute(delete(ObjectTable).where(self._own(), old))
-            session.add(row)
-            session.flush()
-            return _object(row)
+            upsert(session, ObjectTable, names | changed, list(changed), list(names))
+        return stored
 
     def get(self, kind: str, id: str) -> StoredObject | None:
         """Return an object, if there is one."""
@@ -127,7 +127,7 @@ class StoredObjects:
             ObjectTable.expires_at,
             ObjectTable.owner,
         )
-        return columns.where(self._where(kind)).order_by(ObjectTable.id)
+        return columns.where(self._where(kind)).order_by(ObjectTable.created_at, ObjectTable.id)
 
     def _read(self, rows: Select[Any]) -> Sequence[StoredObject]:
         with self._database.reading() as session:
@@ -140,7 +140,3 @@ class StoredObjects:
     def _own(self) -> ColumnElement[bool]:
         named = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
         return ObjectTable.namespace_id == named.scalar_subquery()
-
-
-def _object(row: ObjectTable) -> StoredObject:
-    return StoredObject(row.public_id, row.value, row.created_at, row.expires_at, row.owner)

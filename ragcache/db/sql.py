@@ -64,14 +64,23 @@ def namespace_id(session: Session, name: str) -> int:
     return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
 
-def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[str]) -> None:
-    """Insert rows, or change the `changed` columns of rows whose primary key exists already."""
+def upsert(
+    session: Session,
+    table: type[Base],
+    rows: Rows,
+    changed: Sequence[str],
+    unique: Sequence[str] = (),
+) -> None:
+    """Insert rows, or change the `changed` columns of rows that exist already.
+
+    Rows are the same if their `unique` columns are. These default to the primary key.
+    """
     if not rows:
         return
     statement = _insert(session, table)
     new = {name: statement.excluded[name] for name in changed}
-    primary = list(table.__table__.primary_key)
-    session.execute(statement.on_conflict_do_update(index_elements=primary, set_=new), rows)
+    same: list[Any] = list(unique) or list(table.__table__.primary_key)
+    session.execute(statement.on_conflict_do_update(index_elements=same, set_=new), rows)
 
 
 def clock(session: Session) -> ColumnElement[float]:

@@ -143,7 +143,6 @@ class VectorStores:
         attached = []
         for value in values:
             name = _attached(id, value["file_id"])
-            self._objects.delete(ATTACHED, name)
             attached.append(self._objects.add(ATTACHED, value, id=name, owner=id))
         return attached
 
