@@ -88,3 +88,11 @@ class EngineStats:
     """Time to sample tokens and to deliver them."""
     idle: float = 0.0
     """Time between two steps in which the GPU had no work."""
+
+    def prompt_rate(self) -> float:
+        """Return the tokens of prompts and documents computed a second. 0 before the first step.
+
+        A lower bound: the time of decoded tokens counts.
+        """
+        tokens = self.prompt_tokens + self.encoded_tokens
+        return tokens / self.forward if self.forward else 0.0

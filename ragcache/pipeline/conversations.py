@@ -176,6 +176,8 @@ class Conversations:
     """Seconds after its last turn at which a conversation ends."""
     least_tokens: int
     """Fewest own tokens of a prompt and its answer that are kept."""
+    compute_rate: Callable[[], float]
+    """Returns the tokens of prompts that the engine computes a second. 0 before the first."""
     retentions: Retentions = field(init=False)
     """States that pausing callers want to find again."""
     _arriving: dict[KVKey, Future[None]] = field(default_factory=dict, init=False)  # being stored
@@ -204,7 +206,9 @@ class Conversations:
         keys = PrefixKeys(
             self.encoder.identity, context.segments, context.token_ids, context.position_ids
         )
-        runs, lease = self._lease(self._find(keys, len(context.token_ids) - 1))
+        known = self._find(keys, len(context.token_ids) - 1)
+        to_read = self._store.memory.seconds_to_read
+        runs, lease = self._lease(worth_reading(known, to_read, self.compute_rate()))
         keeper = partial(self._keep_answer, context, keys, runs, hint) if keep else None
         if lease is None:
             return ResumedContext(context, keep=keeper)
@@ -363,6 +367,29 @@ def _new_runs(keys: PrefixKeys, begin: int, prompt: int) -> Iterator[PrefixRun]:
     for first, last in pairwise(sorted(cuts)):
         for start in range(first, last, MOST_TOKENS):
             yield keys.run(start, min(start + MOST_TOKENS, last))
+
+
+def worth_reading(
+    runs: Sequence[PrefixRun], seconds_to_read: Callable[[KVKey], float], compute_rate: float
+) -> list[PrefixRun]:
+    """Return the first runs of a prefix whose reading saves the most time.
+
+    A run can be read only behind all runs before it. A run that no rate is known of is read.
+
+    Args:
+        runs: Known runs, which follow each other from the first token on.
+        seconds_to_read: Returns the seconds of reading the states of a key.
+        compute_rate: Tokens that are computed a second. 0 if unknown.
+    """
+    if not compute_rate:
+        return [*runs]
+    saved = most = 0.0
+    length = 0
+    for number, run in enumerate(runs, start=1):
+        saved += (run.end - run.begin) / compute_rate - seconds_to_read(run.key)
+        if saved >= most:
+            most, length = saved, number
+    return [*runs[:length]]
 
 
 def placed_segments(run: PrefixRun, states: StoredStates, context: Context) -> Iterator[Segment]:

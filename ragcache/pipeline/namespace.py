@@ -306,6 +306,7 @@ def _conversations(shared: SharedServices, encoder: ModuleEncoder, name: str) ->
         storage,
         shared.config.conversation_seconds or _CONVERSATION_SECONDS[storage],
         shared.config.min_prefix_tokens,
+        shared.engine.stats.prompt_rate,
     )
 
 

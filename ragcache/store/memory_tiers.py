@@ -56,6 +56,11 @@ class Counters:
     read_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Duration of reading blobs, by tier."""
 
+    def seconds_to_read(self, tier: str, nbytes: int) -> float:
+        """Return the seconds of reading bytes of a tier, by its reads so far. 0 before these."""
+        read = self.read_bytes[tier]
+        return nbytes * self.read_seconds[tier] / read if read else 0.0
+
     def measured_costs(self) -> dict[str, float]:
         """Return the fields of `ragcache.routing.RoutingCosts` that have been measured."""
         measured, shared = {}, shared_tiers()
@@ -168,6 +173,14 @@ class MemoryTiers:
         """Return whether any tier has a key, as far as this process knows."""
         with self.lock:
             return any(key in index.entries for index in self.every)
+
+    def seconds_to_read(self, key: KVKey) -> float:
+        """Return the measured seconds of reading a key into memory. 0 if memory has it."""
+        with self.lock:
+            found = next((index for index in self.every if key in index.entries), None)
+            if found is None or found in self.indexes:
+                return 0.0
+            return self._counters.seconds_to_read(found.name, found.entries.get(key).nbytes)
 
     def row(self, index: TierIndex, key: KVKey, nbytes: int, tick: int) -> StateRow:
         """Return the ledger row of states that enter a tier now."""

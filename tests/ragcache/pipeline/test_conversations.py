@@ -16,7 +16,7 @@ from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Keeper
-from ragcache.pipeline.conversations import BLOCK
+from ragcache.pipeline.conversations import BLOCK, PrefixRun, worth_reading
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
 from tests.conftest import scaled
@@ -270,6 +270,34 @@ def test_a_deletion_reaches_other_processes(tmp_path: Path, model: LoadedModel) 
         other.internals.shared.store.sweep()
         assert resumed(turn(other, conversation(1, 2, 3), store=False)) == 0
         assert other.modules.conversations.sizes() == {}
+
+
+def test_states_that_are_slow_to_read_are_computed() -> None:
+    """A slow run is read if faster ones behind it are worth it."""
+    runs = [PrefixRun(KVKey(str(n)), 64 * n, 64 * (n + 1)) for n in range(5)]
+
+    def worth(*seconds: float, rate: float = 64.0) -> int:
+        read = worth_reading(runs, lambda key: seconds[int(key)], rate)
+        assert read == runs[: len(read)]
+        return len(read)
+
+    assert worth(0, 0, 0, 0, 0) == 5
+    assert worth(2, 2, 2, 2, 2) == 0
+    assert worth(0, 0, 2, 2, 2) == 2
+    assert worth(2, 0, 0, 0, 9) == 4
+    assert worth(2, 2, 2, 2, 2, rate=0.0) == 5, "nothing is known of the engine yet"
+
+
+def test_a_slow_disk_is_not_waited_for(tmp_path: Path, model: LoadedModel) -> None:
+    with opened(tmp_path / "state", model, conversation_storage="disk") as rag:
+        turn(rag, conversation(1))
+    with opened(tmp_path / "state", model, conversation_storage="disk") as rag:
+        counters = rag.internals.shared.store.counters
+        turn(rag, conversation(7), store=False)
+        counters.read_bytes["disk"], counters.read_seconds["disk"] = 1, 60.0
+        assert resumed(turn(rag, conversation(1, 2, 3), store=False)) == 0
+        counters.read_seconds["disk"] = 1e-9
+        assert resumed(turn(rag, conversation(1, 2, 3), store=False)) > 2 * BLOCK
 
 
 @pytest.mark.slow
