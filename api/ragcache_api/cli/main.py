@@ -69,6 +69,7 @@ _COMMANDS = {
     "plan": ("measure.plan", "Estimate the costs and gains of caching a corpus."),
     "verify": ("admin.verify", "Check every row of the ledger against every blob."),
     "modules": ("admin.modules_app", "The modules and their states."),
+    "conversations": ("conversations.app", "The kept conversations of a namespace."),
     "keys": ("admin.keys_app", "The API keys of the service."),
     "ledger": ("admin.ledger_app", "The ledger's tables and who has it open."),
     "schema": ("schema.app", "PML schemas: written ones and generated ones."),
