@@ -197,7 +197,8 @@ class JobTaken(RequestError):
 
 
 class ModeRefused(RequestError, ValueError):
-    """The mode's answers are too far from the answers of `exact` on this model."""
+    """The mode's answers are too far from the answers of `exact` on this model, or the model cannot
+    read states."""
 
 
 class PinBudgetExceeded(RequestError):

@@ -311,9 +311,18 @@ class ModeGate:
         """Refuse a mode that is too far from `exact`. Measures it if its result is unknown.
 
         Raises:
-            ModeRefused: The mode is too far from `exact` on this model.
+            ModeRefused: The mode is too far from `exact` on this model, or the model cannot read
+                states.
         """
-        if self.forced or not mode.reads_states:
+        if not mode.reads_states:
+            return
+        if not self.model.causal.composes:
+            raise ModeRefused(
+                f"mode {str(mode)!r} is refused on this model, which has recurrent layers: their "
+                "states are sums over a whole text, so states of documents are not read. Ask in "
+                "mode exact"
+            )
+        if self.forced:
             return
         [result] = self._results([str(mode.measured)], waiting=True)
         if result is not None and not result.passes:
@@ -333,7 +342,7 @@ class ModeGate:
 
         Returns:
             A result for each mode. Without a result, the model's window or the engine's pool is too
-            small for the prompts.
+            small for the prompts, or the model cannot read states.
 
         Raises:
             RequestError: The engine failed.
@@ -402,9 +411,12 @@ def measure_modes(
 ) -> list[GateResult] | None:
     """Measure modes over the built-in prompts.
 
-    Prompts hold four documents each, or as many as the model's window allows. Without room for two
-    there is no result. Errors of the engine are raised unchanged.
+    Prompts hold four documents each, or as many as the model's window allows. Without room for two,
+    or if the model cannot read states, there is no result. Errors of the engine are raised
+    unchanged.
     """
+    if not model.causal.composes:
+        return None
     for documents in (4, 3, 2):
         try:
             return _Measurement(model, engine, documents).run(modes)

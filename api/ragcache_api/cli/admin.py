@@ -414,6 +414,8 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
 
     if settings.force_modes:
         return "all serve, as force_modes is set; nothing was measured"
+    if not model.causal.composes:
+        return "every question is answered in exact: recurrent layers read no states of documents"
     with ExitStack() as stack:
         ledger = None
         with suppress(StoreError):  # reported by the check of the state folder

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ragcache import RagCache
-from ragcache.errors import UnsupportedModel
+from ragcache.errors import ModeRefused, UnsupportedModel
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.modes import EXACT, ROOTED
 from tests.ragcache.pipeline.conftest import DOCUMENTS
 from tests.tiny_hybrids import tiny_hybrid
 
@@ -48,6 +49,13 @@ def test_the_next_turn_of_a_chat_shares_the_one_before(rag: RagCache) -> None:
         {"role": "user", "content": "Where is the boat?"},
     ]
     assert rag.chat(messages).reuse.shared_tokens >= 64
+
+
+def test_a_mode_that_reads_states_is_refused_by_the_gate(rag: RagCache) -> None:
+    with pytest.raises(ModeRefused, match=r"mode 'rooted' is refused .* recurrent layers"):
+        rag.gate.check_mode(ROOTED)
+    rag.gate.check_mode(EXACT)
+    assert rag.gate.measure([ROOTED]) == [None]
 
 
 def test_states_of_modules_are_refused(rag: RagCache) -> None:
