@@ -115,6 +115,20 @@ def test_a_quotation_is_marked_in_its_document(page: Page, rag: RagCache) -> Non
     assert page.faults() == []
 
 
+def test_a_quotation_is_read_by_keyboard_alone(page: Page) -> None:
+    asked(page, QUESTION, "handbook")
+    for _ in range(20):
+        focused = page.window.switch_to.active_element
+        if focused.get_attribute("title") == "Read it in the document":
+            break
+        focused.send_keys(Keys.SHIFT, Keys.TAB)
+    focused.send_keys(Keys.ENTER)
+    page.find(".reader mark")
+    page.window.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all(".reader"))
+    assert page.window.switch_to.active_element == focused
+
+
 def test_headings_and_pages_lead_to_their_places(page: Page, rag: RagCache) -> None:
     text = "".join(f"## Part {n}\n\n" + "It rains.\n\n" * 30 for n in range(1, 30))
     rag.ingest("parts", [SourceDocument("parts.md", text)])

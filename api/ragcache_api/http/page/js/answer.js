@@ -19,7 +19,9 @@ export function Exchange({ exchange, live, open, edit, again, busy }) {
       <${Button} kind="ghost" icon="edit" label=${t("edit")} disabled=${busy} onClick=${edit} />
       <${Button} kind="ghost" icon="again" label=${t("again")} disabled=${busy} onClick=${again} />
     </div>
-    ${kind === "search" ? html`<${Hits} hits=${hits} status=${status} open=${open} />` : html`<${Said} status=${status} answer=${answer} live=${live} open=${open} />`}
+    <div class="heard" aria-live="polite" aria-busy=${String(status === "streaming")}>
+      ${kind === "search" ? html`<${Hits} hits=${hits} status=${status} open=${open} />` : html`<${Said} status=${status} answer=${answer} live=${live} open=${open} />`}
+    </div>
     ${error && html`<${Fault} error=${error} />`}
     ${status === "stopped" && html`<p class="muted stopped">${t("stopped")}</p>`}
   </section>`;
@@ -49,7 +51,7 @@ function Said({ status, answer, live, open }) {
 // Only this is drawn as tokens arrive.
 function Live({ live }) {
   const text = useStore(live);
-  return html`<div class="said streaming" aria-busy="true" aria-live="off">
+  return html`<div class="said streaming">
     ${text ? html`<${Markdown} text=${text} />` : html`<p class="muted">${t("reading")}</p>`}
     <span class="caret" aria-hidden="true"></span>
   </div>`;

@@ -4,7 +4,7 @@ const STORED = "ragcache.key";
 const RETRIED = 3;
 const PING_SECONDS = 2;
 let askKey = async () => null;
-let declined = false;
+let [declined, asking] = [false, null];
 
 /** A value that components watch (`useStore` in ui.js). */
 export function store(value) {
@@ -62,10 +62,11 @@ export async function request(method, path, { body, headers = {}, signal } = {})
   }
 }
 
-// Many calls may be refused at once: those whose key was replaced meanwhile need not ask.
+// Many calls may be refused at once: one asks for all, and none whose key was replaced meanwhile.
 async function renewed(used, refused) {
   if (sessionStorage.getItem(STORED) !== used) return true;
-  const key = declined ? null : await askKey(refused || used !== null);
+  if (!declined) asking ??= askKey(refused || used !== null).finally(() => (asking = null));
+  const key = await asking;
   if (key) setKey(key);
   else declined = true; // asked once; the page's own button asks again
   return Boolean(key);

@@ -74,9 +74,7 @@ function Ask() {
         <${Options} collection=${collection} options=${options} set=${setOptions} />
       <//>
     </main>
-    ${shown && html`<aside class="beside" aria-label=${t("document")} onKeyDown=${({ key }) => key === "Escape" && show(null)}>
-      <${Reader} ...${shown} onClose=${() => show(null)} />
-    </aside>`}
+    ${shown && html`<${Beside} shown=${shown} close=${() => show(null)} />`}
   </div>`;
 }
 
@@ -84,6 +82,19 @@ function Ask() {
 function Kept(properties) {
   const { exchange, live, busy } = properties;
   return useMemo(() => html`<${Exchange} ...${properties} />`, [exchange, live, busy]);
+}
+
+// The document beside the conversation: the keyboard goes there, and back where it came from.
+function Beside({ shown, close }) {
+  const node = useRef(null);
+  useEffect(() => {
+    const before = document.activeElement;
+    node.current.focus();
+    return () => before?.isConnected && before.focus();
+  }, [shown]);
+  return html`<aside class="beside" ref=${node} tabindex="-1" aria-label=${t("document")} onKeyDown=${({ key }) => key === "Escape" && close()}>
+    <${Reader} ...${shown} onClose=${close} />
+  </aside>`;
 }
 
 function Choice({ names, value, set }) {

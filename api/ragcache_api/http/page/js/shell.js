@@ -37,17 +37,9 @@ export function Settings() {
   const [theme, set] = useState(themeOf());
   const known = useStore(keyed);
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-  const forget = () => {
-    setKey(null);
-    forgotten.forEach((act) => act());
-    location.reload();
-  };
-  const give = async () => {
-    const key = await keyDialog(false);
-    if (!key) return;
-    setKey(key);
-    location.reload();
-  };
+  const change = (key) => (setKey(key), location.reload());
+  const forget = () => (forgotten.forEach((act) => act()), change(null));
+  const give = () => keyDialog(false).then((key) => key && change(key));
   return html`<div class="settings">
     <${Button} kind="ghost" icon="theme" data-action="appearance" label="${t("appearance")}: ${t(`theme_${theme}`)}" onClick=${() => set(next, setTheme(next))}>
       <span>${t(`theme_${theme}`)}</span>

@@ -102,9 +102,7 @@ export const Panel = ({ title, note, actions, children, ...rest }) =>
 
 export const Figure = ({ name, label, value, note }) =>
   html`<div class="figure" data-figure=${name}>
-    <dt>${label}</dt>
-    <dd>${value}</dd>
-    ${note && html`<dd class="muted">${note}</dd>`}
+    <dt>${label}</dt><dd>${value}</dd>${note && html`<dd class="muted">${note}</dd>`}
   </div>`;
 
 /** facts: [[name, text or component]]. */
@@ -150,17 +148,12 @@ export function Table({ label, columns, rows, sort, picked, row: attributes = ()
         </tr>
       </thead>
       <tbody role="rowgroup">
-        ${rows.map(
-          (row) => html`<tr role="row" key=${row.id} data-id=${row.id} ...${attributes(row)}>
-            ${picked && html`<td role="cell" class="tick">${tick(t("select_one", { name: plain(row.name ?? row.id) }), picked.has(row.id), () => picked.toggle(row.id))}</td>`}
-            ${columns.map(
-              ({ id, title, num, cell }) =>
-                html`<td role="cell" class="${num ? "num" : ""} c-${id}" data-title=${title}>
-                  <span>${cell(row)}</span>
-                </td>`,
-            )}
-          </tr>`,
-        )}
+        ${rows.map((row) => html`<tr role="row" key=${row.id} data-id=${row.id} ...${attributes(row)}>
+          ${picked && html`<td role="cell" class="tick">${tick(t("select_one", { name: plain(row.name ?? row.id) }), picked.has(row.id), () => picked.toggle(row.id))}</td>`}
+          ${columns.map(({ id, title, num, cell }) => html`<td role="cell" class="${num ? "num" : ""} c-${id}" data-title=${title}>
+            <span>${cell(row)}</span>
+          </td>`)}
+        </tr>`)}
       </tbody>
     </table>
   </div>`;
@@ -232,9 +225,7 @@ export function Bar({ label, parts, total, format, legend = true }) {
   const whole = total || shown.reduce((sum, { value }) => sum + value, 0) || 1;
   const said = shown.map((part) => `${part.label} ${format(part.value)}`).join(", ");
   return html`<div class="bar" role="img" aria-label="${label}: ${said || format(0)}">
-      ${shown.map(
-        (part) => html`<i class=${part.kind ?? ""} style=${{ background: part.color, width: `${Math.min(100, (part.value / whole) * 100)}%` }}></i>`,
-      )}
+      ${shown.map(({ kind, color, value }) => html`<i class=${kind ?? ""} style=${{ background: color, width: `${Math.min(100, (value / whole) * 100)}%` }}></i>`)}
     </div>
     ${legend && shown.length > 0 && html`<ul class="legend">${shown.map((part) => html`<li><i style=${{ background: part.color }}></i>${part.label} ${format(part.value)}</li>`)}</ul>`}`;
 }
@@ -308,9 +299,8 @@ function Modal({ each }) {
 export function Overlays() {
   return html`${useStore(dialogs).map((each) => html`<${Modal} key=${each.id} each=${each} />`)}
     <div class="toasts" role="region" aria-label=${t("notices")} aria-live="polite">
-      ${useStore(toasts).map(
-        ({ kind, title, detail }) =>
-          html`<div class="toast ${kind}"><strong>${plain(title)}</strong> <span>${plain(detail)}</span></div>`,
-      )}
+      ${useStore(toasts).map(({ kind, title, detail }) => html`<div class="toast ${kind}">
+        <strong>${plain(title)}</strong> <span>${plain(detail)}</span>
+      </div>`)}
     </div>`;
 }
