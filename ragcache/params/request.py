@@ -159,7 +159,8 @@ class GenerationParams(Params):
     store: bool = True
     """Keep the states of a chat for its next turn, as `OpenConfig.conversation_storage` says."""
     prompt_cache_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None
-    """Name of the conversation, under which it can be deleted. It changes nothing else."""
+    """Name of the conversation, under which it can be deleted and a gateway finds its states. It
+    changes no answer."""
     prompt_cache_retention: Annotated[float | str | None, AfterValidator(_seconds)] = None
     """Time for which a chat that pauses should find its states again: seconds, `5m`, `1h` or `24h`,
     or `in_memory` for no wish. They are evicted after all others, as far as the caller's budget
