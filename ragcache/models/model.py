@@ -101,9 +101,12 @@ class CausalLM:
             anything is summed.
         kernels: Whether the kernels of a GPU compute the attention.
         recurrent_bytes: Bytes of the recurrent states of one text. 0 if all layers are attention.
+        composes: Whether prompts can be made of states of modules that were encoded one by one.
+            False for models with recurrent layers.
     """
 
     recurrent_bytes = 0
+    composes = True
 
     def __init__(
         self,
@@ -148,12 +151,6 @@ class CausalLM:
     def fingerprint(self) -> str:
         """Digest of configuration, weights, and the dtypes of weights and kept states."""
         return model_fingerprint(self.model, self.states_dtype)
-
-    @property
-    def composes(self) -> bool:
-        """Whether prompts can be made of states of modules that were encoded one by one. False for
-        models with recurrent layers."""
-        return not self.recurrent_bytes
 
     @property
     def bytes_per_token(self) -> int:

@@ -125,12 +125,14 @@ class _CallCache:
 class HybridLM(CausalLM):
     """A patched Hugging Face model with recurrent layers. See `CausalLM`."""
 
+    composes = False
+
     def __init__(self, *args: Any, kinds: LayerKinds, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kinds = kinds
 
     @cached_property
-    def recurrent_bytes(self) -> int:  # type: ignore[override]
+    def recurrent_bytes(self) -> int:  # type: ignore[override]  # a number that the base knows
         """See `CausalLM`."""
         with torch.inference_mode():
             hidden = torch.zeros(
