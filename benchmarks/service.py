@@ -85,6 +85,7 @@ def bench_http(
                 rag.ingest(_COLLECTION, [_document(topic)])
             with serving(rag) as port:
                 result = _first_tokens(rag, port, setting, progress)
+                result |= _interfaces(rag, port, setting, progress)
                 result |= _streams(rag, port, setting, "_reader", progress)
                 progress("texts of another namespace")
                 result |= foreign_first_tokens(rag, port, setting.foreign)
@@ -146,6 +147,55 @@ def _first_tokens(
         "ttft_overhead_ms_p50": 1000 * p50,
         "ttft_called_ms_p50": 1000 * statistics.median(called),
         "ttft_served_ms_p50": 1000 * statistics.median(served),
+    }
+
+
+def bench_interfaces(setting: HttpSetting, progress: Progress) -> dict[str, Any]:
+    """Measure first tokens of the interfaces alone."""
+    with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
+        progress("ingesting documents")
+        with RagCache.open(Path(place) / "state", dtype=setting.dtype, **_OPENING) as rag:
+            rag.ingest(_COLLECTION, [_document(topic) for topic in _TOPICS])
+            with serving(rag) as port:
+                result = _interfaces(rag, port, setting, progress)
+    return result | {"setting": asdict(setting), "machine": describe_machine()}
+
+
+def _interfaces(
+    rag: RagCache, port: int, setting: HttpSetting, progress: Progress
+) -> dict[str, Any]:
+    """Measure first tokens of the same questions by each interface, in turn.
+
+    interface_more_ms_p50: medians of the differences from the chat of the same question.
+    """
+    progress("first tokens by interface, in turn")
+    times: dict[str, list[float]] = {}
+    with ClientProcess(port) as client:
+        for number in range(setting.runs + 5):
+            bodies = interfaces(rag, f"What of {_TOPICS[number % len(_TOPICS)]}?")
+            turn = number % len(bodies)
+            for path in (*list(bodies)[turn:], *list(bodies)[:turn]):
+                seconds = client.first_token(request(path, bodies[path], port))
+                times.setdefault(path, []).append(seconds)
+    kept = {path: each[5:] for path, each in times.items()}
+    chats = kept.pop("/v1/chat/completions")
+    return {
+        "interface_ms_p50": {p: 1000 * statistics.median(each[5:]) for p, each in times.items()},
+        "interface_more_ms_p50": {
+            path: 1000 * statistics.median(o - c for o, c in zip(each, chats, strict=True))
+            for path, each in kept.items()
+        },
+    }
+
+
+def interfaces(rag: RagCache, question: str) -> dict[str, dict[str, Any]]:
+    """Return the same streamed question in each interface, by path."""
+    asked = chat(rag, _COLLECTION, question, 2)
+    plain = {name: value for name, value in asked.items() if name not in ("messages", "max_tokens")}
+    return {
+        "/v1/chat/completions": asked,
+        "/v1/messages": asked,
+        "/v1/responses": plain | {"input": question, "max_output_tokens": 2},
     }
 
 
@@ -364,10 +414,17 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
     dtype: BenchDTypeOption = "auto",
+    only_interfaces: Annotated[
+        bool, typer.Option("--interfaces", help="First tokens of the interfaces alone.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """The service beside calls of the engine: first tokens, streams, and a long listing."""
     setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules, dtype=dtype)
+    if only_interfaces:
+        result = run_benchmark(lambda progress: bench_interfaces(setting, progress))
+        print_figures([_interface_table(result)], result, json_file)
+        return
     result = run_benchmark(lambda progress: bench_http(setting, progress))
     table = plain_table("over HTTP", "", "of the calls")
     table.add_row(
@@ -387,7 +444,16 @@ def main(
         "first token of a text that another namespace has ingested",
         f"{result['foreign_ttft_ratio']:.2f}x", "of one that nobody has",
     )  # fmt: skip
-    print_figures([table], result, json_file)
+    print_figures([table, _interface_table(result)], result, json_file)
+
+
+def _interface_table(result: dict[str, Any]) -> Any:
+    table = plain_table("first token", "", "more than a chat")
+    more = result["interface_more_ms_p50"]
+    for path, milliseconds in result["interface_ms_p50"].items():
+        told = f"{more[path]:+.2f} ms" if path in more else ""
+        table.add_row(path, f"{milliseconds:.1f} ms", told)
+    return table
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any
 
 _END = b"0\r\n\r\n"
-_TOKEN = b'"delta":{"content":"'
+_TOKEN = re.compile(rb'"delta":\{"content":"(?!")|"text_delta"|response\.output_text\.delta')
+"""A token in a chunk of a chat, or in an event of messages or responses."""
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 _MORE_THAN_COMES = 1 << 20  # bytes
 
@@ -68,7 +69,7 @@ def _first_token(port: int, sent: bytes) -> float:
         if not part:
             raise ConnectionError(got.decode(errors="replace"))
         got += part
-        if not first and _TOKEN in got.replace(b'"content":""', b""):
+        if not first and _TOKEN.search(got):
             first = time.perf_counter() - begin
     return first
 
