@@ -36,6 +36,8 @@ class EngineConfig:
     module is encoded alone."""
     draft_tokens: int = 0
     """Maximum number of tokens of an answer that are drafted from its prompt in a step."""
+    draft_requests: int = 8
+    """Most running requests with drafts. One on a CPU, where every row of a step takes time."""
     warm_up: bool = False
     """Whether a GPU's graphs are captured at start instead of at the first steps of each size."""
 
@@ -48,7 +50,7 @@ class EngineConfig:
             device: The device of the model.
             changes: Fields to override. None keeps the device's value.
         """
-        limits: dict[str, Any] = {}
+        limits: dict[str, Any] = {"draft_requests": 1}
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             rest = max(free - GPU_RESERVE, free // 2)

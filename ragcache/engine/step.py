@@ -26,9 +26,6 @@ from ragcache.engine.sampling import logprobs_of
 from ragcache.engine.sequence import Sequence
 from ragcache.errors import UnusableLogits
 
-MOST_DRAFTING: Final = 8
-"""Most running sequences with drafts."""
-
 MOST_DRAFTED: Final = 32
 """Most drafted tokens of a step."""
 
@@ -245,7 +242,8 @@ class DraftPlanner:
                 yield sequence, each
 
     def _suits(self, running: Seq[Sequence]) -> bool:
-        return self._config.draft_tokens > 0 and len(running) <= MOST_DRAFTING
+        config = self._config
+        return config.draft_tokens > 0 and len(running) <= config.draft_requests
 
     def _drafted(self, item: ScheduledWork, most: int, running: Seq[Sequence]) -> ScheduledWork:
         """The work of a sequence that decodes, with up to `most` drafted tokens."""

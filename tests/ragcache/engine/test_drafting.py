@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ragcache.engine import (
     Context,
     EncodeJob,
+    EngineConfig,
     Request,
     RequestOutput,
     SamplingParams,
@@ -22,7 +23,6 @@ from ragcache.engine import (
 )
 from ragcache.engine.drafter import LEAST_RATE, MATCH, Drafter
 from ragcache.engine.request import ComputedTokens, RepetitionRule
-from ragcache.engine.step import MOST_DRAFTING
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.ragcache.engine.delayed_runner import delayed_core
@@ -192,8 +192,12 @@ def test_tokens_that_depend_on_each_other_are_not_drafted(
 
 def test_many_requests_are_not_drafted(causal: CausalLM) -> None:
     core = drafting(core_of, causal)
-    core.run(*[quoted(causal, 1, wrong=99)] * (MOST_DRAFTING + 1))
+    core.run(*[quoted(causal, 1, wrong=99)] * (EngineConfig().draft_requests + 1))
     assert core.stats.drafted_tokens == 0
+
+
+def test_a_cpu_drafts_for_one_request_alone() -> None:
+    assert EngineConfig.for_device(torch.device("cpu")).draft_requests == 1
 
 
 def drafter_of(known: Sequence[int], tokens: Sequence[int]) -> Drafter:
