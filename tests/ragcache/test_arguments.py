@@ -28,7 +28,7 @@ VALUES: dict[str, Any] = {
     "document_id": "a", "to": "b", "ids": ["a"], "question": Q, "questions": [Q],
     "messages": "x", "conversations": ["x"], "text": "<schema name='x'/>", "name": "x",
     "query": Q, "namespace": "x", "instruction": "Briefly.", "calibration": None,
-    "path": "x.tar", "source": "x.tar",
+    "path": "x.tar", "source": "x.tar", "description": "Notes.",
 }  # fmt: skip
 
 

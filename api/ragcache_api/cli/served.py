@@ -95,7 +95,7 @@ class _ServedChat(ServedAnswer):
     """The answer of `POST /v1/chat/completions`."""
 
     def _pieces(self) -> Iterator[str]:
-        text = ""
+        text, sources = "", list[dict[str, Any]]()
         for _, value in _events(self._response):
             if "error" in value:
                 raise _failure(value["error"])
@@ -103,11 +103,9 @@ class _ServedChat(ServedAnswer):
                 if piece := choice["delta"].get("content"):
                     text += piece
                     yield piece
+            for each in value.get("sources") or ():
+                sources.append({"document": each["source"]["id"], **each["metadata"][0]})
             if "ragcache" in value:
-                sources = [
-                    {"document": each["source"]["id"], **each["metadata"][0]}
-                    for each in value.get("sources") or ()
-                ]
                 self.values = {"text": text, "sources": sources, **value["ragcache"]}
 
 

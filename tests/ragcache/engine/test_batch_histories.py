@@ -158,6 +158,7 @@ class History:
             by_position=scheme.slopes is not None or scheme.window is not None,
             windows=() if scheme.window is None else (scheme.window,),
             softcap=None,
+            recurrent_bytes=0,
         )
         self.builder = BatchBuilder(model)
         self.requests = [self.request() for _ in range(self.draw(st.integers(1, 3)))]
