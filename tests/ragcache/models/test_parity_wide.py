@@ -22,10 +22,9 @@ from tests.ragcache.models.test_trial import HYBRIDS, VARIANTS, make_config
 from tests.tiny_models import random_tokens
 
 pytestmark = pytest.mark.slow
-CASES = [
-    *sorted(FAMILIES.keys() - HYBRIDS),
-    *sorted(VARIANTS.keys() - {"state spaces beside attention"}),
-]
+COMPOSING = (FAMILIES.keys() | VARIANTS.keys()) - HYBRIDS - {"state spaces beside attention"}
+"""Families and variants whose prompts are composed of states."""
+CASES = sorted(COMPOSING)
 NEAR = {"rtol": 1e-3, "atol": 2e-4}  # of logits
 NEW = 6
 
