@@ -22,7 +22,7 @@ THREADS = ("MainThread", "ragcache-engine")
 TEXTS = {"leave.md": "There are 28 days of leave.", "keys.md": "The key hangs in the boathouse."}
 
 
-class Trace:
+class CallTrace:
     """Counts the calls into each source file, while it is switched on."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Trace:
 
 def trace_question() -> Counter[str]:
     """Asks a question twice, and counts the calls of the second time."""
-    trace = Trace()
+    trace = CallTrace()
     from ragcache import GenerationParams, RagCache, SourceDocument
 
     documents = [SourceDocument(name, text) for name, text in TEXTS.items()]
