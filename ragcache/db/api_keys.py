@@ -151,7 +151,7 @@ class ApiKeys:
             if found is None:
                 known = self._reload()
                 found = KeyCheck(known.exist, self._find(known, secret))
-                if found.key is None:
+                if found.key is None and secret.startswith(_MARK):
                     self._search_from = self._clock() + _SEARCH_SECONDS
         return found
 
@@ -161,7 +161,7 @@ class ApiKeys:
         if known is None or self._is_old(known):
             return None
         found = self._find(known, secret)
-        if found is None and secret.startswith(_MARK) and self._clock() >= self._search_from:
+        if found is None and secret.startswith(_MARK) and self._may_search(known):
             return None
         return KeyCheck(known.exist, found)
 
@@ -193,6 +193,14 @@ class ApiKeys:
 
     def _is_old(self, known: _Known) -> bool:
         return self._clock() - known.read_at > _AGE
+
+    def _may_search(self, known: _Known) -> bool:
+        """Whether the keys are read again for an unknown secret.
+
+        Always while there is no key: the secret may belong to the first one, and its holder is not
+        an operator.
+        """
+        return not known.exist or self._clock() >= self._search_from
 
     def _find(self, known: _Known, secret: str) -> ApiKeyRow | None:
         """Compare all digests, each as a whole, so that the time reveals nothing."""

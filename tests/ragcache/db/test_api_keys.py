@@ -88,6 +88,25 @@ def test_a_key_of_another_process_opens_at_once(
     assert keys.check(theirs).key is not None
 
 
+@pytest.mark.parametrize("before", ["", "rc-unknown"])
+def test_the_first_key_of_another_process_opens_at_once(
+    keys: ApiKeys, database: Database, before: str
+) -> None:
+    """Its holder was served as an operator, because the service seemed to have no key."""
+    assert not keys.check(before).exist
+    _, theirs = ApiKeys(database).create("page")
+    assert keys.check(theirs).key is not None
+
+
+def test_requests_without_a_key_do_not_keep_a_new_one_out(
+    keys: ApiKeys, database: Database
+) -> None:
+    keys.create("page")
+    assert keys.check("").key is None
+    _, theirs = ApiKeys(database).create("page")
+    assert keys.check(theirs).key is not None
+
+
 def test_a_revoked_key_is_refused_at_once_and_by_others_soon(
     keys: ApiKeys, database: Database, clock: Clock
 ) -> None:
