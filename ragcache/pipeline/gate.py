@@ -236,10 +236,11 @@ class ModeGate:
         """Measure modes in a thread, now and whenever a prompt asks for an unknown one.
 
         Prompts do not wait for it: they are answered in `exact` meanwhile, and
-        `Reuse.replaced_mode` names the mode that they asked for. A service calls this at its start.
+        `Reuse.replaced_mode` names the mode that they asked for. A service calls this at its start,
+        and `ragcache ask` for its one question.
 
         Args:
-            modes: Modes to measure now.
+            modes: Modes to measure now, before any prompt asks for them.
         """
         if not self.model.causal.composes:  # every prompt is answered in `exact`
             return

@@ -55,6 +55,8 @@ def ask(
             ui.print_answer(served, pieces=stream)
         return
     with ui.open_existing_rag(options, collection) as rag:
+        if mode == ROOTED and not rag.internals.shared.model.extractive:
+            rag.gate.measure_in_background(())  # the first answer does not wait for it
         answer = rag.stream(
             question, collection=collection, mode=mode, generation=params, **search.given()
         )
@@ -66,6 +68,7 @@ def ask(
             ui.print_calibration_note(rag, collection, options)
             command = ui.warm_command(collection, mode, options)
             ui.print_unkept(rag, f"{command} keeps those of its documents")
+        ui.finish_measurement(rag, answer.answer)
 
 
 @expand_options

@@ -316,6 +316,24 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
 
 
+def finish_measurement(rag: RagCache, answer: Answer) -> None:
+    """Wait until the mode is measured that an answer asked for, and print the result.
+
+    Everything is printed on standard error. Does nothing if the answer is in the mode that it asked
+    for, or if the model cannot read states.
+    """
+    mode = answer.reuse.replaced_mode
+    if mode is None or not rag.internals.shared.model.causal.composes:
+        return
+    text = f"answered in exact, while {mode} is measured on this model, once for this folder"
+    errors.print(text, soft_wrap=True)
+    with errors.status(f"measuring how far {mode} is from exact"):
+        rag.gate.join()
+    for result in rag.gate.results():
+        if result.mode == mode:
+            errors.print(str(result), markup=False, soft_wrap=True)
+
+
 def print_calibration_note(rag: RagCache, collection: str, options: ServiceOptions) -> None:
     """Tell on standard error how a model's answers get checked, if they are not checked yet."""
     shared = rag.internals.shared

@@ -11,7 +11,7 @@ from ragcache.pipeline import gate
 from ragcache.pipeline.gate import GateResult
 from ragcache_api.cli import ask
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, write_notes
 
 ANSWER_KEYS = {
     "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices",
@@ -69,6 +69,26 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
     assert "--force-modes" in refused
     assert json_of(run(*asked, "--force-modes", "--json"))["mode"] == "rooted"
     assert json_of(run(*asked, "--mode", "exact", "--json"))["mode"] == "exact"
+
+
+@pytest.mark.slow
+def test_the_first_answer_of_a_model_does_not_wait_for_the_gate(
+    run: Run, float_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = GateResult("rooted", 24, 0.25, 0.9, 2.0, 6.0, 1.0, 0.95)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [near])
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+    model = ("--model", float_reader)
+    run("sync", "notes", write_notes(tmp_path / "notes"), *model)
+    asked = ("ask", QUESTION, "-c", "notes", "--max-tokens", 2, *model)
+    status, out, err = run(*asked)
+    assert status == 0
+    assert "mode exact" in out
+    assert "answered in exact, while rooted is measured on this model" in err
+    assert "rooted serves: 0.25 nats from exact" in err
+    status, out, err = run(*asked)
+    assert "mode rooted" in out
+    assert "measured" not in err
 
 
 @pytest.mark.slow
