@@ -1,5 +1,6 @@
 """`ragcache serve --replicas 2` as compose.yaml has it: Ray Serve over PostgreSQL and an S3 store.
-One replica is killed, one is halted, and PostgreSQL goes away."""
+One replica is killed, one is halted, and PostgreSQL goes away. One service, which takes a minute to
+start, meets all three."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ moto = pytest.importorskip(
     "moto.server", reason="an S3 store to test with: pip install moto[server]"
 )
 
+pytestmark = pytest.mark.enable_socket
+
 COMPOSE: dict[str, Any] = yaml.safe_load((REPOSITORY / "compose.yaml").read_text("utf-8"))
 SERVICE = COMPOSE["services"]["ragcache"]
 UNSET = re.compile(r"\$\{\w+:-(.*?)\}")
@@ -46,7 +49,6 @@ DOCUMENTS = {
     "leave.md": "Everybody has 26 days of leave a year.",
 }
 QUESTIONS = ("Where is the Pipit moored?", "Where does the spare key hang?", "How much leave?")
-
 
 STALE_SECONDS = 20
 
@@ -60,9 +62,10 @@ class Cluster:
     switch: Switch
 
 
-@pytest.fixture
-def service(socket_enabled: None, tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The service of the compose file, with its command and variables, and its ledger."""
+    tmp_path = tmp_path_factory.mktemp("service")
     store = moto.ThreadedMotoServer(port=0)
     store.start()
     with socket.socket() as free, postgres_schema() as ledger:
@@ -181,6 +184,7 @@ def test_no_question_waits_as_long_as_a_replica_is_halted(
     after = routed(client)
     chosen = max(after, key=lambda session: after[session] - before[session])
     halted = kept(service.ledger)[1][chosen]
+    retried = client.get("/admin/replicas").json()["retried"]
 
     def wait(number: int) -> float:
         began = time.monotonic()
@@ -195,7 +199,7 @@ def test_no_question_waits_as_long_as_a_replica_is_halted(
         measured("seconds that questions waited while a replica was halted", waited)
     finally:
         os.kill(halted, signal.SIGCONT)
-    assert client.get("/admin/replicas").json()["retried"] > 0
+    assert client.get("/admin/replicas").json()["retried"] > retried
     ask_all(client)
 
 
@@ -204,7 +208,7 @@ def test_replicas_answer_without_postgresql(service: Cluster, measured: Measured
     client = service.client
     ingest(client)
     made = client.post("/admin/keys", json={"name": "page", "role": "admin"})
-    client.headers["Authorization"] = f"Bearer {made.json()['secret']}"
+    client.headers["Authorization"] = f"Bearer {made.json()['secret']}"  # the last test's
     ask_all(client)
     service.switch.off()
     away = time.monotonic()

@@ -203,7 +203,7 @@ def test_hundreds_of_operations_on_postgresql(request: pytest.FixtureRequest) ->
 @pytest.mark.slow
 def test_thousands_of_operations() -> None:
     """Ten thousand under the profile `full`."""
-    run(StoreMachine, scaled(200))
+    run(StoreMachine, scaled(200, quick=0.1))
 
 
 @pytest.mark.slow
