@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +14,7 @@ from ragcache.retrieval import Hit
 
 FILE_PREFIX = "file-"
 """Begin of the ids of uploaded files, which are the ids of their documents in vector stores."""
+_MARK = re.compile(r"\[(\d+)\]")
 _WEB = ("http://", "https://")
 
 
@@ -70,26 +72,32 @@ def source_of(citation: Citation) -> dict[str, Any]:
     return source if similarity is None else source | {"distances": [max(0.0, similarity)]}
 
 
-def annotations_of(answer: Answer, choice: int, text: str) -> list[dict[str, Any]]:
-    """Write the documents of a choice as OpenAI's `url_citation`s of its whole text.
+def annotations_of(
+    answer: Answer, choice: int, text: str, marked: bool = False
+) -> list[dict[str, Any]]:
+    """Write the documents of a choice as OpenAI's `url_citation`s.
 
-    A quotation cites the documents that it occurs in. A document without an address on the web has
-    its id for the URL, since OpenAI's clients accept no other type of annotation in chats.
+    The range of a citation is its source mark in the text, or the whole text in an answer without
+    marks. A document without an address on the web has its id for the URL, since OpenAI's clients
+    accept no other type of annotation in chats.
 
     Args:
         answer: The answer.
         choice: Index of the choice.
         text: Text of the choice, as the response has it.
+        marked: Whether the request asked for source marks (`citations`).
     """
-    if not text:
-        return []
-    cited = {
-        each.document: _url_of(each) or each.document for each in cited_sources(answer, choice)
-    }
-    place = {"start_index": 0, "end_index": len(text)}
     return [
-        {"type": "url_citation", "url_citation": {**place, "title": name, "url": url}}
-        for name, url in cited.items()
+        {
+            "type": "url_citation",
+            "url_citation": {
+                "start_index": each.begin,
+                "end_index": each.end,
+                "title": each.source.document,
+                "url": _url_of(each.source) or each.source.document,
+            },
+        }
+        for each in _mentions(answer, choice, text, marked)
     ]
 
 
@@ -113,17 +121,25 @@ def search_citations(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def file_citations(answer: Answer, text: str) -> list[dict[str, Any]]:
-    """Write the documents of the first choice as OpenAI's `file_citation`s at the end of its text.
+def file_citations(answer: Answer, text: str, marked: bool = False) -> list[dict[str, Any]]:
+    """Write the documents of the first choice as OpenAI's `file_citation`s.
+
+    The index of a citation is the first character of its source mark, or the end of the text in an
+    answer without marks.
 
     Args:
         answer: The answer.
         text: Text of the choice, as the response has it.
+        marked: Whether the request asked for source marks (`citations`).
     """
-    files = {each.document: filename_of(each) for each in cited_sources(answer, 0)}
     return [
-        {"type": "file_citation", "file_id": name, "filename": filename, "index": len(text)}
-        for name, filename in files.items()
+        {
+            "type": "file_citation",
+            "file_id": each.source.document,
+            "filename": filename_of(each.source),
+            "index": each.begin if marked else each.end,
+        }
+        for each in _mentions(answer, 0, text, marked)
     ]
 
 
@@ -166,6 +182,34 @@ def cited_sources(answer: Answer, choice: int) -> list[Citation]:
         return []
     quoted = {span.document for span in answer.spans if span.choice == choice}
     return [each for each in answer.sources if not quoted or each.document in quoted]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mention:
+    """A place of an answer's text that cites a document."""
+
+    source: Citation
+    begin: int
+    end: int
+
+
+def _mentions(answer: Answer, choice: int, text: str, marked: bool) -> list[_Mention]:
+    """Return the marks of a text in their order, or each document for the whole text."""
+    sources = cited_sources(answer, choice)
+    if not marked:
+        cited = {each.document: each for each in sources} if text else {}
+        return [_Mention(each, 0, len(text)) for each in cited.values()]
+    modules = {each.module: each for each in sources}
+    named = {
+        span.mark: modules[span.module]
+        for span in answer.spans
+        if span.choice == choice and span.module in modules
+    }
+    return [
+        _Mention(named[number], *mark.span())
+        for mark in _MARK.finditer(text)
+        if (number := int(mark[1])) in named
+    ]
 
 
 def _url_of(citation: Citation) -> str | None:

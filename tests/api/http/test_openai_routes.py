@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import Citation, GenerationParams, RagCache
+from ragcache.answers import citations
 from ragcache.engine import LLMEngine, Request
 from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
@@ -743,6 +745,37 @@ def test_a_free_answer_cites_every_document(rag: RagCache) -> None:
     assert [each["title"] for each in cited] == [source.document for source in answer.sources]
     assert cited[0]["url"] == source_of(web)["source"]["url"] == "https://a.example/leave"
     assert source_of(web)["metadata"][0]["source"] == "https://a.example/leave"
+
+
+def test_annotations_have_the_ranges_of_marks(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(citations, "sources_of", lambda _, passages: passages[:: len(passages) - 1])
+    asked = {"collection": "notes", "extractive": False, "citations": True, "k": 2} | {
+        "relative_threshold": 0, "max_tokens": 12, "min_confidence": 0, "n": 2,
+        "temperature": 1.0, "seed": 3,
+    }  # fmt: skip
+    told = ask(client, **asked).json()
+    spans = {(each["choice"], each["mark"]): each for each in told["ragcache"]["spans"]}
+    for number, choice in enumerate(told["choices"]):
+        text, annotations = choice["message"]["content"], choice["message"]["annotations"]
+        cited = [each["url_citation"] for each in annotations]
+        marks = [text[each["start_index"] : each["end_index"]] for each in cited]
+        assert marks == re.findall(r"\[\d+\]", text)
+        assert {"[1]", "[2]"} <= set(marks)
+        for mark, each in zip(marks, cited, strict=True):
+            assert spans[number, int(mark[1:-1])]["document"] == each["title"]
+    streamed = chunks(ask(client, **asked, stream=True).text)[-1]["choices"]
+    assert [each["delta"]["annotations"] for each in streamed] == [
+        each["message"]["annotations"] for each in told["choices"]
+    ]
+
+
+def test_a_text_without_a_mark_cites_nothing(rag: RagCache) -> None:
+    params = GenerationParams(extractive=False, max_tokens=2, min_confidence=0)
+    answer = rag.ask(LEAVE, collection="notes", generation=params)
+    assert annotations_of(answer, 0, "Yes.")
+    assert annotations_of(answer, 0, "Yes [1].", marked=True) == []
 
 
 @pytest.mark.parametrize(

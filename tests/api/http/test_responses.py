@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from ragcache import GenerationParams, RagCache
+from ragcache.answers import citations
 from ragcache.db import StoredObjects
 from ragcache.models import LoadedModel
 from ragcache_api.http.errors import HTTPProblem
@@ -128,6 +130,25 @@ def test_a_collection_is_searched_and_cited(client: TestClient) -> None:
     assert "response.output_text.annotation.added" in names
     last = streamed[-1][1]["response"]["output"]
     assert [each["content"] for each in last[1:]] == [message["content"]]
+
+
+def test_citations_have_the_places_of_marks(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(citations, "sources_of", lambda _, passages: passages[:: len(passages) - 1])
+    tool = {"type": "file_search", "vector_store_ids": ["notes"]}
+    asked = {"tools": [tool], "extractive": False, "citations": True, "min_confidence": 0}
+    asked |= {"max_output_tokens": 12, "relative_threshold": 0}
+    told = send(client, **asked).json()
+    [part] = told["output"][1]["content"]
+    marks = list(re.finditer(r"\[\d+\]", part["text"]))
+    assert len(marks) > 1
+    assert [each["index"] for each in part["annotations"]] == [each.start() for each in marks]
+    places = {f"[{each['mark']}]": each["document"] for each in told["ragcache"]["spans"]}
+    assert [each["file_id"] for each in part["annotations"]] == [places[each[0]] for each in marks]
+    streamed = events(send(client, stream=True, **asked).text)
+    added = [value["annotation"] for name, value in streamed if "annotation.added" in name]
+    assert added == part["annotations"]
 
 
 def test_a_form_is_kept(client: TestClient) -> None:

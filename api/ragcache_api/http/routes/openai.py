@@ -377,7 +377,7 @@ class _ChatWriter(_CompletionWriter):
         output: OutputFormat,
     ) -> None:
         super().__init__(context, body, active)
-        self._with_logprobs = bool(body.logprobs)
+        self._with_logprobs, self._marked = bool(body.logprobs), body.citations
         self._readers = [output.reader() for _ in range(body.n)]
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -389,9 +389,12 @@ class _ChatWriter(_CompletionWriter):
         deltas = [reader.feed(choice.text), reader.finish()]
         message = {"role": "assistant", **join_deltas(deltas)}
         if self._with_sources:
-            message["annotations"] = annotations_of(answer, index, message["content"] or "")
+            message["annotations"] = self._annotations(answer, index, message["content"] or "")
         logprobs = self._logprobs.chat(choice.chosen) if self._with_logprobs else None
         return _choice(index, logprobs, self._finish_reason(index, choice), message=message)
+
+    def _annotations(self, answer: Answer, index: int, text: str) -> list[dict[str, Any]]:
+        return annotations_of(answer, index, text, self._marked)
 
     def _finish_reason(self, index: int, choice: Choice) -> str:
         return self._readers[index].finish_reason(finish_reason_of(choice))
@@ -419,7 +422,8 @@ class _ChatWriter(_CompletionWriter):
     def _ending(self, index: int, answer: Answer) -> dict[str, Any]:
         choice, delta = answer.choices[index], dict[str, Any]()
         if self._with_sources:
-            delta["annotations"] = annotations_of(answer, index, self._readers[index].content)
+            text = self._readers[index].content
+            delta["annotations"] = self._annotations(answer, index, text)
         return _choice(index, None, self._finish_reason(index, choice), delta=delta)
 
 

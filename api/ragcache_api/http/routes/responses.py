@@ -372,7 +372,9 @@ class _ResponseWriter:
         ]
 
     def _annotations(self, answer: Answer, text: str) -> list[dict[str, Any]]:
-        return [] if self._chat.collection is None else file_citations(answer, text)
+        if self._chat.collection is None:
+            return []
+        return file_citations(answer, text, self._body.citations)
 
     def _message(
         self, text: str, annotations: Sequence[Mapping[str, Any]], status: str = "completed"
