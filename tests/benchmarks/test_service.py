@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import service
@@ -40,7 +41,32 @@ def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.M
     assert set(told["list_ms_p50_by_sort"]) == {"id", "name", "nbytes", "hits", "used_at"}
     assert set(told["ttft_ms_p50_by_owner"]) == {"own", "foreign", "unknown"}
     assert told["foreign_ttft_ratio"] > 0
+    check_interfaces(told)
     assert (told["setting"]["modules"], told["setting"]["streams"]) == (200, 2)
+
+
+INTERFACES = {"/v1/chat/completions", "/v1/messages", "/v1/responses"}
+
+
+@pytest.mark.slow
+def test_first_tokens_are_measured_by_interface(tmp_path: Path) -> None:
+    file = tmp_path / "interfaces.json"
+    app = typer.Typer()
+    app.command()(service.main)
+    done = CliRunner().invoke(app, ["--interfaces", "--runs", "2", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    told = json.loads(file.read_text())
+    check_interfaces(told)
+    assert told["setting"]["runs"] == 2
+    assert "list_ms_p50" not in told, "nothing else is measured"
+    assert all(path in done.output for path in INTERFACES)
+
+
+def check_interfaces(told: dict[str, Any]) -> None:
+    """Every interface has its first token, and the difference from the chat's."""
+    assert set(told["interface_ms_p50"]) == INTERFACES
+    assert set(told["interface_more_ms_p50"]) == INTERFACES - {"/v1/chat/completions"}
+    assert min(told["interface_ms_p50"].values()) > 0
 
 
 @pytest.mark.slow
