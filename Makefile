@@ -5,8 +5,6 @@ BIN := .venv/bin
 # Of Hypothesis, in `make test-all`: every example of a property, or a quarter (`quick`).
 PROFILE ?= full
 INSTALLED := .venv/.installed
-# Clients of OpenAI's, Anthropic's and the Model Context Protocol's interfaces, in `make test-all`.
-OFFICIAL := "openai-python or anthropic-python or langchain-anthropic or langchain-mcp"
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -21,10 +19,10 @@ test: $(INSTALLED)
 # With what takes a third of a second or more, of which `make test` runs a part: kills, state machines,
 # loads, the page in a browser, requests by schema, second processes, scripts, most families of models;
 # and with every example of a property. Where there is a PostgreSQL, also tests/cluster, whose soak
-# takes RAGCACHE_SOAK_SECONDS (900).
+# takes RAGCACHE_SOAK_SECONDS (900). Then the official clients of tests/clients/table.py.
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
-	$(BIN)/python -m pytest -m clients tests/clients/test_clients.py -k $(OFFICIAL)
+	$(BIN)/python -m pytest -m official tests/clients/test_clients.py
 
 # Clients that others wrote, installed from PyPI and npm into ~/.cache/ragcache-test-clients, against
 # a real service.

@@ -90,8 +90,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Folders whose tests are all slow, and whose libraries `make test` need not import; and the
     clients, which are installed from package registries."""
     slow = (REPOSITORY / "tests/cluster", REPOSITORY / "tests/api/page")
-    expression = config.option.markexpr
-    if collection_path == REPOSITORY / "tests/clients" and expression != "clients":
+    expression, clients = config.option.markexpr, REPOSITORY / "tests/clients"
+    if collection_path == clients and expression not in ("clients", "official"):
         return True
     return True if expression == "not slow" and collection_path in slow else None
 

@@ -48,6 +48,9 @@ class Client:
     """A sentence of the guide on what is particular to this client."""
     fails: str = ""
     """Reason why the client does not work. Its script must then fail."""
+    official: bool = False
+    """Whether `make test-all` runs the client, too: a vendor's own one, or one that takes a
+    collection for a model."""
     torch: bool = False
     """Whether the client needs torch. All others are installed without it."""
     seconds: float = 180
@@ -86,6 +89,7 @@ LIBRARIES = (
         "https://github.com/openai/openai-python",
         ("openai==3.57.0",),
         expects=(ANSWER, SOURCE, ANSWER),
+        official=True,
     ),
     Client(
         "openai-node",
@@ -110,6 +114,7 @@ LIBRARIES = (
         ("langchain-mcp-adapters==0.3.2",),
         expects=(COLLECTION, ANSWER, SOURCE),
         note="The adapter gives an agent the tools of the [Model Context Protocol](mcp.md).",
+        official=True,
     ),
     Client(
         "langchain-node",
@@ -125,6 +130,7 @@ LIBRARIES = (
         ("anthropic==2.14.0",),
         expects=(ANSWER, SOURCE, "input_tokens=", ANSWER),
         note="Anthropic's clients add `/v1/messages` to their base URL.",
+        official=True,
     ),
     Client(
         "anthropic-node",
@@ -139,6 +145,7 @@ LIBRARIES = (
         "https://github.com/langchain-ai/langchain",
         ("langchain-anthropic==1.7.10",),
         expects=(ANSWER, "cache_read", ANSWER),
+        official=True,
     ),
     Client(
         "llama-index",
@@ -160,7 +167,9 @@ LIBRARIES = (
         "https://github.com/BerriAI/litellm",
         ("litellm==1.110.2",),
         expects=(ANSWER, SOURCE, ANSWER),
-        note="The prefix `openai/` tells LiteLLM which interface the service speaks.",
+        note="The prefix `openai/` tells LiteLLM which interface the service speaks. The "
+        "collection is part of the model's id.",
+        official=True,
     ),
     Client(
         "instructor",
@@ -199,7 +208,7 @@ LIBRARIES = (
         "https://github.com/vercel/ai",
         ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92"),
     ),
-    Client("llm", "llm", "https://github.com/simonw/llm", ("llm==0.36",)),
+    Client("llm", "llm", "https://github.com/simonw/llm", ("llm==0.36",), official=True),
     Client(
         "agno",
         "Agno",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,13 @@ pytestmark = [
 RUNNERS = {".py": "python", ".mjs": "node", ".sh": "bash"}
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def each_client(client: Client) -> Any:
+    """A client as a parameter, with the mark of the ones that `make test-all` runs."""
+    marks = [pytest.mark.official] if client.official else []
+    return pytest.param(client, id=client.name, marks=marks)
+
+
+@pytest.mark.parametrize("client", [each_client(client) for client in CLIENTS])
 def test_client_answers_from_the_collection(
     client: Client, service: Service, environments: Environments, tmp_path: Path
 ) -> None:

@@ -1,8 +1,8 @@
 from litellm import completion
 
 question = {
-    "model": "openai/ragcache-reader",
-    "api_base": "http://127.0.0.1:8000/v1/collections/handbook",
+    "model": "openai/ragcache-reader/handbook",
+    "api_base": "http://127.0.0.1:8000/v1",
     "api_key": "YOUR_KEY",
     "messages": [{"role": "user", "content": "Where does the key of the pool car hang?"}],
 }

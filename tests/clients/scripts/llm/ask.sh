@@ -1,7 +1,7 @@
 cat >"$(dirname "$(llm logs path)")/extra-openai-models.yaml" <<END
 - model_id: handbook
-  model_name: ragcache-reader
-  api_base: http://127.0.0.1:8000/v1/collections/handbook
+  model_name: ragcache-reader/handbook
+  api_base: http://127.0.0.1:8000/v1
   api_key_name: ragcache
 END
 llm keys set ragcache --value YOUR_KEY
