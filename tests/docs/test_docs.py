@@ -30,6 +30,7 @@ from ragcache_api.http import ServiceSettings
 from tests.api.http.server_process import start_server
 from tests.conftest import REPOSITORY, write_notes
 from tests.schemas.pml_trees import count_words
+from tests.tiny_encoders import write_cross_encoder, write_embedder
 
 GUIDES = REPOSITORY / "docs" / "guides"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -302,15 +303,19 @@ SERVICE_PAGES = ("rest.md", "operate.md", "doors.md")
 @pytest.mark.enable_socket
 @pytest.mark.allow_hosts(["127.0.0.1"])
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SERVICE_PAGES)
+@pytest.mark.parametrize("page", [*SERVICE_PAGES, "mcp.md"])
 def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) -> None:
     with RagCache.open(tmp_path / "state", reader) as rag:
         rag.ingest("notes", write_notes(tmp_path / "notes"))
-    server = start_server(tmp_path / "state")
+    encoders = {}
+    if page == "doors.md":  # its embeddings and ranks need an embedder and a reranker
+        encoders["RAGCACHE_EMBEDDING"] = str(write_embedder(tmp_path / "embedder"))
+        encoders["RAGCACHE_RERANKER"] = str(write_cross_encoder(tmp_path / "reranker"))
+    server = start_server(tmp_path / "state", **encoders)
     try:
         names: dict[str, object] = {}
         examples = page_blocks(page, "python")
-        assert len(examples) >= 4
+        assert len(examples) >= (1 if page == "mcp.md" else 4)
         for example in examples:
             code = example.replace("http://127.0.0.1:8000", server.url)
             exec(compile(code, page, "exec"), names)

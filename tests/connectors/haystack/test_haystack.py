@@ -27,6 +27,7 @@ from ragcache_connectors.haystack import (
     RagCacheTextRetriever,
 )
 from ragcache_connectors.haystack.retrievers import convert_filters
+from tests.connectors.guide_blocks import run_block
 
 NOTES = [
     Document(id="boats", content="The survey boat Pipit is moored at the north quay.",
@@ -203,3 +204,12 @@ def test_pipelines_are_saved_and_loaded(tmp_path: Path) -> None:
     for name, part in parts.items():
         assert loaded.get_component(name).to_dict() == part.to_dict()
     assert loaded.get_component("generator").streaming_callback is print_chunk
+
+
+@pytest.mark.slow
+def test_the_block_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_block("haystack", tmp_path, monkeypatch)
+    assert capsys.readouterr().out.strip()
+    assert (tmp_path / "state").is_dir()
