@@ -451,6 +451,7 @@ class RagCache:
             search,
             keep if options.recognize and options.recognize_recurring else {},
             options.keeper,
+            generation.share and not generation.prompt_logprobs,
         )
         prepare = self.internals.chat.prepare_prompts
         return self.internals.submitter.build_and_run(

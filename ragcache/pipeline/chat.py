@@ -29,6 +29,7 @@ from ragcache.pipeline.chat_template import (
     check_messages,
     find_mark,
 )
+from ragcache.pipeline.history import HistoryReads
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.observed import ObservedModules
@@ -84,6 +85,8 @@ class ChatCall:
     """Texts that are modules at once, and the seconds for which they are kept."""
     keeper: Keeper = Keeper()
     """The caller that keeps them, and its conversation."""
+    resumable: bool = True
+    """Whether the prompts may start from kept states of earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class RenderedChat:
     """Tokens before the text."""
     selection: Selection | None = None
     """The documents that were put before the user's last message."""
+    history: int = 0
+    """End of the model's last message in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ class ChatPipeline:
     tokens: ModuleTokens
     retriever: Retriever
     observed: ObservedModules
+    history: HistoryReads | None = None
+    """Places at which chats have read observed modules. Without it every module is read."""
 
     def prepare_prompts(
         self, conversations: Sequence[Conversation], options: ChatCall
@@ -140,7 +147,20 @@ class ChatPipeline:
         times = Timestamps(called, time.perf_counter(), rerank=reranking)
         collection = "" if search is None else search.collection
         asked = AskedQuestion("", options.mode, "chat", collection, times, keeper=options.keeper)
-        return [self.build(chat, replace(asked, text=chat.question)) for chat in chats]
+        questions = [replace(asked, text=chat.question) for chat in chats]
+        choose = self._build_least if options.resumable else self.build
+        return [choose(*each) for each in zip(chats, questions, strict=True)]
+
+    def _build_least(self, chat: RenderedChat, question: AskedQuestion) -> TokenPrompt:
+        """Build the prompt that computes the fewest tokens, with the kept states of its history."""
+        if self.history is None or all(each.ingested for each in chat.found):
+            return self.build(chat, question)
+        return self.history.choose(
+            chat.text,
+            chat.history,
+            chat.found,
+            lambda found: self.build(replace(chat, found=found), question),
+        )
 
     def build(self, chat: RenderedChat, question: AskedQuestion) -> TokenPrompt:
         """Build the prompt of one conversation. Leases and computes nothing."""
@@ -199,7 +219,8 @@ class ChatPipeline:
         conversation = cast("Sequence[Message]", conversation)
         text = self.template.render_chat(conversation, options.tools, options.template_kwargs)
         users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
-        return RenderedChat(next(users, ""), text, self._find(text, options))
+        history = _history_end(conversation, text)
+        return RenderedChat(next(users, ""), text, self._find(text, options), history=history)
 
     def _render_with_documents(
         self, conversation: Conversation, options: ChatCall, search: DocumentSearch
@@ -334,6 +355,20 @@ def _has_tools(messages: Sequence[Message], options: ChatCall) -> bool:
     return bool(options.tools) or any(
         each["role"] == "tool" or each.get("tool_calls") for each in messages
     )
+
+
+def _history_end(messages: Sequence[Message], text: str) -> int:
+    """Return the end of the history of a chat in its text: the last message of the model.
+
+    A message without a text, such as a call of a tool, ends with the message before it.
+    """
+    answered = False
+    for each in reversed(messages):
+        answered = answered or each["role"] == "assistant"
+        content = str(each.get("content") or "").strip()
+        if answered and content:
+            return max(text.rfind(content), -len(content)) + len(content)
+    return 0
 
 
 def _are_tokens(conversation: Sequence[Message] | Sequence[int]) -> TypeGuard[Sequence[int]]:

@@ -28,6 +28,7 @@ from ragcache.errors import RagCacheError
 from ragcache.params.open import ConversationStorage
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.pipeline.prompt import PlacedStates, TokenPrompt
 from ragcache.pipeline.retentions import Retentions
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates
@@ -65,7 +66,7 @@ class PrefixKeys:
     def __init__(
         self,
         identity: str,
-        segments: Sequence[Segment],
+        segments: Sequence[Segment | PlacedStates],
         token_ids: Sequence[int],
         position_ids: Sequence[int],
     ) -> None:
@@ -226,6 +227,15 @@ class Conversations:
             position_ids=context.position_ids[read:],
         )
         return ResumedContext(resumed, lease, tokens, keeper)
+
+    def kept_tokens(self, prompt: TokenPrompt) -> int:
+        """Return how many of a prompt's own tokens are kept from earlier turns. Leases nothing."""
+        if self.storage == "none":
+            return 0
+        positions, own = zip(*prompt.computed_tokens, strict=True)
+        keys = PrefixKeys(self.encoder.identity, prompt.placed_states(), own, positions)
+        runs = self._find(keys, len(own) - 1)
+        return runs[-1].end if runs else 0
 
     def _lease(self, runs: list[PrefixRun]) -> tuple[list[PrefixRun], Lease | None]:
         """Lease the states of runs. Returns the first of them that are there, and the lease."""

@@ -239,6 +239,16 @@ class ModuleEncoder(StateEncoder):
         """
         return self._wanted(token_ids, encoding, start).key
 
+    def keys(
+        self,
+        modules: Sequence[Sequence[int]],
+        encodings: Encoding | Sequence[Encoding] = AFTER_PREAMBLE,
+        starts: Sequence[int] | None = None,
+    ) -> list[KVKey]:
+        """Return the keys that `lease` leases: of the preamble, and of each module."""
+        wanted = self._all_wanted(modules, encodings, starts)
+        return [self.preamble_key, *(each.key for each in wanted)]
+
     def request_of(self, length: int, encoding: Encoding) -> LeaseRequest:
         """Return the properties of states of a module of `length` tokens that are stored."""
         before, _ = self.surroundings.place(length, encoding)

@@ -33,6 +33,7 @@ from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.gate import ModeGate
+from ragcache.pipeline.history import HistoryReads
 from ragcache.pipeline.ingest import EncodingTurns, Ingestor
 from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorkers
 from ragcache.pipeline.module_states import (
@@ -268,6 +269,7 @@ class Namespace:
                 tokens,
                 retriever,
                 observed,
+                HistoryReads(conversations),
             ),
             Submitter(
                 model,

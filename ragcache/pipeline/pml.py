@@ -15,6 +15,7 @@ from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
 from ragcache.pipeline.prompt import AskedQuestion, CachedSpan, Retrieved, TokenPrompt
+from ragcache.states import KVKey
 from ragcache.store import Lease
 from ragcache_schemas import (
     Module,
@@ -73,6 +74,10 @@ class SchemaStates:
     @property
     def token_ids(self) -> Sequence[tuple[int, ...]]:
         return [group.tokens.token_ids for group in self.groups]
+
+    @property
+    def keys(self) -> Sequence[KVKey]:
+        return [self.encoder.key(group.tokens) for group in self.groups]
 
     def prefetch(self) -> None:
         """Do nothing: PML prompts are built one at a time, and the lease follows at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
@@ -33,6 +33,15 @@ class ModuleGroup:
     """How the states are encoded."""
 
 
+class PlacedStates(NamedTuple):
+    """States that a prompt reads."""
+
+    name: str
+    """Name of the segment."""
+    start: int
+    """Position in the prompt at which the segment begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedSpan:
     """Tokens begin:end of leased states, read from position `start` on."""
@@ -51,6 +60,16 @@ class CachedSpan:
     def length(self) -> int:
         return self.end - self.begin
 
+    def name(self, key: KVKey, length: int) -> str:
+        """Return the name of the span's segment.
+
+        Args:
+            key: Key of the states.
+            length: Number of tokens of the whole states.
+        """
+        whole = (self.begin, self.end) == (0, length)
+        return key if whole else f"{key}[{self.begin}:{self.end}]"
+
     def segment(
         self, key: KVKey, states: StoredStates, token_ids: tuple[int, ...] | None = None
     ) -> Segment:
@@ -62,10 +81,10 @@ class CachedSpan:
             token_ids: Tokens of the whole states, if known.
         """
         own = None if token_ids is None else token_ids[self.begin : self.end]
-        if (self.begin, self.end) == (0, states.length):
-            return Segment(states, self.start, key, own)
-        part = states.part(self.begin, self.end, states.start + self.offset)
-        return Segment(part, self.start, f"{key}[{self.begin}:{self.end}]", own)
+        name, part = self.name(key, states.length), states
+        if (self.begin, self.end) != (0, states.length):
+            part = states.part(self.begin, self.end, states.start + self.offset)
+        return Segment(part, self.start, name, own)
 
     def shortened(self) -> CachedSpan:
         """Return the span without its last token."""
@@ -78,6 +97,10 @@ class PromptStates(Protocol):
     @property
     def token_ids(self) -> Sequence[tuple[int, ...]]:
         """Tokens of each group of states, in the order that `CachedSpan.group` counts."""
+
+    @property
+    def keys(self) -> Sequence[KVKey]:
+        """Key of each group of states, in the same order."""
 
     def prefetch(self) -> None:
         """Start to bring the states to memory. Returns at once."""
@@ -109,6 +132,10 @@ class ModuleStates:
     @property
     def token_ids(self) -> Sequence[tuple[int, ...]]:
         return [group.token_ids for group in self.groups]
+
+    @property
+    def keys(self) -> Sequence[KVKey]:
+        return self.encoder.keys(*self._placed())
 
     def prefetch(self) -> None:
         self.encoder.prefetch(*self._placed())
@@ -226,6 +253,16 @@ class TokenPrompt:
     def read_tokens(self) -> int:
         """Number of tokens whose states are read."""
         return sum(span.length for span in self.spans)
+
+    def placed_states(self) -> list[PlacedStates]:
+        """Return the states that the prompt reads, as the segments of its context name them."""
+        if self.states is None:
+            return []
+        keys, token_ids = self.states.keys, self.states.token_ids
+        return [
+            PlacedStates(each.name(keys[each.group], len(token_ids[each.group])), each.start)
+            for each in self.spans
+        ]
 
 
 def build_context(

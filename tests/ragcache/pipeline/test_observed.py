@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
 from tests.ragcache.pipeline.test_gate import FAR
 from tests.ragcache.test_recurrence import passage
+from tests.tiny_models import tiny_model
 
 FREE = GenerationParams(max_tokens=8, ignore_eos=True)
 
@@ -218,3 +219,60 @@ def test_kept_texts_outlive_others(tmp_path: Path, model: LoadedModel) -> None:
         for seed in range(2, 8):
             ask(rag, [seed], "How many days?", keep={passage(seed, 5): 0.0})
         assert passage(1, 5) in [each.row.text for each in rag.modules.observed.all()]
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def talks(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+    """A folder with room for conversations of several turns."""
+    size = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": 4096}
+    model = LoadedModel("tiny", wrap_causal(tiny_model("llama", **size)), reader.tokenizer)
+    with RagCache.open(tmp_path / "talks", model, module_tokens=512, force_modes=True) as opened:
+        yield opened
+
+
+def talk(rag: RagCache, messages: list[dict[str, Any]]) -> Answer:
+    """Answer the last message, and wait for what the background keeps."""
+    answer = rag.chat(messages, generation=FREE)
+    for background in (rag.internals.shared.keeping, rag.internals.shared.observing):
+        background.submit(lambda: None).result()
+    return answer
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["recurring", "marked"])
+def test_a_new_module_leaves_its_conversation_the_kept_states(
+    talks: RagCache, marked: bool
+) -> None:
+    """Reading it would compute the rest of the history again, which is longer than the module."""
+    text, rest = passage(1, 5), passage(2, 30)
+    history = [said("user", f"Read this.\n\n{text}\n\nAnd this.\n\n{rest}\n\nWho?")]
+    answer = talk(talks, history)
+    keep = {text: 60.0} if marked else {}
+    if not marked:
+        talk(talks, [said("user", f"Another.\n\n{passage(3, 5)}\n\n{text}\n\nWhy?")])
+    for question in ("Where?", "When?"):
+        history += [said("assistant", answer.text), said("user", question)]
+        answer = talks.chat(history, generation=FREE, keep=keep)
+        talks.internals.shared.keeping.submit(lambda: None).result()
+        assert len(talks.modules.observed.all()) == 1
+        assert sum(answer.reuse.resumed_tokens.values()) > 0.8 * answer.reuse.prompt_tokens
+        assert answer.mode == "exact", "the whole history is as the conversation has computed it"
+    fresh = talk(talks, [said("user", f"New.\n\n{passage(4, 5)}\n\n{text}\n\nWhy?")])
+    assert fresh.mode == "recognized:rooted"
+
+
+def test_a_module_is_read_where_no_states_of_its_conversation_are_kept(talks: RagCache) -> None:
+    text = passage(1, 5)
+    for question in ("Who?", "Why?"):
+        talk(talks, [said("user", f"{question}\n\n{text}\n\n{question}")])
+    history = [said("user", f"Read.\n\n{text}"), said("assistant", "Done."), said("user", "Who?")]
+    answer = talk(talks, history)
+    assert answer.mode == "recognized:rooted"
+    [observed] = talks.modules.observed.all()
+    history += [said("assistant", answer.text), said("user", "And when?")]
+    again = talk(talks, history)
+    assert again.mode == "recognized:rooted"
+    assert again.reuse.cached_tokens >= len(observed.token_ids)
