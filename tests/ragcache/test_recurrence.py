@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache import recurrence
 from ragcache.recurrence import (
+    GRAM,
     MIN_CHARACTERS,
     MOST_SPANS,
     RecurrenceTable,
@@ -184,3 +192,79 @@ def test_a_repetitive_prompt_costs_a_bounded_time(unit: str, size: int, other: s
             assert all(span.begin <= each.begin < each.end <= span.end for each in within)
             assert all(one.end <= two.begin for one, two in pairwise(within))
     assert table.nbytes <= 2**20
+
+
+@contextmanager
+def counted_work() -> Iterator[Counter[str]]:
+    """Counts the characters that each step of detection looks at."""
+    work: Counter[str] = Counter()
+
+    def counting(step: str, size: Callable[..., int], function: Any) -> Any:
+        def counted(*given: Any) -> Any:
+            work[step] += size(*given)
+            return function(*given)
+
+        return counted
+
+    sizes: dict[str, Callable[..., int]] = {
+        "window_hashes": lambda text, *_: len(text),
+        "_within_edges": lambda _, begin, end: end - begin,
+        "_middle_edge": len,
+    }
+    seams = counting("seams", lambda _, begin, end: end - begin, recurrence._SEAM.finditer)
+    with pytest.MonkeyPatch.context() as patch:
+        for step, size in sizes.items():
+            patch.setattr(recurrence, step, counting(step, size, getattr(recurrence, step)))
+        patch.setattr(recurrence, "_SEAM", SimpleNamespace(finditer=seams))
+        yield work
+
+
+def check_work(table: RecurrenceTable, prompt: str) -> int:
+    """Detects in a prompt, as a service does, within bounds of its work; returns its spans."""
+    with counted_work() as work:
+        spans = table.observe(prompt)
+        for text in (prompt[a:b] for span in spans for a, b in natural_spans(prompt, span)):
+            for _ in pieces(text, 96, lambda part: work.update(tokens=len(part)) or len(part) // 4):
+                pass
+    looked_at = len(prompt) + MOST_SPANS * GRAM
+    levels = 2 + math.log(max(2, len(prompt)), 4 / 3)  # a cut leaves at most three quarters
+    assert work["window_hashes"] <= len(prompt)
+    assert work["_within_edges"] <= looked_at
+    assert work["seams"] <= looked_at + 2 * MOST_SPANS * recurrence._LONGEST_SEAM
+    assert work["_middle_edge"] <= levels * looked_at
+    assert work["tokens"] <= levels * looked_at
+    return len(spans)
+
+
+def near_equal(number: int) -> str:
+    return (
+        f"Clause {number:06d} of the lease says that the tenant keeps the yard clean, and that "
+        f"the keys are returned on day {number % 31} of the month. Whoever loses a key pays for "
+        f"another lock and for {number % 7} copies of the new key, within a week of the loss.\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_near_equal_spans_cost_bounded_work() -> None:
+    table, rng = RecurrenceTable(), random.Random(3)
+    numbers = list(range(100_000))
+    for begin in range(0, len(numbers), 2000):
+        check_work(table, "".join(map(near_equal, numbers[begin : begin + 2000])))
+    assert table.nbytes <= 64 * 2**20
+    for _ in range(3):
+        hostile = "".join(map(near_equal, rng.sample(numbers, 2000)))
+        assert 0 < check_work(table, hostile) <= MOST_SPANS
+    assert table.nbytes <= 64 * 2**20
+
+
+@given(
+    st.text(alphabet="ab <>\n.:/source\ue000", min_size=1, max_size=40),
+    st.integers(1, 20_000),
+    st.lists(st.sampled_from(("<source>", "</document>", "\n\n", ". ", "\ue000", "x")), max_size=9),
+)
+def test_hostile_prompts_cost_bounded_work(unit: str, size: int, between: list[str]) -> None:
+    table = RecurrenceTable()
+    prompt = (unit * size)[:size]
+    for before in ("", *between):
+        check_work(table, before + prompt + before.join(between))
+        check_work(table, before.join([prompt[:200]] * 40))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache.engine import LLMEngine
 from ragcache.models import LoadedModel, wrap_causal
+from ragcache.modes import ROOTED
 from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
+from ragcache.store import KVStore
 from tests.ragcache.pipeline.test_gate import FAR
 from tests.ragcache.test_recurrence import passage
 from tests.tiny_models import tiny_model
@@ -109,6 +113,66 @@ def test_nothing_crosses_namespaces(rag: RagCache) -> None:
     [here], [there] = rag.modules.observed.all(), other.modules.observed.all()
     assert here.id == there.id
     assert here.keys != there.keys, "keys are salted"
+
+
+@pytest.mark.slow
+def test_nothing_of_another_namespace_changes_the_work(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost of a request must not tell which texts another namespace has sent."""
+    done = counted_work(monkeypatch)
+    asked = [([1, 2], "Who?"), ([3, 1], "Why?"), ([2, 1], "When?"), ([1, 5], "Where?")]
+    work: list[list[Any]] = []
+    for other in (0, 50):  # the texts of the other namespace are the same, or others
+        folder = tmp_path / str(other)
+        with RagCache.open(folder, model, module_tokens=512, force_modes=True) as rag:
+            for seeds, question in asked:
+                ask(rag.within("red"), [seed + other for seed in seeds], question)
+            assert len(rag.within("red").modules.observed.all()) == 2
+            blue, own = rag.within("blue"), []
+            for seeds, question in asked:
+                done.clear()
+                answer = ask(blue, seeds, question)
+                own.append((answer.mode, answer.reuse, answer.choices[0].token_ids, dict(done)))
+            work.append(own)
+    assert work[0] == work[1]
+    assert [mode for mode, *_ in work[0]] == ["exact", "exact", *["recognized:rooted"] * 2]
+
+
+def counted_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts tokens that the engine computes and encodes, and states that the store looks for."""
+    done: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, size: Callable[..., int]) -> None:
+        method = getattr(owner, name)
+
+        def counted(self: Any, *given: Any, **options: Any) -> Any:
+            done[name] += size(*given)
+            return method(self, *given, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(LLMEngine, "submit_request", lambda request: len(request.context.token_ids))
+    count(LLMEngine, "encode", lambda jobs: sum(len(each.token_ids) for each in jobs))
+    for name in ("look_up", "lease"):
+        count(KVStore, name, lambda keys, *_: len(keys))
+    return done
+
+
+def test_a_prompt_queues_a_bounded_number_of_texts(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[str] = []
+    monkeypatch.setattr(module.ObservedModules, "_promote", lambda _, text, __: queued.append(text))
+    texts = [f"<source>{passage(seed, 5)}</source>" for seed in range(200)]
+    observed = rag.modules.observed
+    observed.find("\n".join(texts), [], ROOTED)
+    for start in (0, 100):
+        mixed = texts[start : start + 100][::-1]
+        observed.find("Another.\n" + "\n".join(mixed), [], ROOTED)
+    rag.internals.shared.observing.submit(lambda: None).result()
+    assert len(queued) == module.MOST_WAITING
+    assert len(set(queued)) == len(queued)
 
 
 @pytest.mark.slow
@@ -264,7 +328,7 @@ def test_a_new_module_leaves_its_conversation_the_kept_states(
     assert fresh.mode == "recognized:rooted"
 
 
-def test_a_module_is_read_where_no_states_of_its_conversation_are_kept(talks: RagCache) -> None:
+def test_a_module_is_read_where_a_chat_has_no_kept_states(talks: RagCache) -> None:
     text = passage(1, 5)
     for question in ("Who?", "Why?"):
         talk(talks, [said("user", f"{question}\n\n{text}\n\n{question}")])
