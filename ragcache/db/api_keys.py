@@ -18,7 +18,12 @@ from sqlalchemy import select, update
 from ragcache.db.database import Database, StaleCache
 from ragcache.db.sql import namespace_id
 from ragcache.db.tables import ApiKeyTable, NamespaceTable
-from ragcache.errors import ConfigurationError, StoreError, UnknownKey
+from ragcache.errors import (
+    ConfigurationError,
+    LedgerUnavailable,
+    StoreError,
+    UnknownKey,
+)
 from ragcache.params import KeyParams, TakesOptions
 
 logger = logging.getLogger(__name__)
@@ -142,7 +147,14 @@ class ApiKeys:
         return self._current().exist
 
     def check(self, secret: str) -> KeyCheck:
-        """Look up the key of a secret. May read rows. Compares digests in constant time."""
+        """Look up the key of a secret. May read rows. Compares digests in constant time.
+
+        While the ledger does not answer, a service that has read of no key is open to requests
+        without a key only. A secret in the form of a key may belong to the first one.
+
+        Raises:
+            LedgerUnavailable: The keys cannot be read, or not whether the secret is a key.
+        """
         found = self.check_in_memory(secret)
         if found is not None:
             return found
@@ -150,6 +162,7 @@ class ApiKeys:
             found = self.check_in_memory(secret)
             if found is None:
                 known = self._reload()
+                self._check_certain(known, secret)
                 found = KeyCheck(known.exist, self._find(known, secret))
                 if found.key is None and secret.startswith(_MARK):
                     self._search_from = self._clock() + _SEARCH_SECONDS
@@ -190,6 +203,17 @@ class ApiKeys:
         self.flush()
         known = self._known = self._read_keys.read("", self._read)
         return known
+
+    def _check_certain(self, known: _Known, secret: str) -> None:
+        """Raise `LedgerUnavailable` for the secret of a key if no key was there at the last read.
+
+        Its holder would be taken for a caller of a service without keys, who is an operator.
+        """
+        if not known.exist and secret.startswith(_MARK) and self._read_keys.failed > -math.inf:
+            raise LedgerUnavailable(
+                "the ledger does not answer, and this service has not read of any key yet; "
+                "try again, or leave the key out if the service has none"
+            )
 
     def _is_old(self, known: _Known) -> bool:
         return self._clock() - known.read_at > _AGE

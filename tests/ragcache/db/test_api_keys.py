@@ -7,7 +7,7 @@ from sqlalchemy import event, select
 
 from ragcache.db import ApiKeys, Database
 from ragcache.db.tables import ApiKeyTable
-from ragcache.errors import ConfigurationError, UnknownKey
+from ragcache.errors import ConfigurationError, LedgerUnavailable, UnknownKey
 
 
 class Clock:
@@ -96,6 +96,35 @@ def test_the_first_key_of_another_process_opens_at_once(
     assert not keys.check(before).exist
     _, theirs = ApiKeys(database).create("page")
     assert keys.check(theirs).key is not None
+
+
+def test_what_may_be_the_first_key_is_not_served_unread(
+    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the ledger is away its holder, a user, was served as an operator."""
+    keys = ApiKeys(database, clock, stale_seconds=60)
+    assert not keys.any()
+    _, theirs = ApiKeys(database).create("page")
+
+    def fail() -> None:
+        raise LedgerUnavailable("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(database, "reading", fail)
+        for seconds in (0.5, 20):
+            clock.now = seconds
+            with pytest.raises(LedgerUnavailable, match="not read of any key"):
+                keys.check(theirs)
+            for secret in ("", "sk-of-another-service"):
+                assert not keys.check(secret).exist, "this machine's own service goes on"
+        clock.now = 61
+        with pytest.raises(LedgerUnavailable, match="away"):
+            keys.check("")
+    judged = keys.check(theirs)
+    assert judged.key is not None
+    assert judged.key.role == "user"
+    assert keys.check("").key is None
+    assert keys.check("").exist, "and nobody gets in without a key now"
 
 
 def test_requests_without_a_key_do_not_keep_a_new_one_out(
