@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -62,34 +64,40 @@ def open_folder(
     """
     embedder, reranker = resolve_embedder(config.embedding), resolve_reranker(config.reranker)
     _create_folder(folder)
-    database = Database.open(config.ledger or folder / "ledger.sqlite")
-    try:
+    with ExitStack() as opened:
+        database = opened.enter_context(
+            closing(Database.open(config.ledger or folder / "ledger.sqlite"))
+        )
         loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
         variables = _template_kwargs(loaded, config.chat_template_kwargs)
         preamble = resolve_instruction(loaded.tokenizer, config.instruction)
         tiers = open_tiers(config, loaded.causal.device)
-    except BaseException:
-        database.close()
-        raise
-    store = KVStore.open(
-        folder,
-        database,
-        parse_bytes(config.host_bytes),
-        disk_bytes=parse_optional_bytes(config.disk_bytes),
-        kv_dtype=config.kv_dtype,
-        tiers=tiers,
-        claim_patience=config.claim_patience,
-    )
-    return SharedServices.start(
-        database,
-        store,
-        loaded,
-        config,
-        embedder=embedder,
-        reranker=reranker,
-        template_kwargs=variables,
-        instruction=preamble,
-    )
+        if config.tensor_parallel > 1:
+            loaded = _split(loaded, config.tensor_parallel)
+            opened.callback(loaded.causal.close)
+        store = KVStore.open(
+            folder,
+            database,
+            parse_bytes(config.host_bytes),
+            disk_bytes=parse_optional_bytes(config.disk_bytes),
+            kv_dtype=config.kv_dtype,
+            tiers=tiers,
+            claim_patience=config.claim_patience,
+            reserve=loaded.causal.host_memory,
+        )
+        opened.callback(store.close)
+        services = SharedServices.start(
+            database,
+            store,
+            loaded,
+            config,
+            embedder=embedder,
+            reranker=reranker,
+            template_kwargs=variables,
+            instruction=preamble,
+        )
+        opened.pop_all()
+    return services
 
 
 def _create_folder(folder: Path) -> None:
@@ -110,8 +118,15 @@ def _load(model: str | Path | None, config: OpenConfig, database: Database) -> L
         states_dtype=config.states_dtype,
         long_context=config.long_context,
         quantization=config.quantization,
+        tensor_parallel=config.tensor_parallel,
         recall=Ledger(database).recall_fact,
     )
+
+
+def _split(loaded: LoadedModel, ranks: int) -> LoadedModel:
+    from ragcache.models.parallel.leader import split_model  # transformers
+
+    return replace(loaded, causal=split_model(loaded.causal, ranks))
 
 
 def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

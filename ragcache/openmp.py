@@ -59,15 +59,16 @@ def spin_briefly() -> None:
         os.environ["GOMP_SPINCOUNT"] = "2000"
 
 
-def fit_threads() -> None:
-    """Lower torch's number of threads to the cores that this process may use.
+def fit_threads(processes: int = 1) -> None:
+    """Lower torch's number of threads to the cores that this process may use, or to its share of
+    them beside other processes that compute the same steps.
 
     torch counts the machine's cores. In a container with a quota, the threads beyond it would be
     halted for most of each period, and all others wait for them. `OMP_NUM_THREADS` overrides it.
     """
     import torch
 
-    cores = available_cores()
+    cores = max(1, available_cores() // processes)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
         torch.set_num_threads(cores)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -165,7 +166,7 @@ class LLMEngine:
 
     def __init__(self, model: CausalLM, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.for_device(model.device)
-        fit_threads()
+        fit_threads(model.ranks)
         runner = runner_for(model, prefill_tokens=self.config.prefill_tokens)
         self._core = EngineCore(runner, self.config)
         self.checker = RequestChecker(runner, self._core.kv_manager)
@@ -180,6 +181,7 @@ class LLMEngine:
         self.stream = runner.stream
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
+        model.on_failure(lambda error: self._inbox.put(partial(self._stop_with, error)))
         give_workers_back()  # this thread loaded the model
         close_at_exit(self)
 
@@ -329,12 +331,18 @@ class LLMEngine:
         if not drain:
             self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
 
+    def _stop_with(self, error: EngineFailed) -> None:
+        """Message of a model whose other processes have ended: the thread ends, too."""
+        if self._failure is None:
+            raise error
+
     def _serve(self) -> None:
         try:
             with _computing_on(self.stream):
                 self._warm_up()
-                # a CPU's steps are too long for a collection to be felt
-                with nullcontext() if self.stream is None else frozen_heap():
+                # a CPU's steps are too long for a collection to be felt, unless other ranks wait
+                alone = self.stream is None and self._core.runner.model.ranks == 1
+                with nullcontext() if alone else frozen_heap():
                     self._run_steps()
         except BaseException as error:  # SystemExit, a panic of Rust: nothing may wait forever
             self._end(error)
@@ -355,7 +363,10 @@ class LLMEngine:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests after an error in a step. Later requests are served."""
+        """Fail all requests after an error in a step. Later requests are served, unless other
+        processes of the model have ended."""
+        if self._core.runner.model.failure is not None:
+            raise error
         logger.exception("a step of the engine failed")
         self._core.fail_all(_step_failed(error))
 

@@ -107,6 +107,7 @@ def load_model(
     states_dtype: str | torch.dtype = AUTO,
     long_context: bool = False,
     quantization: str | None = None,
+    tensor_parallel: int = 1,
     recall: Recall = measure_anew,
 ) -> LoadedModel:
     """Load and patch a model.
@@ -124,12 +125,14 @@ def load_model(
         quantization: `int8` or `int4` quantizes the weights of linear layers, for a CPU. `auto`
             does so where it makes decoding quicker: in 8 bits, or in 4 where 8 do not fit the
             memory.
+        tensor_parallel: Number of processes that the model will be split over (`split_model`).
+            A model that cannot be split is refused before its weights are read.
         recall: Keeps the times behind `auto` for later processes, as `Ledger.recall_fact` does.
             By default every process measures anew.
 
     Raises:
         ModelNotFound: The model cannot be read.
-        UnsupportedModel: Its architecture is not served.
+        UnsupportedModel: Its architecture is not served, or cannot be split.
         ConfigurationError: A dtype or quantization is unknown or does not fit the file, or this
             machine has no such device.
         MissingExtra: A GGUF file needs packages that are not installed.
@@ -143,13 +146,19 @@ def load_model(
     parse_dtype(states_dtype)  # an unknown name is refused before anything is read
     check_quantization(quantization, place)
     source = str(READER if name is None else name)
+    if tensor_parallel > 1:
+        _check_parallel(source, place, quantization, tensor_parallel)
     plain = place.type == "cpu" and not long_context and quantization in (None, AUTO)
     if embedded := plain and source == str(READER):
         model, tokenizer = read_reader(READER)
         stored, quantization = model.dtype, None
     else:
         model, tokenizer, stored = _read_checkpoint(
-            source, wanted, long_context=long_context, quantization=quantization
+            source,
+            wanted,
+            long_context=long_context,
+            quantization=quantization,
+            ranks=tensor_parallel,
         )
     if place.type != "cpu":
         quantization = None
@@ -170,6 +179,34 @@ def load_model(
     return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
 
 
+def _check_parallel(
+    source: str, device: torch.device, quantization: str | None, ranks: int
+) -> None:
+    """Raise `ConfigurationError` or `UnsupportedModel` for what is not served by several
+    processes."""
+    from ragcache.models.parallel.leader import check_device
+
+    check_device(device, ranks)
+    if quantization is not None:
+        raise ConfigurationError(
+            f"tensor_parallel={ranks}: packed weights are not split; leave quantization="
+            f"{quantization!r} out, or tensor_parallel"
+        )
+    if source == str(READER):
+        raise UnsupportedModel(
+            f"tensor_parallel={ranks}: the embedded reader runs in one process; give a model, or "
+            "leave tensor_parallel out"
+        )
+
+
+def _check_plan(text: Any, ranks: int) -> None:
+    """Raise `UnsupportedModel` for a configuration whose model cannot be split."""
+    from ragcache.models.checkpoint import text_class
+    from ragcache.models.parallel.plans import check_split
+
+    check_split(text_class(text), text, ranks)
+
+
 def _wrap(model: Any, *, embedded: bool) -> CausalLM:
     """Patch a model, or wrap the embedded reader, which needs no transformers."""
     if embedded:
@@ -185,6 +222,7 @@ def _read_checkpoint(
     *,
     long_context: bool,
     quantization: str | None,
+    ranks: int,
 ) -> tuple[Any, Any, torch.dtype]:
     """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
@@ -203,6 +241,8 @@ def _read_checkpoint(
             config = AutoConfig.from_pretrained(place)
             text = config.get_text_config(decoder=True)
             stored: Any = config.dtype or text.dtype or dtype
+            if ranks > 1:
+                _check_plan(text, ranks)
             model = load_checkpoint(
                 place,
                 None if quantization else dtype,

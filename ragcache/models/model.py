@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragcache.attention import (
@@ -24,6 +27,7 @@ from ragcache.attention import (
 )
 from ragcache.attention.recurrent import RecurrentBatch
 from ragcache.attention.triton.operator import OperatorMetadata
+from ragcache.errors import EngineFailed
 from ragcache.models.positions import PositionScheme, changes_at_length
 
 if TYPE_CHECKING:
@@ -107,6 +111,10 @@ class CausalLM:
 
     recurrent_bytes = 0
     composes = True
+    ranks = 1
+    """Number of processes that compute the model together."""
+    host_memory: Callable[[int], NDArray[np.uint8]] | None = None
+    """Allocates main memory for states, uint8 [N], if the model needs memory of its own kind."""
 
     def __init__(
         self,
@@ -141,6 +149,14 @@ class CausalLM:
     def vocabulary(self) -> int:
         """How many tokens the model has a vector for: their ids are below it."""
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @cached_property
+    def logits_width(self) -> int:
+        """V of the logits; it may exceed the number of the tokenizer's tokens."""
+        head = self.model.get_output_embeddings()
+        if head is not None:
+            return int(head.weight.shape[0])
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def hidden_size(self) -> int:
@@ -216,6 +232,18 @@ class CausalLM:
             return self._call(batch)
         except LayersComputed:
             return torch.empty(0, self.vocabulary, dtype=self.dtype, device=self.device)
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """The reason for which the processes of the model compute no more. None while they do."""
+        return None
+
+    def on_failure(self, call: Callable[[EngineFailed], object]) -> None:
+        """Have a function called, in any thread, when `failure` is set. A model of one process
+        never fails."""
+
+    def close(self) -> None:
+        """End the other processes of the model. A model of one process has none."""
 
     def _call(self, batch: ForwardBatch) -> Tensor:
         """Calls the model itself."""

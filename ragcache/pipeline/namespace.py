@@ -208,6 +208,8 @@ class SharedServices:
         self.keys.flush()
         self.store.close()
         self.database.close()
+        if self.config.tensor_parallel > 1:  # the folder was opened with a whole model
+            self.model.causal.close()
         self.closed.set()
 
 

@@ -44,6 +44,7 @@ from ragcache.store.leases import CLAIM_PATIENCE, Lease, LeaseManager, LeaseRequ
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.tiers import DiskTier, HostTier, Tier
+from ragcache.store.tiers.host import Reserve
 from ragcache.tiers import TIERS, TierOptions
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class KVStore:
         kv_dtype: KVDtype = "model",
         tiers: Sequence[Tier] = (),
         claim_patience: float = CLAIM_PATIENCE,
+        reserve: Reserve | None = None,
     ) -> KVStore:
         """Open the store of a state folder and reconcile its ledger with its disk.
 
@@ -120,9 +122,10 @@ class KVStore:
             tiers: Tiers in addition to host and disk. `TIERS` defines their order.
             claim_patience: Seconds that a question waits for states that another process encodes.
                 It then encodes them itself.
+            reserve: Allocates the host tier's memory (`CausalLM.host_memory`).
         """
         ledger = Ledger.of_folder(database, folder)
-        host = HostTier(host_bytes, kv_dtype=kv_dtype)
+        host = HostTier(host_bytes, kv_dtype=kv_dtype, reserve=reserve)
         disk = DiskTier(folder / "states", disk_bytes, kv_dtype=kv_dtype)
         store = cls(ledger, *_in_order([host, disk, *tiers]), claim_patience)
         store.start()

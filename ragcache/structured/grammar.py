@@ -427,7 +427,7 @@ class _Vocabulary:
 
     def __init__(self, model: LoadedModel) -> None:
         tokenizer = getattr(model.tokenizer, "hugging_face", model.tokenizer)
-        self._tokenizer, width = tokenizer, logits_width(model)
+        self._tokenizer, width = tokenizer, model.causal.logits_width
         self.stop_ids = sorted(each for each in model.stop_ids if each < width)
         if not self.stop_ids:
             raise InvalidRequest(
@@ -464,12 +464,3 @@ class _Vocabulary:
         if b"".join(self.tokens[each] for each in ids) == raw:
             return ids
         return self._greedy(raw.decode())
-
-
-def logits_width(model: LoadedModel) -> int:
-    """V of the model's logits; it may exceed the number of the tokenizer's tokens."""
-    hugging_face = model.causal.model
-    head = hugging_face.get_output_embeddings()
-    if head is not None:
-        return int(head.weight.shape[0])
-    return int(hugging_face.config.get_text_config().vocab_size)

@@ -60,3 +60,16 @@ def test_an_engine_takes_the_cores_of_its_quota(
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_processes_of_one_model_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        openmp.fit_threads(3)
+        assert torch.get_num_threads() == 2
+        openmp.fit_threads(100)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import StoreBudgetExceeded, StoreError
@@ -31,6 +33,9 @@ from ragcache.store.tiers.streams import downloading
 from ragcache.tiers import TIERS
 
 _PAGE, _LINE = 4096, 64  # bytes of a memory page and of a cache line
+_ORDINARY = partial(np.empty, dtype=np.uint8)
+
+Reserve: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
 
 class HostTier(MemoryTier):
@@ -52,6 +57,7 @@ class HostTier(MemoryTier):
         kv_dtype: KVDtype = "model",
         pinned: bool | None = None,
         slab_bytes: int = SLAB_BYTES,
+        reserve: Reserve | None = None,
     ) -> None:
         """Create an empty tier.
 
@@ -60,6 +66,7 @@ class HostTier(MemoryTier):
             kv_dtype: Storage format of the states.
             pinned: Whether to register memory with CUDA. Defaults to whether a GPU is present.
             slab_bytes: Size of a pinned slab.
+            reserve: Allocates uint8 [N] that is not pinned. Defaults to numpy's memory.
         """
         super().__init__()
         self.budget_bytes: int | None = budget_bytes
@@ -67,6 +74,7 @@ class HostTier(MemoryTier):
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
         self.traits = replace(self.traits, slabs=self.pinned)
+        self._reserve = reserve or _ORDINARY
         self._blocks: dict[int, int] = {}  # address to bytes
         self._freed: deque[int] = deque()  # addresses, filled by finalizers at any time
         self._addresses: dict[Extent, int] = {}
@@ -92,7 +100,7 @@ class HostTier(MemoryTier):
             check_budget(self.name, self.budget_bytes, self._used, size)
             if self._pool is not None:
                 return self._take_extent(self._pool, size)[:nbytes]
-            block = np.empty(size, np.uint8)
+            block = self._reserve(size)
             begin = -block.ctypes.data % _LINE
             address = block.ctypes.data + begin
             self._settle()  # the address may be one that was freed just now

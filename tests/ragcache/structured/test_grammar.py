@@ -28,7 +28,7 @@ from ragcache.params import GenerationParams
 from ragcache.pipeline.submit import request_maker
 from ragcache.structured import Grammar, compile_constraint
 from ragcache.structured import grammar as grammar_module
-from ragcache.structured.grammar import grammar_compiler, logits_width
+from ragcache.structured.grammar import grammar_compiler
 from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     Answer,
@@ -220,7 +220,7 @@ def test_tokens_are_spelled_as_in_the_vocabulary(reader: LoadedModel) -> None:
     for model, text in ((tiny(), " ".join(TEXTS)), (reader, "Naïve – 12 € ☕\n{}")):
         ids = model.encode(text) if model is reader else tokenizer().encode(text)
         ll_tokenizer = grammar_compiler(model).tokenizer
-        assert ll_tokenizer.vocab_size == logits_width(model)
+        assert ll_tokenizer.vocab_size == model.causal.logits_width
         assert ll_tokenizer.decode_bytes(ids) == text.encode()
 
 

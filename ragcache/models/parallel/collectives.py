@@ -1,0 +1,128 @@
+"""Sums and gathers over the ranks of a model, and the signs of life that they leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ragcache.models.parallel.memory import MappedMemory
+
+CONNECTING = timedelta(seconds=60)
+"""Time in which all ranks must connect."""
+LONGEST_MEETING = timedelta(days=1)
+"""Time after which gloo gives up a sum. The leader's watch ends ranks long before."""
+
+
+class Collectives(Protocol):
+    """Joint computations of the ranks of a model, which all make the same calls in the same
+    order."""
+
+    rank: int
+    ranks: int
+
+    def begin_pass(self) -> None:
+        """Note that a forward pass begins. Waits for nobody."""
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """Return the sum of every rank's part, which may be written in place. Equal bits on every
+        rank."""
+
+    def gather_columns(self, part: Tensor, width: int) -> Tensor:
+        """Return [R, width] of every rank's columns, in order, to the leader.
+
+        `part` is [R, ceil(width / ranks)], and may be shorter on the last ranks. Others than the
+        leader get their part back.
+        """
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has made the call."""
+
+
+class SignsOfLife:
+    """Numbers of each rank in shared memory, by which the leader sees whether it works.
+
+    Attributes:
+        beats: [ranks] float64, time of the last heartbeat, by `time.monotonic`.
+        meetings: [ranks] float64, how many sums, gathers and waits the rank has begun.
+        waiting: [ranks] float64, time at which the rank began the one under way, or 0.
+        worked: [ranks] float64, seconds from the end of the one before, or from the beginning of
+            the pass, to that time.
+    """
+
+    def __init__(self, memory: MappedMemory, ranks: int) -> None:
+        self.beats, self.meetings, self.waiting, self.worked = memory.head(4, ranks)
+
+    def beat(self, rank: int) -> None:
+        """Record a heartbeat."""
+        self.beats[rank] = time.monotonic()
+
+
+class GlooCollectives:
+    """Collectives of processes on one machine, over gloo's loopback connections."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, signs: SignsOfLife) -> None:
+        """Connect with the other ranks, which do the same.
+
+        Args:
+            folder: An empty folder that all ranks reach, for their addresses.
+            rank: Number of this process.
+            ranks: Number of processes.
+            signs: Written at each call.
+        """
+        from torch import distributed
+
+        c10d: Any = distributed  # whose stubs lack what is used here
+        self.rank, self.ranks, self._signs = rank, ranks, signs
+        group = c10d.ProcessGroupGloo
+        options = group._Options()
+        options._devices = [group.create_device(hostname="127.0.0.1")]
+        options._timeout = CONNECTING
+        store = c10d.FileStore(str(folder / "addresses"), ranks)
+        self._group = group(store, rank, ranks, options)
+        self._sum, self._barrier = c10d.AllreduceOptions(), c10d.BarrierOptions()
+        self._gather = c10d.GatherOptions()
+        self._gather.rootRank = 0
+        for each in (self._sum, self._barrier, self._gather):
+            each.timeout = LONGEST_MEETING
+        self._left = time.monotonic()
+
+    def begin_pass(self) -> None:
+        """See `Collectives.begin_pass`."""
+        self._left = time.monotonic()
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """See `Collectives.sum_parts`. Narrow types are summed in float32."""
+        wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
+        self._meet(lambda: self._group.allreduce([wide], self._sum))
+        return wide.to(part.dtype)
+
+    def gather_columns(self, part: Tensor, width: int) -> Tensor:
+        """See `Collectives.gather_columns`."""
+        if not len(part):
+            return part.new_empty(0, width)
+        most = -(-width // self.ranks)
+        content = functional.pad(part, (0, most - part.shape[1])).contiguous().view(torch.uint8)
+        parts = [torch.empty_like(content) for _ in range(self.ranks)] if self.rank == 0 else []
+        into = [parts] if parts else []
+        self._meet(lambda: self._group.gather(into, [content], self._gather))
+        if not parts:
+            return part
+        return torch.cat([each.view(part.dtype) for each in parts], 1)[:, :width]
+
+    def wait_for_all(self) -> None:
+        """See `Collectives.wait_for_all`."""
+        self._meet(lambda: self._group.barrier(self._barrier))
+
+    def _meet(self, begin: Callable[[], Any]) -> None:
+        signs, rank, now = self._signs, self.rank, time.monotonic()
+        signs.worked[rank], signs.waiting[rank] = now - self._left, now
+        signs.meetings[rank] += 1
+        begin().wait()
+        signs.waiting[rank], self._left = 0.0, time.monotonic()

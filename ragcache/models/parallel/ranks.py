@@ -1,0 +1,240 @@
+"""The followers' processes, and the watch that ends all of them with the first that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ragcache.errors import EngineFailed
+from ragcache.models.parallel.collectives import SignsOfLife
+from ragcache.models.parallel.memory import SharedArena
+from ragcache.openmp import available_cores
+
+PATIENCE = 3.0
+"""Seconds without a sign of life after which a rank counts as hanging."""
+_LOOKS = 0.1  # seconds between two looks of the watch
+_STARTING = 120.0  # seconds that a follower's imports may take
+_ENDING = 3.0  # seconds that a follower may take to end by itself
+
+_SCRIPT = "from ragcache.models.parallel.follower import main; main()"
+
+
+class _Follower:
+    """A follower's process, as the leader sees it."""
+
+    def __init__(self, rank: int, ranks: int, arena: SharedArena, folder: str) -> None:
+        ours, theirs = socket.socketpair()
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._failure = ""
+        numbers = (arena.descriptor, arena.nbytes, theirs.fileno(), rank, ranks, os.getpid())
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path),
+        }
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _SCRIPT, *map(str, numbers), folder],
+                pass_fds=(arena.descriptor, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the leader
+            )
+        self.connection = Connection(ours.detach())
+
+    def failure(self) -> str:
+        """Say why the process has ended, or nothing while it runs. Thread-safe."""
+        with self._lock:
+            status = self.process.poll()
+            if status is not None and not self._failure:
+                with suppress(OSError, EOFError):
+                    while not self._failure and self.connection.poll():
+                        self._take_message()
+                ended = signal.Signals(-status).name if status < 0 else f"status {status}"
+                self._failure = self._failure or f"ended with {ended}"
+            return self._failure
+
+    def check_ready(self) -> None:
+        """Read a message that has come. Raises `RuntimeError` if it tells of an error."""
+        with self._lock:
+            self._take_message()
+            if self._failure:
+                raise RuntimeError(self._failure)
+
+    def _take_message(self) -> None:
+        """Messages are empty, or the text of an error."""
+        if content := self.connection.recv_bytes():
+            self._failure = f"failed: {content.decode()}"
+
+    def end(self, seconds: float) -> None:
+        """Kill the process unless it ends within some seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+            return
+        self.process.kill()
+        self.process.wait()
+
+
+class FollowerProcesses:
+    """The followers of a leader. They live until the first of them or the leader fails, or until
+    `close`.
+
+    Attributes:
+        failure: Why the ranks have ended. None while they work.
+        on_failure: Functions called with the failure, in any thread.
+    """
+
+    def __init__(self, ranks: int, arena: SharedArena, signs: SignsOfLife) -> None:
+        """Start the processes.
+
+        Args:
+            ranks: Number of ranks, with the leader.
+            arena: Memory that they map.
+            signs: Signs of life of all ranks, in the arena.
+        """
+        self.failure: EngineFailed | None = None
+        self.on_failure: list[Callable[[EngineFailed], object]] = []
+        self._ranks, self._signs = ranks, signs
+        self._folder = TemporaryDirectory(prefix="ragcache-ranks-")
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        now = time.monotonic()
+        signs.beats[:] = now + _STARTING
+        self._followers = [
+            _Follower(rank, ranks, arena, self._folder.name) for rank in range(1, ranks)
+        ]
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="ragcache-ranks", daemon=True)
+        self._watch.start()
+
+    @property
+    def folder(self) -> Path:
+        """A folder that all ranks reach."""
+        return Path(self._folder.name)
+
+    def check(self) -> None:
+        """Raise `EngineFailed` once the ranks have ended."""
+        if self.failure is not None:
+            raise EngineFailed(str(self.failure)) from self.failure.__cause__
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message to one follower."""
+        with self._ending("a message could not be sent"):
+            self._followers[rank - 1].connection.send_bytes(message)
+
+    def send_all(self, message: bytes) -> None:
+        """Send a message to all followers."""
+        with self._ending("a message could not be sent"):
+            for follower in self._followers:
+                follower.connection.send_bytes(message)
+
+    def wait_until_ready(self) -> None:
+        """Return when each follower has said that it has loaded its part. Raises
+        `EngineFailed`."""
+        for follower in self._followers:
+            with self._ending(f"rank {follower.rank} did not start"):
+                while not follower.connection.poll(_LOOKS):
+                    self.check()
+                follower.check_ready()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run a pass of the leader. An error within ends all ranks, which are in step no more."""
+        with self._ending("a pass of the leader failed"):
+            yield
+
+    def close(self) -> None:
+        """End the followers. Does nothing in a forked process, whose parent has them."""
+        if os.getpid() != self._pid:
+            return
+        self._end_all(EngineFailed("the ranks have ended, because the model was closed"), _ENDING)
+        self._watch.join()
+        self._folder.cleanup()
+
+    @contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """Raise the ranks' failure in place of an error, which ends them."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            # a process that ended is the better reason, and the watch is about to see it
+            ended = self._first_failure() or self._soon_failed()
+            self._fail(ended or f"{what}: {error!r}", error)
+            if isinstance(error, Exception):
+                self.check()
+            raise
+
+    def _soon_failed(self) -> str:
+        if self._closed.wait(2 * _LOOKS):
+            return ""
+        return self._first_failure()
+
+    def _look(self) -> None:
+        """Watch the followers until they end."""
+        looked = time.monotonic()
+        while not self._closed.wait(_LOOKS):
+            before, looked = looked, time.monotonic()
+            if looked - before > 1.0:  # this process was halted, and perhaps all of them
+                np.maximum(self._signs.beats, looked, out=self._signs.beats)
+                continue
+            reason = self._first_failure() or self._first_hanging(looked)
+            if reason:
+                self._fail(reason, None)
+
+    def _first_failure(self) -> str:
+        for follower in self._followers:
+            if reason := follower.failure():
+                return f"rank {follower.rank} of {self._ranks} {reason}"
+        return ""
+
+    def _first_hanging(self, now: float) -> str:
+        """Name a rank without a heartbeat, or one for which the leader waits for much longer than
+        its own part took."""
+        signs = self._signs
+        for rank in range(1, self._ranks):
+            if now - signs.beats[rank] > PATIENCE:
+                return f"rank {rank} of {self._ranks} gives no sign of life"
+        began = signs.waiting[0]
+        if began and now - began > max(PATIENCE, 3 * signs.worked[0]):
+            for rank in range(1, self._ranks):
+                if signs.meetings[rank] < signs.meetings[0]:
+                    return f"rank {rank} of {self._ranks} hangs in a pass"
+        return ""
+
+    def _fail(self, reason: str, cause: BaseException | None) -> None:
+        failure = EngineFailed(
+            f"tensor parallel has ended: {reason}. Close the folder, and open it again"
+        )
+        failure.__cause__ = cause
+        if self._end_all(failure, 0.0):
+            for call in self.on_failure:
+                call(failure)
+
+    def _end_all(self, failure: EngineFailed, seconds: float) -> bool:
+        """End all followers. Returns whether they had not ended before."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+            self._closed.set()
+            for follower in self._followers:
+                with suppress(OSError):
+                    follower.connection.close()
+            for follower in self._followers:
+                follower.end(seconds)
+        return True

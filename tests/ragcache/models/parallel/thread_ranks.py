@@ -1,0 +1,131 @@
+"""Ranks of a model as threads of the test's process, with the messages and memory of processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import EngineFailed
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.parallel.follower import follow
+from ragcache.models.parallel.leader import ParallelLM, SharedWeights
+from ragcache.models.parallel.memory import MappedMemory, SharedArena
+from ragcache.models.parallel.messages import MessageWriter, read_message
+from ragcache.models.parallel.passes import RankModel
+from ragcache.models.parallel.plans import attach, shard_model
+
+
+class Meeting:
+    """A place at which the threads of all ranks wait for each other, and leave their parts."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.parts: list[Tensor] = [torch.empty(0)] * ranks
+        self.sums = 0
+
+
+class ThreadCollectives:
+    """Collectives of one thread."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.ranks, self._meeting = rank, meeting.barrier.parties, meeting
+
+    def begin_pass(self) -> None:
+        pass
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        self._meeting.sums += self.rank == 0
+        return torch.stack(self._exchanged(part)).sum(0)
+
+    def gather_columns(self, part: Tensor, width: int) -> Tensor:
+        parts = self._exchanged(part)
+        assert sum(each.shape[1] for each in parts) == width
+        return torch.cat(parts, 1) if self.rank == 0 else part
+
+    def wait_for_all(self) -> None:
+        self._meeting.barrier.wait()
+
+    def _exchanged(self, part: Tensor) -> list[Tensor]:
+        self._meeting.parts[self.rank] = part
+        self._meeting.barrier.wait()
+        parts = list(self._meeting.parts)
+        self._meeting.barrier.wait()
+        return parts
+
+
+class _Closed(Exception):
+    """The leader has closed the model."""
+
+
+class ThreadFollowers:
+    """The followers of a leader, as threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.failure: EngineFailed | None = None
+        self.on_failure: list[Callable[[EngineFailed], object]] = []
+        self.meeting = Meeting(ranks)
+        self.queues = [SimpleQueue[bytes | None]() for _ in range(1, ranks)]
+        self.threads: list[threading.Thread] = []
+        self.errors: list[Exception] = []
+
+    def start(self, rank: int, first: bytes, arena: SharedArena) -> None:
+        """Start a rank with its part of the model, which a message holds."""
+        memory = MappedMemory(arena.descriptor, arena.nbytes)  # a mapping of its own
+
+        def receive() -> bytes:
+            message = self.queues[rank - 1].get()
+            if message is None:
+                raise _Closed
+            return message
+
+        def run() -> None:
+            try:
+                shard, key_heads, logits_width = read_message(first, memory)
+                collectives = ThreadCollectives(rank, self.meeting)
+                attach(shard, collectives)
+                part = RankModel(wrap_causal(shard), key_heads, logits_width, collectives)
+                follow(part, memory, receive)
+            except _Closed:
+                return
+            except Exception as error:
+                self.errors.append(error)
+                self.meeting.barrier.abort()
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+    def send_all(self, message: bytes) -> None:
+        assert not self.errors, self.errors
+        for queue in self.queues:
+            queue.put(message)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        for queue in self.queues:
+            queue.put(None)
+        for thread in self.threads:
+            thread.join()
+        assert not self.errors, self.errors
+
+
+def split_in_threads(whole: CausalLM, ranks: int) -> ParallelLM:
+    """Split a model over threads. Close it to end them."""
+    arena, followers = SharedArena.create(), ThreadFollowers(ranks)
+    weights, writer = SharedWeights(arena), MessageWriter(arena)
+    logits_width = whole.logits_width
+    for rank in range(1, ranks):
+        shard, parts = shard_model(whole.model, rank, ranks, weights.place)
+        first = writer.dumps((shard, parts.key_heads(rank), logits_width))
+        followers.start(rank, first, arena)
+    shard, parts = shard_model(whole.model, 0, ranks, weights.place)
+    collectives = ThreadCollectives(0, followers.meeting)
+    attach(shard, collectives)
+    leader = RankModel(wrap_causal(shard), parts.key_heads(0), logits_width, collectives)
+    return ParallelLM(whole, leader, weights, writer, followers)
