@@ -20,8 +20,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import xxhash
 from huggingface_hub import cached_assets_path
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -282,11 +280,15 @@ def _digest(places: Sequence[_Place]) -> str:
 
 
 def _read_packed(digest: str) -> dict[str, Tensor]:
-    """Packed weights in the cache folder; none if there is no file, or one that is damaged."""
+    """Packed weights in the cache folder, mapped; none if there is no file, or one that is damaged.
+
+    The format is torch's own, in which tensors begin at multiples of 64 bytes. The kernels load
+    whole words from such addresses alone, and end the process at others.
+    """
     try:
-        file = packed_folder() / f"{digest}.safetensors"
-        return load_file(file) if file.exists() else {}
-    except (OSError, SafetensorError) as error:
+        file = packed_folder() / f"{digest}.pt"
+        return torch.load(file, mmap=True, weights_only=True) if file.exists() else {}
+    except (OSError, RuntimeError) as error:
         logger.warning("packed weights cannot be read, and are packed again: %s", error)
         return {}
 
@@ -301,11 +303,11 @@ def _keep_packed(places: Sequence[_Place], digest: str) -> None:
     try:
         part = packed_folder() / f"{digest}.{os.getpid()}.part"
         try:
-            save_file(tensors, part)
-            part.replace(part.with_name(f"{digest}.safetensors"))
+            torch.save(tensors, part)
+            part.replace(part.with_name(f"{digest}.pt"))
         finally:
             part.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("packed weights are not kept, and the next opening packs again: %s", error)
 
 

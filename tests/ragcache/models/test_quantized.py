@@ -299,10 +299,21 @@ def test_a_second_opening_reads_packed_weights(
     folder: str, quantization: str, kept_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_model(folder, **FLOAT, quantization=quantization)
-    assert [path.suffix for path in kept_in.iterdir()] == [".safetensors"]
+    assert [path.suffix for path in kept_in.iterdir()] == [".pt"]
     monkeypatch.setattr(quantized, "_keep_packed", None)  # called where weights are packed
     second = load_model(folder, **FLOAT, quantization=quantization)
     assert second.causal.fingerprint == first.causal.fingerprint
+
+
+@pytest.mark.parametrize("words", [320, 328, 3200])
+def test_packed_weights_of_a_file_are_aligned(words: int, kept_in: Path) -> None:
+    """The kernels load 16 bytes at once, and end the process where they are not aligned."""
+    for _ in range(2):
+        model = tiny_model("qwen3", vocab_size=words)
+        quantize_model(model, "int8", torch.float32)
+        for layer in packed_layers(model):
+            assert layer.weight.data_ptr() % 16 == layer.scales.data_ptr() % 16 == 0
+    assert len(list(kept_in.iterdir())) == 1
 
 
 def test_damaged_packed_weights_are_packed_again(
