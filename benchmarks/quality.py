@@ -25,7 +25,7 @@ from ragcache.evaluation.datasets import DatasetBuilder, Over, answers_of, read_
 from ragcache_api.cli.console import example_handbook
 from ragcache_api.cli.evaluate import format_mean
 
-MODES = ("exact", "rooted", "linked:16", "isolated")
+MODES = "exact,rooted,linked:16,isolated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ def handbook_set() -> Dataset:
 
 def bench_quality(
     data: Path | None, sets: Sequence[QuestionSet], questions: int | None = None,
-    seed: int = 0, model: str | None = None, progress: Progress = lambda _: None,
+    seed: int = 0, model: str | None = None, modes: str = MODES,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Figures of each set that is there, without its answers and texts.
 
@@ -138,7 +139,8 @@ def bench_quality(
         sets: What to ask.
         questions: The most of each set, instead of its own number.
         seed: Of the samples and of the bootstraps.
-        model: A folder or a hub name; the embedded reader by default.
+        model: A folder, a hub name or a GGUF file; the embedded reader by default.
+        modes: With commas.
         progress: Called with what is done now.
     """
     rows = []
@@ -148,14 +150,14 @@ def bench_quality(
             continue
         dataset = handbook_set() if path is None else load_set(path, each.over)
         drawn = dataset.sample(questions or each.questions, seed)
-        evaluation = _evaluate(each, dataset, drawn, seed, model, progress)
+        evaluation = _evaluate(each, dataset, drawn, seed, model, modes, progress)
         rows.append({"set": asdict(each), **_figures(evaluation)})
     return {"machine": describe_machine(), "seed": seed, "sets": rows}
 
 
 def _evaluate(
     each: QuestionSet, dataset: Dataset, drawn: Dataset, seed: int, model: str | None,
-    progress: Progress,
+    modes: str, progress: Progress,
 ) -> Evaluation:  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as state,
@@ -172,7 +174,7 @@ def _evaluate(
             "k": each.k, "relative threshold": each.relative_threshold,
         }  # fmt: skip
         return evaluate_modes(
-            rag, "evaluated", drawn.questions, MODES, setting=setting, seed=seed,
+            rag, "evaluated", drawn.questions, modes.split(","), setting=setting, seed=seed,
             k=each.k, relative_threshold=each.relative_threshold,
             progress=lambda mode, done, total: progress(f"{each.name}, {mode}: {done} of {total}"),
         )  # fmt: skip
@@ -215,13 +217,14 @@ def main(
     only: Annotated[str | None, typer.Option(help="Names of sets, with semicolons.")] = None,
     seed: Annotated[int, typer.Option(help="Of the samples and of the bootstraps.")] = 0,
     model: Annotated[str | None, typer.Option(help="Instead of the embedded reader.")] = None,
+    modes: Annotated[str, typer.Option(help="Modes of reuse, with commas.")] = MODES,
     json_file: JsonFile = None,
 ) -> None:
     """Asks every set in every mode."""
     wanted = None if only is None else {name.strip() for name in only.split(";")}
     sets = [each for each in SETS if wanted is None or each.name in wanted]
     result = run_benchmark(
-        lambda progress: bench_quality(data, sets, questions, seed, model, progress)
+        lambda progress: bench_quality(data, sets, questions, seed, model, modes, progress)
     )
     print_figures([], result, json_file)
     typer.echo(table_of(result["sets"]))

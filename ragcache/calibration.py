@@ -85,6 +85,8 @@ class CalibrationExample:
     evidence: ConfidenceFeatures
     confidence: float | None = None
     """Confidence by the calibration in use. Unset if retrieval found nothing."""
+    answer: str = ""
+    """Text of the answer."""
 
 
 def collect_examples(
@@ -164,6 +166,7 @@ def _example(question: Question, answer: AnswerOutput) -> CalibrationExample:
         right=bool(question.answers) and _is_right(said, question.answers),
         evidence=next(iter(answer.features), ConfidenceFeatures()),
         confidence=next(iter(answer.confidences), None),
+        answer=said,
     )
 
 

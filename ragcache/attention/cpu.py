@@ -7,7 +7,8 @@ holds, the sum shows it, and the layer is computed again by definition. PyTorch'
 1.5 times as long over shared states (ADR 11).
 
 Everything is multiplied in the dtype in which the machine's products are quick (`product_dtype`).
-States in another dtype are converted piece by piece, in the processor's cache.
+States in another dtype are converted piece by piece, in the processor's cache. The row of a step
+that decodes for one request is multiplied in float32, over short states.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SAMPLE_STRIDE = 64  # every 64th key shows how large scores are
 MAX_DENOMINATOR = 1e30  # the numerators must still be finite
 WORKSPACE = 2**22  # scores: 8 MiB in bfloat16, so that they stay in cache
 CONVERTED = 2**18  # elements of keys, or values, that are converted at a time
+ONE_ROW = 2**17  # elements of keys, of one state, up to which one row is computed in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +76,8 @@ class CpuAttentionBackend:
             return self._reference.attend(
                 metadata, layer, query, key, value, scale=scale, sinks=sinks
             )
+        if _is_one_row(metadata):
+            return _one_row(metadata, layer, query, scale)
         work = product_dtype(query.dtype)
         rows = grouped(query.to(work), key.shape[0])  # [Hkv, T, G, D]
         own = _own(metadata, layer, rows, key.to(work), value.to(work), scale)
@@ -176,6 +180,47 @@ def attention_bytes(rows: int, tokens: int, *, heads: int, kv_heads: int, head_d
     states = kv_heads * tokens * head_dim
     elements = 11 * queries + 3 * scores + 2 * states + WORKSPACE
     return elements * torch.float32.itemsize
+
+
+def _is_one_row(metadata: AttentionMetadata) -> bool:
+    """Whether a step decodes one token over states that are short, each of them."""
+    paged = metadata.paged_queries
+    if paged is None or metadata.causal_blocks or len(paged.rows) > 1:
+        return False
+    return all(kv.keys[0].numel() <= ONE_ROW for kv in metadata.shared_kv)
+
+
+def _one_row(metadata: AttentionMetadata, layer: int, query: Tensor, scale: float) -> Tensor:
+    """Attention of the only row of a step, [1, Hq, D]: one softmax over all keys that it reads.
+
+    A product of one row takes as long to set up in bfloat16 as to compute in float32, and scores
+    in float32 need no value that they are taken relative to.
+    """
+    paged, shared = metadata.paged_queries, metadata.shared_queries
+    assert paged is not None
+    exact = torch.promote_types(query.dtype, torch.float32)
+    rows = grouped(query.to(exact), paged.keys.shape[1]) * scale  # [Hkv, 1, G, D]
+    queries, keys = [rows[:, 0]], [paged.gather_blocks(paged.keys[layer])[:, 0]]
+    values = keys
+    if paged.values is not paged.keys:
+        values = [paged.gather_blocks(paged.values[layer])[:, 0]]
+    if shared is not None:
+        queries += shared.turn_rows(rows, layer).unbind(1)
+        read = [kv for kv in metadata.shared_kv for _ in range(kv.begin, kv.end)]
+        keys = [*keys, *(kv.keys[layer] for kv in read)]
+        values = [*values, *(kv.values[layer] for kv in read)]
+    # one state at a time in float32, so that it stays in cache
+    scores = [
+        torch.bmm(each, key.to(exact).transpose(1, 2))
+        for each, key in zip(queries, keys, strict=True)
+    ]
+    scores[0] += paged.mask.to(exact)
+    lengths = [key.shape[1] for key in keys]
+    weights = torch.split(torch.cat(scores, -1).softmax(-1), lengths, -1)
+    out = torch.bmm(weights[0], values[0].to(exact))
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        out.baddbmm_(weight, value.to(exact))
+    return out.view(1, -1, out.shape[-1]).to(query.dtype)
 
 
 def _own(

@@ -16,6 +16,7 @@ import pml
 import pytest
 import torch
 import typer
+import wordings
 from blend import BlendSetting, bench_blend
 from gpu_table import GpuWorkload
 from harness import LlamaShape
@@ -43,7 +44,7 @@ from weights import WeightsSetting, bench_weights
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
 from ragcache.evaluation import Dataset, Question
-from ragcache.models import LoadedModel
+from ragcache.models import INSTRUCTION, LoadedModel
 from ragcache.states import KVStates
 from tests.conftest import REPOSITORY
 
@@ -323,6 +324,19 @@ def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
     assert first.startswith("| Tiny, 1 | `exact` |")
     assert len(others) == 3
     assert len({each.name for each in SETS}) == len(SETS)
+
+
+@pytest.mark.slow
+def test_wordings_are_asked_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wordings, "WORDINGS", (INSTRUCTION, "Documents:"))
+    told = wordings.bench_wordings(None, None, 3)
+    first, second = told["wordings"]
+    assert first["wording"] == INSTRUCTION
+    assert len(first["f1"]) == len(second["f1"]) == len(second["exact_match"]) == 3
+    assert first["refused_right"] is None, "three questions fit no calibration"
+    heads, rule, *rows = wordings.lines_of(told["wordings"])
+    assert len({line.count("|") for line in (heads, rule, *rows)}) == 1
+    assert "| +0.0 (+0.0 to +0.0) |" in rows[0]
 
 
 @pytest.mark.slow

@@ -119,6 +119,27 @@ def test_bfloat16_errs_hardly_more_than_eager_attention(name: str, loudness: flo
     assert_errs_as_eager(replace(LARGE[name], loudness=loudness))
 
 
+ONE_ROW = Shape((-70,), ((200, ((0, 1, 0),)), (90, ((0, 1, -20),)), (300, ((0, 1, 7),))))
+
+
+@pytest.mark.parametrize("loudness", [1.0, 40.0])
+def test_one_row_rounds_less_than_many(loudness: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores and weights are float32, however large they are."""
+    scene = make_scene(replace(ONE_ROW, dim=64, group=7, loudness=loudness), torch.bfloat16)
+    errors = []
+    for most in (cpu.ONE_ROW, 0):
+        monkeypatch.setattr(cpu, "ONE_ROW", most)
+        errors.append(float((attend(scene) - scene.expected()).abs().mean()))
+    assert errors[0] < errors[1]
+
+
+def test_a_long_state_is_not_copied_for_one_row() -> None:
+    length = 2 * cpu.ONE_ROW // (KV_HEADS * 16)
+    scene = make_scene(replace(ONE_ROW, dim=16, runs=((length, ((0, 1, 7),)),)), torch.bfloat16)
+    copies = 2 * scene.metadata.shared_kv[0].keys[LAYER].numel() * torch.float32.itemsize
+    assert allocated(scene) < copies
+
+
 @pytest.mark.parametrize("apart", [10.0, 40.0])
 @pytest.mark.parametrize("requests", [(-2, -3), (12,)])
 def test_bfloat16_errs_no_more_where_own_tokens_weigh_little(
