@@ -16,18 +16,28 @@ RUN python -m build --wheel --no-isolation --outdir /wheels
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=documents,gguf,minilm,postgres,otel
+# Triton compiles its driver's module with a C compiler, at the first start on a GPU.
+# hadolint ignore=DL3008
+RUN case "${TORCH_INDEX}" in \
+        */cpu) ;; \
+        *) apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+            && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt \
         "$(echo /tmp/wheels/*.whl)[${EXTRAS}]" \
     && rm -r /tmp/wheels /tmp/constraints.txt \
-    && useradd --system --create-home --uid 10001 ragcache \
+    && useradd --system --home-dir /var/lib/ragcache --uid 10001 ragcache \
     && install -d -o ragcache -g ragcache /var/lib/ragcache /var/lib/ragcache/models
 USER 10001:10001
 WORKDIR /var/lib/ragcache
-# Models of the hub, and converted GGUF files, stay in the volume.
-ENV HF_HOME=/var/lib/ragcache/models \
+# All that is written stays in the volume: states, models of the hub, converted GGUF files, compiled
+# kernels. Only /tmp must be writable besides, so that the root file system can be read-only.
+ENV HOME=/var/lib/ragcache \
+    HF_HOME=/var/lib/ragcache/models \
+    TORCHINDUCTOR_CACHE_DIR=/var/lib/ragcache/compiled \
     RAGCACHE_STATE=/var/lib/ragcache/state \
     RAGCACHE_HOST=0.0.0.0 \
     RAGCACHE_PORT=8000
@@ -35,6 +45,6 @@ VOLUME /var/lib/ragcache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health/ready', timeout=2)"]
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ['RAGCACHE_PORT'] + '/health/ready', timeout=2)"]
 ENTRYPOINT ["ragcache"]
 CMD ["serve"]

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import secrets
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from ragcache.db.database import Database, StaleCache
-from ragcache.db.sql import namespace_id
+from ragcache.db.sql import insert_new, namespace_id
 from ragcache.db.tables import ApiKeyTable, NamespaceTable
 from ragcache.errors import (
     ConfigurationError,
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MARK = "rc-"
 _SECRET_BYTES = 32
+_SECRET = re.compile(rf"{_MARK}[A-Za-z0-9_-]{{32,200}}")
 _SHOWN = 9  # readable characters of a secret: 36 of its 256 bits
 _NAME = 100  # maximum characters of a name
 _AGE = 10.0  # seconds after which keys are read again
@@ -108,24 +110,58 @@ class ApiKeys:
             >>> with RagCache.open("state") as rag:
             ...     key, secret = rag.keys.create("page", role="admin")
         """
+        secret = _MARK + secrets.token_urlsafe(_SECRET_BYTES)
+        return self.register(name, secret, **options.given()), secret
+
+    @TakesOptions(KeyParams)
+    def register(self, name: str, secret: str, options: KeyParams) -> ApiKeyRow:
+        """Create a key with a secret that exists elsewhere, such as in a Secret of Kubernetes.
+
+        Args:
+            name: Name to list the key under.
+            secret: `rc-` and 32 to 200 letters, digits, `-` and `_`, chosen at random.
+            options: The options of the key.
+
+        Returns:
+            The key. A key that has this secret already stays as it is.
+
+        Raises:
+            ConfigurationError: The name, the secret or an option cannot be used, or the key of this
+                secret is revoked.
+
+        Example:
+            >>> import secrets
+            >>> from ragcache import RagCache
+            >>> secret = "rc-" + secrets.token_urlsafe(32)
+            >>> with RagCache.open("state") as rag:
+            ...     key = rag.keys.register("page", secret, role="admin")
+        """
         if not name.strip() or len(name) > _NAME:
             raise ConfigurationError(f"a key needs a name of 1 to {_NAME} characters")
-        secret = _MARK + secrets.token_urlsafe(_SECRET_BYTES)
-        prefix, now = secret[:_SHOWN], time.time()
-        with self._database.transaction() as session:
-            row = ApiKeyTable(
-                name=name,
-                namespace_id=namespace_id(session, options.namespace),
-                prefix=prefix,
-                digest=_digest(secret),
-                created_at=now,
-                **options.model_dump(exclude={"namespace"}),
+        if not _SECRET.fullmatch(secret):
+            raise ConfigurationError(
+                "the secret of a key is `rc-` and 32 to 200 random letters, digits, `-` and `_`; "
+                f"this one has {len(secret)} characters in all"
             )
-            session.add(row)
-            session.flush()
-            made = _row(row, options.namespace)
+        digest = _digest(secret)
+        with self._database.transaction() as session:
+            row = {
+                "name": name,
+                "namespace_id": namespace_id(session, options.namespace),
+                "prefix": secret[:_SHOWN],
+                "digest": digest,
+                "created_at": time.time(),
+                **options.model_dump(exclude={"namespace"}),
+            }
+            insert_new(session, ApiKeyTable, [row])
+            found = session.execute(_select().where(ApiKeyTable.digest == digest)).one()
+            made = _row(*found)
         self._forget()
-        return made, secret
+        if made.revoked_at is not None:
+            raise ConfigurationError(
+                f"key {made.id} has this secret and is revoked; choose another secret"
+            )
+        return made
 
     def list(self) -> list[ApiKeyRow]:
         """Return all keys, including revoked ones, the oldest first."""

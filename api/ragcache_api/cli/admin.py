@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,21 +38,40 @@ def create_key(
     name: Annotated[str, typer.Argument(help="The name of its holder.")],
     params: KeyParams,
     options: Annotated[ServiceOptions, LEDGER],
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with a secret to use. A key that has it stays as it is."),
+    ] = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
+    given = None if secret_file is None else _read_secret(secret_file)
     settings = ui.read_settings(options)
     if settings.ledger is None:  # keys may be created before the first document
         settings.state.mkdir(0o700, parents=True, exist_ok=True)
         settings = settings.replace(ledger=f"sqlite:///{settings.state / 'ledger.sqlite'}")
     with _keys(settings) as keys:
-        row, secret = keys.create(name, **params.given())
+        if given is not None:
+            row, secret = keys.register(name, given, **params.given()), None
+        else:
+            row, secret = keys.create(name, **params.given())
     if as_json:
-        ui.print_json({**row.model_dump(), "secret": secret})
+        ui.print_json({**row.model_dump(), **({} if secret is None else {"secret": secret})})
+        return
+    holder = f"key {row.id} ({row.role}, namespace {row.namespace})"
+    if secret is None:
+        ui.errors.print(f"{holder} has the secret of {secret_file}")
         return
     typer.echo(secret)
-    holder = f"{row.role}, namespace {row.namespace}"
-    ui.errors.print(f"key {row.id} ({holder}); the secret is not shown again")
+    ui.errors.print(f"{holder}; the secret is not shown again")
+
+
+def _read_secret(file: Path) -> str:
+    """Read the secret of a key from a file. Raises `ConfigurationError`."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the file of the secret cannot be read: {error}") from None
 
 
 @keys_app.command("ls")

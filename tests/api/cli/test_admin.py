@@ -42,6 +42,23 @@ def test_a_key_is_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_key_takes_its_secret_from_a_file(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "operator-key"
+    file.write_text(f"rc-{'Ab1_' * 10}\n", encoding="utf-8")
+    command = ("keys", "create", "operator", "--role", "admin", "--secret-file", str(file))
+    for _ in range(2):
+        code, out, err = run(*command)
+        assert (code, out) == (0, "")
+        assert "key 1 (admin, namespace default) has the secret" in err
+    with closing(Database.open(tmp_path / "state" / "ledger.sqlite")) as database:
+        found = ApiKeys(database).check(file.read_text(encoding="utf-8").strip()).key
+    assert found is not None
+    assert (found.id, found.role) == (1, "admin")
+    error_of(run(*command[:-1], str(tmp_path / "absent")), "ConfigurationError")
+    file.write_text("rc-short", encoding="utf-8")
+    assert "rc-short" not in error_of(run(*command), "ConfigurationError")
+
+
 def test_key_errors_are_named(run: Run) -> None:
     error_of(run("keys", "ls"), "NoState")
     error_of(run("keys", "create", "page", "--role", "root"), "ConfigurationError")

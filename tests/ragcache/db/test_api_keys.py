@@ -47,6 +47,20 @@ def test_a_secret_finds_its_key_and_is_kept_nowhere(keys: ApiKeys, database: Dat
     assert len(row.prefix) < 10
 
 
+def test_a_secret_from_elsewhere_makes_one_key(keys: ApiKeys) -> None:
+    secret = "rc-" + "Ab1-" * 10
+    made = keys.register("operator", secret, role="admin")
+    assert keys.check(secret).key is not None
+    assert keys.register("again", secret).model_dump() == made.model_dump()
+    assert [row.name for row in keys.list()] == ["operator"]
+    keys.revoke(made.id)
+    with pytest.raises(ConfigurationError, match="revoked"):
+        keys.register("operator", secret, role="admin")
+    for unusable in ("", "rc-" + "a" * 31, "rc-" + "a" * 201, "sk-" + "a" * 40, "rc-" + "é" * 40):
+        with pytest.raises(ConfigurationError, match="32 to 200"):
+            keys.register("operator", unusable)
+
+
 def test_a_check_reads_no_row_for_ten_seconds(
     keys: ApiKeys, database: Database, clock: Clock
 ) -> None:
