@@ -1,4 +1,4 @@
-"""Owners of states: modules, schemas, scaffolds, conversations and jobs.
+"""Owners of states: modules, schemas, scaffolds, conversations, recurring texts and jobs.
 
 States that lose their last owner are retired in the same transaction.
 """
@@ -18,6 +18,7 @@ from ragcache.db.tables import (
     EncodingTable,
     EvictionTable,
     JobStateTable,
+    ObservedStateTable,
     RetirementTable,
     ScaffoldTable,
     SchemaStateTable,
@@ -39,6 +40,7 @@ _OWNERS = (
     SchemaStateTable,
     ScaffoldTable,
     ConversationStateTable,
+    ObservedStateTable,
 )
 
 

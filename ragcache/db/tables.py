@@ -243,6 +243,31 @@ class ConversationStateTable(Base):
     """Unix seconds."""
 
 
+class ObservedModuleTable(Base):
+    """A text that recurred in prompts, of a folder that keeps such texts on the disk."""
+
+    __tablename__ = "observed_modules"
+    __table_args__ = (
+        UniqueConstraint("namespace_id", "digest"),
+        Index("observed_modules_by_end", "expires_at"),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
+    digest: Mapped[str]
+    text: Mapped[str]
+    expires_at: Mapped[float]
+    """Unix seconds."""
+
+
+class ObservedStateTable(Base):
+    """States of a text that recurred in prompts."""
+
+    __tablename__ = "observed_states"
+    module_id: Mapped[int] = mapped_column(owned_by("observed_modules"), primary_key=True)
+    key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
+    encoding: Mapped[str]
+
+
 class FactTable(Base):
     """A fact that all processes over the ledger agree on.
 

@@ -13,6 +13,7 @@ from ragcache.params.base import Params
 from ragcache.tiers import Size, TierOptions
 
 ConversationStorage = Literal["none", "memory", "disk"]
+ObservedStorage = Literal["memory", "disk"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -56,10 +57,13 @@ class OpenConfig(TierOptions, Params):
     measured once per folder, before its first question."""
     recognize_recurring: bool = True
     """Read texts that recur in prompts from states, without any ingestion. A text is read from its
-    third prompt on. Its states are in memory alone."""
+    third prompt on."""
     observed_bytes: Size | None = None
     """Most memory for the states of recurring texts, of each namespace. Defaults to a tenth of
     `host_bytes`."""
+    observed_storage: ObservedStorage = "memory"
+    """Place of recurring texts and their states: `memory`, or `disk` for the ledger, the disk and
+    remote storage as well, where they outlive the process."""
     conversation_storage: ConversationStorage = "memory"
     """Place of the states of chats' messages and answers, from which the next turn starts:
     `memory`, `disk` for disk and remote storage as well, or `none`."""

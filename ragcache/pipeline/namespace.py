@@ -21,6 +21,7 @@ from ragcache.db import (
     SchemaTexts,
     StoredObjects,
 )
+from ragcache.db.observed import ObservedTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
 from ragcache.errors import EngineClosed
@@ -250,11 +251,11 @@ class Namespace:
         ingestor = Ingestor(catalog, store, encoder, retriever, config, shared.turns)
         scaffolds = Scaffolds(ScaffoldRows(database, name))
         in_context = InContextTokenizer(template)
-        observed = _observed_modules(shared, encoder)
+        observed = _observed_modules(shared, encoder, name)
         conversations = _conversations(shared, encoder, name)
         modules = Modules(catalog, store, encoder, tokens, observed, conversations)
         pins = Pins(modules, store, StoredObjects(database, name))
-        store.on_heartbeat += [pins.end_expired, observed.end_kept]
+        store.on_heartbeat += [pins.end_expired, observed.end_kept, observed.end_unused]
         return cls(
             name,
             shared,
@@ -314,8 +315,9 @@ def _conversations(shared: SharedServices, encoder: ModuleEncoder, name: str) ->
     )
 
 
-def _observed_modules(shared: SharedServices, encoder: ModuleEncoder) -> ObservedModules:
-    return ObservedModules(
+def _observed_modules(shared: SharedServices, encoder: ModuleEncoder, name: str) -> ObservedModules:
+    stored = shared.config.observed_storage == "disk"
+    observed = ObservedModules(
         shared.model,
         encoder,
         shared.gate,
@@ -323,7 +325,10 @@ def _observed_modules(shared: SharedServices, encoder: ModuleEncoder) -> Observe
         budget_bytes=_observed_bytes(shared.config, shared.store),
         module_tokens=shared.config.module_tokens,
         is_idle=lambda: not shared.engine.core.busy,
+        rows=ObservedTexts(shared.database, name) if stored else None,
     )
+    observed.load()
+    return observed
 
 
 def _observed_bytes(config: OpenConfig, store: KVStore) -> int:

@@ -3,7 +3,7 @@
 A prompt's first sight of a text leaves fingerprints, the second one makes it a module, whose states
 are encoded in the background. From then on the text is read like an ingested one. A text that its
 caller marks is a module at once, and its first prompt encodes it. Observed modules belong to no
-collection, and end with the process.
+collection, and end with the process unless `OpenConfig.observed_storage` keeps them on the disk.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import get_args
 
 from ragcache.db import ModuleRow
-from ragcache.errors import EngineClosed, RagCacheError
+from ragcache.db.observed import ObservedText, ObservedTexts
+from ragcache.errors import EngineClosed, RagCacheError, StoreError
 from ragcache.models import LoadedModel
-from ragcache.modes import ReuseMode
+from ragcache.modes import Encoding, ReuseMode
+from ragcache.params.open import ObservedStorage
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder
@@ -39,8 +43,8 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS = 96
 """Fewest tokens of an observed module."""
 
-SECONDS_TO_LIVE = 3600.0
-"""Seconds after its last use at which an observed module may end."""
+SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_400.0}
+"""Seconds after its last use at which an observed module may end, by `observed_storage`."""
 
 MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
@@ -55,7 +59,7 @@ class ObservedModule:
     row: ModuleRow
     """The text as a module without a document."""
     token_ids: tuple[int, ...]
-    keys: tuple[KVKey, ...]
+    encodings: Mapping[KVKey, str]
     """Keys of its states, one for each encoding of the mode that it was first read in."""
     nbytes: int
     """Bytes of the states in the model's format."""
@@ -72,6 +76,11 @@ class ObservedModule:
     def id(self) -> str:
         """Digest of the text."""
         return self.row.name
+
+    @property
+    def keys(self) -> tuple[KVKey, ...]:
+        """Keys of its states."""
+        return tuple(self.encodings)
 
 
 class ObservedModules:
@@ -91,6 +100,7 @@ class ObservedModules:
         budget_bytes: int,
         module_tokens: int,
         is_idle: Callable[[], bool],
+        rows: ObservedTexts | None = None,
     ) -> None:
         """Create an empty set of modules.
 
@@ -102,10 +112,12 @@ class ObservedModules:
             budget_bytes: Most bytes of states. 0 turns detection off.
             module_tokens: Most tokens of a module.
             is_idle: Tells whether no request is running.
+            rows: The texts that outlive the process. Without them all are in memory alone.
         """
         self._model, self._encoder, self._gate = model, encoder, gate
         self._background, self._is_idle = background, is_idle
         self._budget_bytes, self._module_tokens = budget_bytes, module_tokens
+        self._rows, self._refreshed = rows, time.time()
         self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
         self._waiting: set[str] = set()
@@ -170,6 +182,46 @@ class ObservedModules:
                 each.kept_until, each.kept_by = 0.0, ""
         self._unpin([key for each in over for key in each.keys])
 
+    def load(self) -> None:
+        """Recognize the texts that earlier processes have stored for this model."""
+        if self._rows is None or not self._budget_bytes:
+            return
+        with _tolerated("stored recurring texts are not read"):
+            loaded = [self._loaded(each) for each in self._rows.stored()]
+            with self._lock:
+                self._modules.update((each.id, each) for each in loaded if each)
+                self._make_room()
+                self._rebuild()
+        self._refreshed = time.time()
+
+    def _loaded(self, stored: ObservedText) -> ObservedModule | None:
+        """Return a stored text as a module, or None for states of another model."""
+        ids = self._tokens(stored.text)
+        encodings = {self._encoder.key(ids, each): each for each in get_args(Encoding)}
+        if not stored.encodings.items() <= encodings.items():
+            return None
+        nbytes = len(ids) * self._model.causal.bytes_per_token * len(stored.encodings)
+        row = ModuleRow(NO_DOCUMENT, stored.id, "", "", stored.text)
+        used_at = stored.expires_at - self._seconds
+        return ObservedModule(row, ids, stored.encodings, nbytes, used_at=used_at)
+
+    def end_unused(self) -> None:
+        """Let modules go that nobody has used for long, and note the uses of stored ones."""
+        now, since = time.time(), self._refreshed
+        with self._lock:
+            ended = [each for each in self._modules.values() if self._is_over(each, now)]
+            for each in ended:
+                del self._modules[each.id]
+            if ended:
+                self._rebuild()
+            used = [each.id for each in self._modules.values() if each.used_at >= since]
+        if self._rows is None:
+            self._encoder.store.evict([key for each in ended for key in each.keys])
+        elif used:  # stored texts end with their rows, which other processes may have refreshed
+            with _tolerated("the use of recurring texts is not noted"):
+                self._rows.refresh(used, now + self._seconds)
+        self._refreshed = now
+
     def _unpin(self, keys: Sequence[KVKey]) -> None:
         """Allow the eviction of states that no operator has pinned."""
         if keys:
@@ -201,6 +253,8 @@ class ObservedModules:
             self._rebuild()
         self._unpin(keys)
         self._encoder.store.evict(keys)
+        if self._rows is not None:
+            self._encoder.store.discard(self._rows.delete(ids))
         return len(chosen)
 
     def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
@@ -273,7 +327,7 @@ class ObservedModules:
         if len(ids) < MIN_TOKENS or nbytes > self._budget_bytes:
             return None
         name = sha256(text.encode()).hexdigest()[:16]
-        keys = tuple(self._encoder.key(ids, each) for each in encodings)
+        keys = {self._encoder.key(ids, each): each for each in encodings}
         return ObservedModule(ModuleRow(NO_DOCUMENT, name, "", "", text), ids, keys, nbytes)
 
     def _enter(self, module: ObservedModule) -> None:
@@ -282,7 +336,22 @@ class ObservedModules:
             self._modules[module.id] = module
             ended = self._make_room()
             self._rebuild()
-        self._encoder.store.evict(ended)
+        self._encoder.store.evict([key for each in ended for key in each.keys])
+        if self._rows is not None:
+            with suppress(RuntimeError):  # the folder has been closed
+                self._background.submit(self._record, self._rows, module, ended)
+
+    def _record(
+        self, rows: ObservedTexts, module: ObservedModule, ended: Sequence[ObservedModule]
+    ) -> None:
+        """Store a module, and delete ended ones. Runs in the background."""
+        with _tolerated("a recurring text is not stored"):
+            until = time.time() + self._seconds
+            rows.keep(ObservedText(module.id, module.row.text, module.encodings, until))
+            with self._lock:
+                gone = [each.id for each in (module, *ended) if each.id not in self._modules]
+            if gone:
+                self._encoder.store.discard(rows.delete(gone))
 
     def _keep(self, module: ObservedModule, until: float, keeper: Keeper) -> None:
         """Keep a module until a time, unless the kept ones would exceed a budget."""
@@ -316,21 +385,29 @@ class ObservedModules:
         readable = causal.scheme.movable and causal.composes
         return bool(self._budget_bytes) and mode.reads_states and readable
 
-    def _make_room(self) -> list[KVKey]:
-        """Remove modules beyond the budget or unused for long, and return the keys of their states.
+    @property
+    def _seconds(self) -> float:
+        """Seconds after its last use at which a module may end."""
+        return SECONDS_TO_LIVE["memory" if self._rows is None else "disk"]
+
+    def _is_over(self, module: ObservedModule, now: float) -> bool:
+        return module.kept_until <= now and now - module.used_at >= self._seconds
+
+    def _make_room(self) -> list[ObservedModule]:
+        """Remove modules beyond the budget or unused for long, and return them.
 
         The newest module stays, and so do modules that their callers keep.
         """
-        ended: list[KVKey] = []
+        ended: list[ObservedModule] = []
         now = time.time()
         used = sum(each.nbytes for each in self._modules.values())
         for each in list(self._modules.values())[:-1]:
             if each.kept_until > now:
                 continue
-            if used <= self._budget_bytes and now - each.used_at < SECONDS_TO_LIVE:
+            if used <= self._budget_bytes and not self._is_over(each, now):
                 break
             used -= each.nbytes
-            ended += self._modules.pop(each.id).keys
+            ended.append(self._modules.pop(each.id))
         return ended
 
     def _rebuild(self) -> None:
@@ -345,6 +422,15 @@ class ObservedModules:
         deadline = time.monotonic() + _IDLE_SECONDS
         while not self._is_idle() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _tolerated(consequence: str) -> Iterator[None]:
+    """Warn of errors of the ledger instead of raising them."""
+    try:
+        yield
+    except StoreError as error:
+        logger.warning("%s; %s", error, consequence)
 
 
 def _uncovered(span: Span, covered: Sequence[tuple[int, int]]) -> list[Span]:

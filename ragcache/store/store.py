@@ -22,6 +22,7 @@ from ragcache.db.conversations import expire_conversations
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
+from ragcache.db.observed import expire_observed
 from ragcache.db.references import (
     CONVERSATION_MODE,
     ROOT_MODE,
@@ -387,8 +388,8 @@ class KVStore:
     def sweep(self) -> None:
         """Run the periodic upkeep.
 
-        Removes expired states and conversations, writes reused states to the disk, and writes uses
-        to the ledger.
+        Removes expired states, conversations and recurring texts, writes reused states to the disk,
+        and writes uses to the ledger.
         """
         now = time.time()
         with suppress(LedgerUnavailable):
@@ -405,6 +406,7 @@ class KVStore:
         self.persistent.discard_later()
         with suppress(LedgerUnavailable):
             self.persistent.discard(expire_conversations(self.ledger.database))
+            self.persistent.discard(expire_observed(self.ledger.database))
             self._follow_retirements(now)
         self.ledger.flush()
         with suppress(LedgerUnavailable):

@@ -222,7 +222,8 @@ def test_the_least_recently_used_text_ends_beyond_the_budget(
 
 
 def test_a_text_that_nobody_uses_ends(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_TO_LIVE", 0.0)
+    rag.internals.shared.store.on_heartbeat.clear()
+    monkeypatch.setitem(module.SECONDS_TO_LIVE, "memory", 0.0)
     for seed in (1, 2):
         ask(rag, [10 + seed, seed], "Who?")
         ask(rag, [20 + seed, seed], "Why?")
