@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,11 @@ from harness import (
     shaped_causal,
 )
 from rich.table import Table
-from sqlalchemy import insert
+from sqlalchemy import insert, select, text
 
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
+from ragcache.db.summaries import sum_up
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
 from ragcache.models import CausalLM
@@ -360,8 +362,24 @@ def fill_ledger(folder: Path, modules: int) -> None:
         path.touch()
     with database.transaction() as session:
         session.execute(insert(StateTable), rows)
+        sum_up(session, [row["key"] for row in rows])
     store.close()
     database.close()
+
+
+def vary_states(folder: Path) -> None:
+    """Give the states of `fill_ledger` different sizes and numbers of uses."""
+    vary = text(
+        "UPDATE states SET nbytes = 4096 + n * 7919 % 10007, hits = n * 5501 % 9973, "
+        "used_at = n * 3571 % 9967, pinned = n % 1000 = 0 "
+        "FROM (SELECT key AS k, row_number() OVER (ORDER BY key) AS n FROM states) WHERE key = k"
+    )
+    with (
+        closing(Database.open(folder / "ledger.sqlite")) as database,
+        database.transaction() as rows,
+    ):
+        rows.execute(vary)
+        sum_up(rows, rows.scalars(select(StateTable.key)))
 
 
 def _disk_table(result: dict[str, Any]) -> Table:

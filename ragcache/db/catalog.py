@@ -43,6 +43,7 @@ from ragcache.db.sql import (
     namespace_id,
     rows_of,
 )
+from ragcache.db.summaries import lock_summaries, sum_up
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -447,7 +448,9 @@ class Catalog:
     def add_key(self, module_id: int, key: KVKey) -> None:
         """Record that states belong to a module."""
         with self._database.transaction() as session:
+            lock_summaries(session)
             insert_for_module(session, EncodingTable, module_id, key=key)
+            sum_up(session, [key])
 
     def keys(
         self,
@@ -605,7 +608,7 @@ class Catalog:
                 raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
             if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
                 raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
-            move_rows(session, owner, [MovedDocument(source_id, to, row.uri)])
+            move_rows(session, owner, [MovedDocument(source_id, to, row.uri, row.original)])
 
     def _within(self, statement: Any, collection: str) -> Any:
         return in_collection(statement, self.namespace, collection)

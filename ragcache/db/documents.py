@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import chunks, rows_of
+from ragcache.db.summaries import insert_summaries, rename_summaries
 from ragcache.db.tables import (
     DocumentTable,
     DocumentTextTable,
@@ -56,15 +57,19 @@ class NewDocument:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     """Whole text of the document. Its modules may repeat headings and leave out space."""
+    original: str = ""
+    """Digest of the file that it was read from, as in `SourceDocument`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedDocument:
-    """A stored document that gets another id and address and is otherwise unchanged."""
+    """A stored document of unchanged text that gets another id, address or original."""
 
     source_id: str
     to: str
     uri: str
+    original: str = ""
+    """As in `NewDocument`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,13 @@ class DocumentRow:
     """Metadata of the document."""
     modules: int = 0
     """Number of its modules."""
+    original: str = ""
+    """As in `NewDocument`."""
 
     @classmethod
     def of(cls, row: DocumentTable, modules: int) -> DocumentRow:
-        return cls(row.id, row.source_id, row.uri, row.digest, row.attributes, modules)
+        facts = (row.id, row.source_id, row.uri, row.digest, row.attributes)
+        return cls(*facts, modules, row.original)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,7 @@ def insert_rows(
         uri=document.uri,
         digest=document.digest,
         attributes=dict(document.attributes),
+        original=document.original,
     )
     session.add(row)
     session.flush()
@@ -171,6 +180,8 @@ def insert_rows(
         if module.vector is not None and embedder is not None:
             vector = module.vector.astype("<f4").tobytes()
             session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
+    session.flush()
+    insert_summaries(session, owner, row.id)
 
 
 def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
@@ -192,11 +203,12 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
     for (taken,) in rows_of(session, own, DocumentTable.source_id, [each.to for each in moved]):
         raise DocumentsChanged(f"a document {taken.source_id!r} was stored meanwhile; try again")
     for row, each in found:
-        row.source_id, row.uri = each.to, each.uri
+        row.source_id, row.uri, row.original = each.to, each.uri, each.original
         modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
         for module in session.scalars(modules):
             module.name = f"{each.to}#{module.ordinal + 1}"
-    session.flush()
+        session.flush()
+        rename_summaries(session, row.id)
 
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:

@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 from ragcache.db.database import Database
 from ragcache.db.sessions import KeyLocks, Sessions
 from ragcache.db.sql import CHUNK, chunks, insert_new, lock_rows, table_of, upsert
+from ragcache.db.summaries import sum_up
 from ragcache.db.tables import (
     Base,
     ClaimTable,
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 _COMMIT_SECONDS = 30.0  # maximum duration of a transaction
 EVICTIONS_KEPT = 1_000
 """Evictions that the ledger remembers."""
+SUM_SECONDS = 10.0
+"""Most seconds until a change of states shows in the order of a list of modules."""
 
 # Columns that recording states again updates, in persistent tiers and in memory tiers.
 _RECORDED = (
@@ -140,6 +143,8 @@ class Ledger:
         self._known_retirements: set[int] = set()
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
+        self._unsummed: set[KVKey] = set()  # written states whose modules' summaries are not
+        self._summed_at = -math.inf
 
     @classmethod
     def of_folder(cls, database: Database, folder: Path, *, reads: bool = False) -> Ledger:
@@ -289,6 +294,7 @@ class Ledger:
             upsert(session, StateTable, values, _RECORDED)
             self.locks.release_within(session, held & set(last))
             self._reserve(session, held - set(last), "", 0)
+        self.usage.note(held)
         return held
 
     def claim(
@@ -371,7 +377,9 @@ class Ledger:
                     session.add(EvictionTable(tier=tier, reason=reason, **left))
                 session.execute(delete(StateTable).where(rows))
             self.locks.release_within(session, kept)
-        return [key for key in taken if key not in kept]
+        gone = [key for key in taken if key not in kept]
+        self.usage.note(gone)
+        return gone
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
         """Pin or unpin states."""
@@ -391,11 +399,13 @@ class Ledger:
         self._set(keys, expires_at=at)
 
     def _set(self, keys: Iterable[KVKey], **values: Any) -> None:
+        changed = sorted(set(keys))
         with self.database.transaction() as session:
-            for chunk in chunks(sorted(set(keys))):
+            for chunk in chunks(changed):
                 chosen = StateTable.key.in_(chunk)
                 lock_rows(session, StateTable, chosen)
                 session.execute(update(StateTable).where(chosen).values(**values))
+        self.usage.note(changed)
 
     def expired(self, now: float) -> dict[KVKey, float]:
         """Return the expired states of shared tiers and of this session, with their limits."""
@@ -403,17 +413,23 @@ class Ledger:
         rows = self.database.fetch(statement.where(self._visible(), StateTable.expires_at <= now))
         return {key: at for key, at in rows if at is not None}
 
-    def flush(self) -> None:
+    def flush(self, *, lazily: bool = False) -> None:
         """Write `usage` in one transaction. After a failure it is kept for the next call.
+
+        Summaries of modules follow, with `lazily` only every `SUM_SECONDS`: states in constant use
+        are then summed up once for many writes.
 
         Changes that another thread is writing are written when this returns. The transaction first
         locks the row of the clock: sessions write one after another, and the ticks of a session
         follow the ticks of the session before it.
         """
         with self._flushing:
-            if not self.usage:
+            now = time.monotonic()
+            due = not lazily or now - self._summed_at >= SUM_SECONDS
+            if not self.usage and not (due and self._unsummed):
                 return
             pending, uses = self.usage.take(), self._uses
+            unsummed = self._unsummed | pending.keys | pending.changed
             try:
                 with self.database.transaction() as session:
                     new = ClockTable.tick + (uses - self._written)
@@ -421,8 +437,12 @@ class Ledger:
                     tick = session.scalars(advanced).one()
                     late = max(0, tick - uses - self._behind)
                     _write(session, pending, self.sessions.id, late)
+                    if due:
+                        sum_up(session, unsummed)
                 self._written = uses
                 self._set_clock(tick)
+                self._unsummed = set() if due else unsummed
+                self._summed_at = now if due else self._summed_at
             except BaseException as error:
                 self.usage.restore(pending)
                 self.failures += 1
@@ -484,9 +504,16 @@ class PendingUsage:
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
     """Entries of memory tiers. The value of a removed entry is None."""
     evictions: list[dict[str, Any]] = field(default_factory=list)
+    changed: set[KVKey] = field(default_factory=set)
+    """States that are written already, whose modules' summaries are not."""
 
     def __bool__(self) -> bool:
-        return any((self.touches, self.memory, self.evictions))
+        return any((self.touches, self.memory, self.evictions, self.changed))
+
+    @property
+    def keys(self) -> set[KVKey]:
+        """Keys of the states that are to be written."""
+        return {*self.touches, *(key for _, key in self.memory)}
 
 
 class UsageBuffer:
@@ -506,6 +533,11 @@ class UsageBuffer:
             for key in keys:
                 hits, *_ = self._pending.touches.get(key, (0,))
                 self._pending.touches[key] = (hits + 1, tick, now)
+
+    def note(self, keys: Iterable[KVKey]) -> None:
+        """Record that rows of persistent tiers have changed."""
+        with self._lock:
+            self._pending.changed.update(keys)
 
     def add_entry(self, row: StateRow) -> None:
         """Record an entry of a memory tier."""
@@ -534,6 +566,7 @@ class UsageBuffer:
                 pending.touches[key] = (before + hits, tick, at)
             pending.memory.update(later.memory)
             pending.evictions += later.evictions
+            pending.changed |= later.changed
             del pending.evictions[:-EVICTIONS_KEPT]
 
 
@@ -547,8 +580,7 @@ def _write(session: Session, pending: PendingUsage, place: str, late: int) -> No
         late: Ticks by which the clock has advanced since the changes.
     """
     here = or_(StateTable.place == place, StateTable.tier.in_(persistent_tiers()))
-    keys = {*pending.touches, *(key for _, key in pending.memory)}
-    for chunk in chunks(sorted(keys)):
+    for chunk in chunks(sorted(pending.keys)):
         lock_rows(session, StateTable, StateTable.key.in_(chunk), here)
     _write_memory(session, pending, place, late)
     _write_touches(session, pending, here, late)

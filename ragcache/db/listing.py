@@ -1,7 +1,7 @@
 """Lists of collections, documents, modules and evictions, page by page.
 
-A module may have several encodings. Its size and its uses are the largest of any of them. In sorted
-lists, modules without states come last.
+A module may have several encodings. Its size and its uses are the largest of any of them. In lists
+that are sorted by figures of states, modules without states come last.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ragcache.db.sql import (
     check_limit,
     chunks,
     collection_id,
-    count_rows,
     from_modules,
     read_page,
 )
+from ragcache.db.summaries import TIER_BITS
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
     EncodingTable,
     EvictionTable,
+    ModuleSummaryTable,
     ModuleTable,
     NamespaceTable,
     SchemaStateTable,
@@ -344,21 +345,54 @@ def module_page(
     cursor: str | None = None,
     limit: int = 100,
 ) -> Page[ModuleListing]:
-    """Return a page of a namespace's modules. Raises `InvalidRequest` or `UnknownCollection`."""
+    """Return a page of a namespace's modules. Raises `InvalidRequest` or `UnknownCollection`.
+
+    Modules of equal figures are sorted by id, in the same direction.
+    """
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
     check_limit(limit)
-    before = _offset(cursor)
+    offset = _offset(cursor)
+    number, held = ModuleSummaryTable.module_id, ModuleSummaryTable.held
+    columns = [number] if sort == "id" else [getattr(ModuleSummaryTable, sort), number]
     with database.reading() as session:
-        chosen = _in_namespace(namespace, ModuleTable.id).where(*_conditions(session, wanted))
-        if wanted.collection is not None:
-            owner = collection_id(session, wanted.collection, namespace)
-            chosen = chosen.where(CollectionTable.id == owner)
-        total = count_rows(session, chosen)
-        ordered = _ordered(chosen, sort, descending).offset(before).limit(limit)
-        items = listings(session, list(session.scalars(ordered)))
-    behind = before + limit
+        chosen = list(_conditions(session, namespace, wanted))
+        counts = select(func.count(), func.coalesce(func.sum(held), 0)).where(*chosen)
+        total, with_states = map(int, session.execute(counts).one())
+        rows = select(number).where(*chosen)
+        parts = [(rows, total)]
+        if sort not in ("id", "name"):
+            parts = [
+                (rows.where(held == 1), with_states),
+                (rows.where(held == 0), total - with_states),
+            ]
+        ids: list[int] = []
+        begin = offset
+        for part, size in parts:
+            inside = range(max(0, begin), min(begin + limit, size))
+            ids += _slice(session, part, columns, descending, size, inside)
+            begin -= size
+        items = listings(session, ids)
+    behind = offset + limit
     return Page(tuple(items), str(behind) if behind < total else None, total)
+
+
+def _slice(
+    session: Session,
+    rows: Select[Any],
+    columns: Sequence[Any],
+    descending: bool,
+    size: int,
+    inside: range,
+) -> list[int]:
+    """Return the rows at some positions of an order. Reads from the end that is nearer."""
+    if not inside:
+        return []
+    from_end = size - inside.stop < inside.start
+    skipped = size - inside.stop if from_end else inside.start
+    order = [each.desc() if descending != from_end else each.asc() for each in columns]
+    found = list(session.scalars(rows.order_by(*order).offset(skipped).limit(len(inside))))
+    return found[::-1] if from_end else found
 
 
 def _offset(cursor: str | None) -> int:
@@ -369,37 +403,30 @@ def _offset(cursor: str | None) -> int:
     return int(cursor)
 
 
-def _ordered(modules: Select[Any], sort: str, descending: bool) -> Select[Any]:
-    """Sort modules. Modules without states come last."""
-    if sort in ("id", "name"):
-        column = getattr(ModuleTable, sort)
+def _conditions(session: Session, namespace: str, wanted: ModuleFilter) -> Iterator[Condition]:
+    """Yield the conditions of a filter on summaries. Raises `UnknownCollection`."""
+    summary = ModuleSummaryTable
+    if wanted.collection is None:
+        own = select(CollectionTable.id).join(NamespaceTable)
+        yield summary.collection_id.in_(own.where(NamespaceTable.name == namespace))
     else:
-        column = func.max(getattr(StateTable, sort))
-        held = modules.outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-        modules = held.outerjoin(StateTable, StateTable.key == EncodingTable.key)
-        modules = modules.group_by(ModuleTable.id)
-    direction = column.desc() if descending else column.asc()
-    return modules.order_by(direction.nulls_last(), ModuleTable.id)
-
-
-def _conditions(session: Session, wanted: ModuleFilter) -> Iterator[Condition]:
-    """Yield the conditions of a filter, except the collection."""
+        yield summary.collection_id == collection_id(session, wanted.collection, namespace)
     if wanted.document is not None:
-        yield DocumentTable.source_id == wanted.document
+        yield summary.document_id.in_(_documents(DocumentTable.source_id == wanted.document))
     if wanted.tier is not None:
-        yield ModuleTable.id.in_(_holding(StateTable.tier == wanted.tier))
+        yield summary.tiers.bitwise_and(TIER_BITS.get(wanted.tier, 0)) != 0
     if wanted.pinned is not None:
-        pinned = ModuleTable.id.in_(_holding(StateTable.pinned.is_(True)))
-        yield pinned if wanted.pinned else ~pinned
+        yield summary.pinned == int(wanted.pinned)
     if wanted.search is not None:
-        columns = (ModuleTable.name, DocumentTable.source_id)
-        yield or_(*(_contains(session, column, wanted.search) for column in columns))
+        named = _contains(session, DocumentTable.source_id, wanted.search)
+        yield or_(
+            _contains(session, summary.name, wanted.search),
+            summary.document_id.in_(_documents(named)),
+        )
 
 
-def _holding(chosen: Condition) -> Select[Any]:
-    """Select the modules of some states. One query reads all of them."""
-    rows = select(EncodingTable.module_id).join(StateTable, StateTable.key == EncodingTable.key)
-    return rows.where(chosen)
+def _documents(chosen: Condition) -> Select[Any]:
+    return select(DocumentTable.id).where(chosen)
 
 
 def _contains(session: Session, column: Any, search: str) -> Condition:

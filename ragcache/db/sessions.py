@@ -24,6 +24,7 @@ from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
 from ragcache.db.migrations import HEAD, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
+from ragcache.db.summaries import lock_summaries, sum_up
 from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable, StoreError
 from ragcache.states import KVKey
@@ -252,9 +253,9 @@ def end_sessions(session: Session, ids: list[str]) -> None:
     """Delete sessions with their claims and rows of memory tiers. Interrupts their ingestions."""
     if not ids:
         return
+    lock_summaries(session)
     lock_rows(session, SessionTable, SessionTable.id.in_(ids))
-    lock_rows(session, StateTable, StateTable.place.in_(ids))
-    session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
+    _delete_states(session, StateTable.place.in_(ids))
     lock_rows(session, ClaimTable, ClaimTable.session.in_(ids))
     session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
     open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))
@@ -267,10 +268,18 @@ def _end_leftovers(session: Session, *, memory: bool) -> None:
     lock_rows(session, ClaimTable, _without_session())
     session.execute(delete(ClaimTable).where(_without_session()))
     if memory:
+        lock_summaries(session)
         living = select(SessionTable.id)
-        left = StateTable.tier.in_(memory_tiers()) & StateTable.place.not_in(living)
-        lock_rows(session, StateTable, left)
-        session.execute(delete(StateTable).where(left))
+        _delete_states(
+            session, StateTable.tier.in_(memory_tiers()) & StateTable.place.not_in(living)
+        )
+
+
+def _delete_states(session: Session, chosen: ColumnElement[bool]) -> None:
+    lock_rows(session, StateTable, chosen)
+    keys = list(session.scalars(select(StateTable.key).where(chosen)))
+    session.execute(delete(StateTable).where(chosen))
+    sum_up(session, keys)
 
 
 def _without_session() -> ColumnElement[bool]:

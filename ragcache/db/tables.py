@@ -84,6 +84,8 @@ class DocumentTable(Base):
     uri: Mapped[str]
     digest: Mapped[str]
     attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
+    original: Mapped[str] = mapped_column(default="")
+    """Digest of the file's content, if the document was read from a file of this machine."""
 
 
 class DocumentTextTable(Base):
@@ -112,6 +114,41 @@ class ModuleTable(PublicIdMixin, Base):
     """Metadata of the module itself, such as its page and the headings above it."""
     places: Mapped[list[tuple[int, int]]] = mapped_column(JSON, default=list)
     """Positions of runs of its text, as pairs of characters: in the module, in the document."""
+
+
+_FILTERED = ("collection_id", "document_id", "tiers", "pinned", "name")
+
+
+class ModuleSummaryTable(Base):
+    """The figures of a module by which long lists are sorted and filtered.
+
+    `ragcache.db.summaries` computes them. The indexes begin with `held`, since modules without
+    states come last in both directions. They hold all columns of filters: a page in the middle of
+    a list skips many rows, which are then read in a row.
+    """
+
+    __tablename__ = "module_summaries"
+    __table_args__ = tuple(
+        Index(f"summaries_by_{order[-1]}", *dict.fromkeys((*order, "module_id", *_FILTERED)))
+        for order in (("name",), ("held", "nbytes"), ("held", "hits"), ("held", "used_at"))
+    )
+    module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
+    document_id: Mapped[int]
+    collection_id: Mapped[int]
+    name: Mapped[str]
+    """Name of the module."""
+    held: Mapped[int]
+    """1 if any tier has states of the module, else 0."""
+    nbytes: Mapped[int]
+    """Bytes of its largest states."""
+    hits: Mapped[int]
+    """Uses of its most used states."""
+    used_at: Mapped[float]
+    """Time of the last use in Unix seconds. 0 if never used."""
+    tiers: Mapped[int]
+    """Sum of the `TIER_BITS` of the tiers that have states of the module."""
+    pinned: Mapped[int]
+    """1 if any of its states are pinned, else 0."""
 
 
 class TokenTable(Base):

@@ -73,7 +73,9 @@ class Modules:
         cursor: str | None = None,
         limit: int = 100,
     ) -> Page[ModuleListing]:
-        """List a page of the modules that match. Uses of the last second may be missing.
+        """List a page of the modules that match.
+
+        The order and the filters may be those of some seconds ago. The rows themselves are current.
 
         Args:
             collection: Only modules of this collection.

@@ -408,7 +408,7 @@ class KVStore:
             self.persistent.discard(expire_conversations(self.ledger.database))
             self.persistent.discard(expire_observed(self.ledger.database))
             self._follow_retirements(now)
-        self.ledger.flush()
+        self.ledger.flush(lazily=True)
         with suppress(LedgerUnavailable):
             self.persistent.learn_uses()
 

@@ -28,6 +28,7 @@ from ragcache.db import (
     module_page,
 )
 from ragcache.db.listing import SORTS
+from ragcache.db.summaries import sum_up
 from ragcache.db.tables import EvictionTable, StateTable
 from ragcache.errors import InvalidRequest, UnknownCollection, UnknownModule
 from ragcache.states import KVKey
@@ -136,6 +137,7 @@ def fill(database: Database, namespace: str, seed: int) -> None:
     ]
     with database.transaction() as session:
         session.execute(insert(StateTable), rows)
+        sum_up(session, keys)
 
 
 @pytest.fixture(scope="module")
