@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from ragcache.answers.confidence import (
     Calibration,
@@ -17,7 +17,8 @@ from ragcache.answers.confidence import (
 )
 from ragcache.config import DEFAULT_K, check_description, check_placement, check_texts
 from ragcache.db import CollectionRow, Deletion, DocumentRow, Page, collection_page, document_page
-from ragcache.errors import StoreError, UnreadableDocument
+from ragcache.documents.originals import open_original
+from ragcache.errors import OriginalMissing, StoreError, UnreadableDocument
 from ragcache.pipeline import Namespace, generated_schema, members
 from ragcache.pipeline.archive import ArchiveReader
 from ragcache.pipeline.chat_template import resolve_instruction
@@ -360,6 +361,25 @@ class Documents:
             without pages and for an unknown one.
         """
         return self._namespace.catalog.pages(collection, document_id)
+
+    def original(self, collection: str, document_id: str) -> IO[bytes]:
+        """Open a copy of the file that a document was read from.
+
+        Returns:
+            The file's content at the ingestion. The caller closes it.
+
+        Raises:
+            OriginalMissing: There is no such document, it was not read from a file, or the file
+                cannot be read any more.
+            OriginalChanged: The file has another content now.
+
+        Example:
+            >>> with rag.documents.original("notes", "leave.pdf") as file:  # doctest: +SKIP
+            ...     content = file.read()
+        """
+        for row in self.get(collection, [document_id]):
+            return open_original(row.uri, row.original)
+        raise OriginalMissing(f"the collection {collection!r} holds no document {document_id!r}")
 
     def page(
         self, collection: str, cursor: str | None = None, limit: int = 100

@@ -108,6 +108,14 @@ class NoDocuments(DocumentError, ValueError):
     """There was nothing to ingest."""
 
 
+class OriginalChanged(DocumentError):
+    """The file of a document has changed since it was ingested."""
+
+
+class OriginalMissing(DocumentError):
+    """The file of a document is gone, or the document was not read from a file."""
+
+
 class UnreadableDocument(DocumentError, ValueError):
     """A file is missing, binary or not UTF-8."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pathspec import GitIgnoreSpec
 from ragcache.documents.formats import SUFFIXES, is_supported
 from ragcache.documents.formats.base import OMITTED
 from ragcache.documents.formats.unread import explain_suffix
+from ragcache.documents.originals import digest_original
 from ragcache.documents.reading import ReadOptions, read_file
 from ragcache.documents.source import (
     DocumentPart,
@@ -247,7 +248,8 @@ class _Loader:
             raw = self._bytes(file.path)
         except OSError as error:
             raise UnreadableDocument(error.strerror or str(error)) from error
-        return read_file(file.id, raw, self._limits, _address(file.path))
+        document = read_file(file.id, raw, self._limits, _address(file.path))
+        return replace(document, original=digest_original(raw))
 
     def _bytes(self, path: Path) -> bytes:
         """Return a file's content. Pipes and devices are refused before they are read."""

@@ -43,6 +43,8 @@ class SourceDocument:
     """Values for filters, as JSON can hold them."""
     parts: tuple[DocumentPart, ...] | tuple[str, ...] = ()
     """The text in parts, if it is divided already. Splits the whole text by default."""
+    original: str = field(default="", compare=False)
+    """Digest of the content of the file that was read, or "" if the document is no file."""
 
     @property
     def sections(self) -> tuple[DocumentPart, ...]:
@@ -62,14 +64,15 @@ class SourceDocument:
         Metadata that JSON cannot hold, such as dates, becomes text.
         """
         parts = [asdict(part) for part in self.sections] if self.parts else []
-        fields = (self.id, self.text, self.uri, dict(self.metadata), parts)
+        fields = (self.id, self.text, self.uri, dict(self.metadata), parts, self.original)
         return json.dumps(fields, default=str)
 
     @classmethod
     def from_json(cls, content: str | bytes) -> SourceDocument:
         """Return the document of `to_json`."""
-        name, text, uri, metadata, parts = json.loads(content)
-        return cls(name, text, uri, metadata, tuple(DocumentPart(**part) for part in parts))
+        name, text, uri, metadata, parts, original = json.loads(content)
+        divided = tuple(DocumentPart(**part) for part in parts)
+        return cls(name, text, uri, metadata, divided, original)
 
 
 def _cut(part: DocumentPart) -> str:

@@ -116,6 +116,11 @@ class _Changes:
         other = {each.id for each in self.changed} | {each.to for each in self.moved}
         return frozenset(each.id for each in self.documents) - other
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """New ids of documents, by their earlier ones."""
+        return {each.source_id: each.to for each in self.moved if each.source_id != each.to}
+
     def report(self, loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
         """Return the fields of an `Ingestion` that are not counts."""
         return {
@@ -123,7 +128,7 @@ class _Changes:
             "omitted": loaded.omitted,
             "vanished": () if sync else self.gone,
             "removed": self.gone if sync else (),
-            "renamed": {each.source_id: each.to for each in self.moved},
+            "renamed": self.renamed,
         }
 
 
@@ -279,7 +284,7 @@ class Ingestor:
             collection,
             added=len(changes.changed) - updated,
             updated=updated,
-            unchanged=len(changes.documents) - len(changes.changed) - len(changes.moved),
+            unchanged=len(changes.documents) - len(changes.changed) - len(changes.renamed),
             modules=len(modules),
             tokens=sum(len(each.token_ids) for each in modules),
             encoded=encoded,
@@ -343,13 +348,16 @@ class Ingestor:
         changed, moved = [], []
         for document in documents:
             row, digest = known.get(document.id), self._digest(document)
+            place = (document.id, document.uri, document.original)
             if row is not None and (row.digest, row.uri) == (digest, document.uri):
+                if row.original != document.original:  # saved again with the same text
+                    moved.append(MovedDocument(document.id, *place))
                 continue
             source = by_digest.pop(digest, None) if row is None else None
             if source is None:
                 changed.append(document)
             else:
-                moved.append(MovedDocument(source.source_id, document.id, document.uri))
+                moved.append(MovedDocument(source.source_id, *place))
                 del gone[source.source_id]
         return _Changes(tuple(documents), tuple(changed), known, tuple(gone), tuple(moved))
 
@@ -466,6 +474,7 @@ class Ingestor:
             rows,
             document.metadata,
             document.text,
+            document.original,
         )
 
 

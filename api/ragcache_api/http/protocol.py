@@ -356,6 +356,8 @@ class DocumentTextResponse(DocumentResponse):
     text: str | None = None
     pages: dict[int, int] | None = None
     """First character in the text by page or slide. Null without the text."""
+    has_original: bool = False
+    """Whether the file that the document was read from can be asked for."""
 
 
 class JobResponse(RowResponse):

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from io import BytesIO
 from time import monotonic
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from ragcache.db import CollectionRow
 from ragcache.documents import LoadedSources, ReadOptions, SkippedFile, load_sources, read_file
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.bodies import CollectionName
+from ragcache_api.http.downloads import download
 from ragcache_api.http.envelope import stream_error
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
@@ -47,7 +49,9 @@ from ragcache_api.http.protocol import (
 )
 from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import ContextDep, RequestContext
+from ragcache_api.http.sources import FILE_PREFIX
 from ragcache_api.http.streaming import EventStream, format_event
+from ragcache_api.http.vector_stores import FILE
 
 router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=problems(507))
 jobs_router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
@@ -208,13 +212,41 @@ def get_document(
     """
     documents = context.rag.documents
     for row in documents.get(collection, [document]):
-        response = DocumentTextResponse.model_validate(row)
-        if not text:
-            return response
-        texts = documents.texts(collection, [document])
-        pages = documents.pages(collection, document)
-        return response.model_copy(update={"text": texts.get(document), "pages": pages})
+        told: dict[str, Any] = {"has_original": bool(row.original) or _is_kept(context, document)}
+        if text:
+            told["text"] = documents.texts(collection, [document]).get(document)
+            told["pages"] = documents.pages(collection, document)
+        return DocumentTextResponse.model_validate(row).model_copy(update=told)
     raise _unknown(collection, document)
+
+
+_ORIGINAL: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file", "content": {"application/octet-stream": {}}}
+}
+
+
+@router.get(
+    "/{collection}/originals/{document:id}",
+    response_class=Response,
+    responses=_ORIGINAL | problems(409),
+)
+def get_original(collection: Collection, document: Document, context: ContextDep) -> Response:
+    """Download the file that a document was read from.
+
+    Files that a server's ingestion read are copied from their place, if they still have the content
+    that was ingested. Files of `/v1/files` are kept by the service. Of other uploads, the text is
+    all that is kept.
+    """
+    for row in context.rag.documents.get(collection, [document]):
+        if _is_kept(context, document):
+            content = BytesIO(context.objects.content(FILE, document) or b"")
+            return download(row.uri, content)
+        return download(document, context.rag.documents.original(collection, document))
+    raise _unknown(collection, document)
+
+
+def _is_kept(context: RequestContext, document: str) -> bool:
+    return document.startswith(FILE_PREFIX) and context.objects.get(FILE, document) is not None
 
 
 @router.delete("/{collection}/documents/{document:id}")

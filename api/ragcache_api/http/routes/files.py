@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from secrets import token_hex
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query
 from starlette.concurrency import run_in_threadpool
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ragcache.db import StoredObject
 from ragcache_api.http.bodies import invalid
+from ragcache_api.http.downloads import download
 from ragcache_api.http.lists import ListOf, ListQuery
 from ragcache_api.http.protocol import ResponseModel, openai_problems
 from ragcache_api.http.routes.responses import DeletedObject, unknown_object
@@ -121,13 +122,8 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 def get_file_content(file: FileId, context: ContextDep) -> Response:
     """Return the content of a file."""
     found = _stored(context, file)
-    content = context.objects.content(FILE, file)
-    named = f"attachment; filename*=UTF-8''{quote(found.value['filename'])}"
-    return Response(
-        content or b"",
-        headers={"Content-Disposition": named},
-        media_type="application/octet-stream",
-    )
+    content = context.objects.content(FILE, file) or b""
+    return download(found.value["filename"], BytesIO(content))
 
 
 @router.delete("/{file}")

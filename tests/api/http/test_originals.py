@@ -1,0 +1,158 @@
+"""Originals of documents: the files that were ingested, as they were, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from ragcache import RagCache, SourceDocument
+from ragcache.documents import originals
+from ragcache.errors import OriginalMissing
+from ragcache.models import LoadedModel
+from tests.api.http.conftest import client_of
+
+HOSTILE = {
+    "page.html": b"<html><body>The zeppelin is moored.<script>alert(1)</script></body></html>",
+    "sub/a ä & b.md": "# Über\n\nThe quay is long.".encode(),
+}
+URL = "/v1/collections/files/originals/"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in HOSTILE.items():
+        file = tmp_path / "given" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    (tmp_path / "secret.md").write_text("The secret of the quay.")
+    return tmp_path / "given"
+
+
+@pytest.fixture
+def rag(quick_reader: LoadedModel, tmp_path: Path, folder: Path) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", quick_reader) as opened:
+        opened.ingest("files", folder)
+        yield opened
+
+
+@pytest.fixture
+def client(rag: RagCache) -> Iterator[TestClient]:
+    with client_of(rag) as made:
+        yield made
+
+
+def test_a_file_is_downloaded_as_it_was_and_never_shown(
+    client: TestClient, rag: RagCache, folder: Path
+) -> None:
+    for name, content in HOSTILE.items():
+        response = client.get(URL + name)
+        assert (response.status_code, response.content) == (200, content)
+        headers = response.headers
+        assert headers["content-type"] == "application/octet-stream"
+        assert headers["content-length"] == str(len(content))
+        assert headers["content-disposition"].startswith("attachment; filename*=UTF-8''")
+        assert headers["content-security-policy"] == "default-src 'none'; sandbox"
+        assert headers["x-content-type-options"] == "nosniff"
+        with rag.documents.original("files", name) as file:
+            assert file.read() == content
+    assert headers["content-disposition"].endswith("''a%20%C3%A4%20%26%20b.md"), "without folders"
+    told = client.get("/v1/collections/files/documents/page.html").json()
+    assert told["has_original"]
+    assert str(folder) not in str(told), "and no path of the server"
+
+
+def test_a_changed_file_is_no_original_until_it_is_ingested(
+    client: TestClient, rag: RagCache, folder: Path
+) -> None:
+    file = folder / "page.html"
+    file.write_bytes(HOSTILE["page.html"].replace(b"alert(1)", b"alert(2)"))
+    response = client.get(f"{URL}page.html")
+    assert response.status_code == 409
+    assert response.json()["type"] == "urn:ragcache:problem:original-changed"
+    assert b"alert" not in response.content
+    again = rag.ingest("files", folder)
+    assert (again.added, again.updated, again.unchanged, again.encoded) == (0, 0, 2, 0)
+    assert again.renamed == {}
+    assert client.get(f"{URL}page.html").content == file.read_bytes(), "of the same text"
+    file.unlink()
+    gone = client.get(f"{URL}page.html")
+    assert (gone.status_code, gone.json()["type"]) == (404, "urn:ragcache:problem:original-missing")
+    os.mkfifo(file)
+    assert client.get(f"{URL}page.html").status_code == 404, "and no pipe is waited for"
+
+
+def test_no_name_or_address_that_is_sent_leads_to_a_file(
+    client: TestClient, rag: RagCache, folder: Path
+) -> None:
+    secret = folder.parent / "secret.md"
+    for name in ("../secret.md", "%2e%2e/secret.md", str(secret), "sub/../../secret.md", "none"):
+        assert client.get(URL + name).status_code == 404
+    body = {"documents": [{"id": "s.md", "text": secret.read_text(), "uri": secret.as_uri()}]}
+    job = client.post("/v1/collections/files/documents", json=body).json()["id"]
+    client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})
+    assert not client.get("/v1/collections/files/documents/s.md").json()["has_original"]
+    assert client.get(f"{URL}s.md").status_code == 404
+    rag.ingest("files", [SourceDocument("t.md", secret.read_text(), secret.as_uri())])
+    assert client.get(f"{URL}t.md").status_code == 404
+    link = folder / "page.html"
+    link.unlink()
+    link.symlink_to(secret)
+    response = client.get(f"{URL}page.html")
+    assert (response.status_code, b"secret of" in response.content) == (409, False)
+
+
+@pytest.mark.parametrize("uri", ["https://example.com/a", "file://host/share/a", "", "a.md"])
+def test_only_files_of_this_machine_are_opened(uri: str) -> None:
+    with pytest.raises(OriginalMissing, match="its text is all that is kept"):
+        originals.open_original(uri, "digest")
+
+
+def test_a_large_file_is_copied_through_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(originals, "_IN_MEMORY", 10)
+    monkeypatch.setattr(originals, "_BLOCK", 4)
+    file = tmp_path / "a b.md"
+    file.write_bytes(bytes(range(100)))
+    digest = originals.digest_original(file.read_bytes())
+    with originals.open_original(file.as_uri(), digest) as copy:
+        file.write_bytes(b"changed meanwhile")
+        assert copy.read() == bytes(range(100))
+
+
+def test_originals_belong_to_a_namespace_and_move_with_their_documents(
+    rag: RagCache, folder: Path
+) -> None:
+    rows = [rag.keys.create("operator", role="admin"), rag.keys.create("b", namespace="tenant")]
+    first, second = ({"Authorization": f"Bearer {secret}"} for _, secret in rows)
+    with client_of(rag) as client:
+        assert client.get(f"{URL}page.html").status_code == 401
+        assert client.get(f"{URL}page.html", headers=second).status_code == 404
+        rag.documents.rename("files", "page.html", "renamed.html")
+        moved = client.get(f"{URL}renamed.html", headers=first)
+        assert moved.content == HOSTILE["page.html"]
+        (folder / "page.html").rename(folder / "other.html")
+        assert rag.sync("files", folder).renamed == {"renamed.html": "other.html"}
+        assert client.get(f"{URL}other.html", headers=first).status_code == 200
+        assert client.get(f"{URL}renamed.html", headers=first).status_code == 404
+
+
+def test_uploads_have_an_original_if_the_service_keeps_it(client: TestClient) -> None:
+    form = {"files": {"file": ("boats.md", b"The boat is blue.")}, "data": {"purpose": "user_data"}}
+    kept = client.post("/v1/files", **form).json()["id"]
+    assert client.post("/v1/vector_stores/files/files", json={"file_id": kept}).status_code == 200
+    while client.get(f"/v1/collections/files/documents/{kept}").status_code == 404:
+        pass
+    assert client.get(f"/v1/collections/files/documents/{kept}").json()["has_original"]
+    response = client.get(URL + kept)
+    assert response.content == b"The boat is blue."
+    assert response.headers["content-disposition"].endswith("''boats.md")
+    sent = [("files", ("quay.txt", b"The quay is long."))]
+    job = client.post("/v1/collections/files/documents", files=sent).json()["id"]
+    client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})
+    assert not client.get("/v1/collections/files/documents/quay.txt").json()["has_original"]
+    assert client.get(f"{URL}quay.txt").status_code == 404
