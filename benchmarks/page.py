@@ -3,9 +3,10 @@
     python benchmarks/page.py measure
     python benchmarks/page.py pictures docs/images/page
 
-`measure` reports the first paint with an empty cache, the layout shifts and the frames while 50
-tokens a second arrive (by the browser's tracing), and the time of a page of a long table. Each
-figure is a time of this machine. Both commands need chromium and chromedriver on the path.
+`measure` reports the lines of the pages, the first paint with an empty cache, the layout shifts and
+the frames while 50 tokens a second arrive (by the browser's tracing), and the time of a page of a
+long table in every order and filter. Each figure is a time of this machine. Both commands need
+chromium and chromedriver on the path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +33,12 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tiers import fill_ledger
+from tiers import fill_ledger, vary_states
 from websocket import create_connection
 
 from ragcache import RagCache
 from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http.browser import PAGE
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 HANDBOOK = Path(__file__).parent.parent / "examples" / "handbook"
@@ -51,12 +53,25 @@ TEXT = (
     "## Part {n}\n\nThe **ferry** leaves the quay at *seven*, see [1].\n\n- one rope\n- two "
     "fenders\n\n| ferry | leaves |\n|---|---|\n| pelican | 7:40 |\n\n"
 )
-SHIFTS = """
+WATCH = """
+const frame = () => requestAnimationFrame(frame);
+frame();
 window.shifts = 0;
 new PerformanceObserver((list) => {
   for (const each of list.getEntries()) if (!each.hadRecentInput) window.shifts += each.value;
 }).observe({ type: 'layout-shift', buffered: true });
 """
+"""Script that counts layout shifts, and asks for frames where nothing is drawn."""
+ORDERS = ("id", "name", "nbytes", "hits", "used_at")
+FILTERS: dict[str, dict[str, str]] = {
+    "all": {},
+    "a collection": {"collection": "bench"},
+    "a tier": {"tier": "disk"},
+    "pinned": {"pinned": "true"},
+    "a search that few fit": {"search": "m777"},
+    "a search that all fit": {"search": "m"},
+    "a tier and a search": {"tier": "disk", "search": "m"},
+}
 TURN = """
 const [button, done] = arguments;
 const range = document.querySelector('[data-figure=range]');
@@ -161,7 +176,7 @@ def measure(
     modules: Annotated[int, typer.Option(help="Modules of the long table.")] = 100_000,
 ) -> None:
     """Measure first paint, layout shifts, frames and the long table."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"lines of JavaScript, CSS and HTML": count_lines()}
     with tempfile.TemporaryDirectory() as folder:
         with RagCache.open(Path(folder) / "handbook") as rag:
             rag.ingest("handbook", [HANDBOOK])
@@ -174,10 +189,17 @@ def measure(
         long = Path(folder) / "long"
         long.mkdir()
         fill_ledger(long, modules)
+        vary_states(long)
         with RagCache.open(long) as rag, served(rag) as address:
-            figures |= _table(address, runs)
+            figures |= _listing(address, modules, runs) | _table(address)
     for name, value in figures.items():
         typer.echo(f"{name}: {value}")
+
+
+def count_lines() -> int:
+    """Return the lines of the pages' own files."""
+    own = (file for file in PAGE.rglob("*.*") if file.suffix in (".js", ".css", ".html"))
+    return sum(file.read_text().count("\n") for file in own if file.parent.name != "vendor")
 
 
 def _paint(address: str, runs: int) -> str:
@@ -196,17 +218,22 @@ def _streaming(address: str, seconds: int) -> dict[str, str]:
         window.get(address)
         ask(window)
         time.sleep(1)  # the first piece, and the layout of a new exchange
-        window.execute_script(SHIFTS)
+        window.execute_script(WATCH)
         events = trace(window, seconds - 2)
         shifts = window.execute_script("return window.shifts")
-    drawn = sorted(each["ts"] for each in events if each["name"] == "DrawFrame")
-    span = (drawn[-1] - drawn[0]) / 1e6
-    gaps = [(after - before) / 1e3 for before, after in pairwise(drawn)]
     [page] = {each["pid"] for each in events if each["name"] == "UpdateLayoutTree"}
+    begun = sorted(
+        each["ts"]
+        for each in events
+        if each["name"] == "BeginMainThreadFrame" and each["pid"] == page
+    )
+    span = (begun[-1] - begun[0]) / 1e6
+    gaps = [(after - before) / 1e3 for before, after in pairwise(begun)]
     work = [each for each in events if each["name"].endswith("RunTask") and each["pid"] == page]
     busy = sum(each.get("tdur", each.get("dur", 0)) for each in work) / 1e6
     return {
-        "frames a second": f"{len(gaps) / span:.1f} (longest gap {max(gaps):.0f} ms)",
+        "frames a second": f"{len(gaps) / span:.1f}, {sum(g > 25 for g in gaps)} of {len(gaps)} "
+        f"late (longest gap {max(gaps):.0f} ms)",
         "work of the page's process": f"{busy / span:.1%} of a core",
         "layout shift (CLS)": f"{shifts:.4f}",
     }
@@ -228,18 +255,46 @@ def trace(window: webdriver.Chrome, seconds: float) -> list[dict[str, Any]]:
     return events
 
 
-def _table(address: str, runs: int) -> dict[str, str]:
+def _listing(address: str, modules: int, runs: int) -> dict[str, str]:
+    """Ask for pages at the begin, in the middle and at the end of every list."""
+    times: dict[str, float] = {}
+    with httpx.Client(base_url=address, timeout=60) as client:
+        for (name, chosen), order in product(FILTERS.items(), ORDERS):
+            query = {**chosen, "sort": order, "limit": "100"}
+            total = client.get("/admin/modules", params=query).json()["total"]
+            assert 0 < total <= modules
+            for share, descending in product((0, 0.25, 0.5, 0.75, 1), ("true", "false")):
+                cursor = str(int(max(0, total - 100) * share))
+                place = {"cursor": cursor, "descending": descending}
+                taken = [_seconds(client, query | place) for _ in range(min(3, runs))]
+                times[f"{name}, by {order}, from {cursor}"] = statistics.median(taken)
+    slowest = max(times, key=lambda each: times[each])
+    median, most = statistics.median(times.values()), times[slowest]
+    told = f"{median * 1e3:.0f} ms of the service (most {most * 1e3:.0f}: {slowest})"
+    return {f"a page of {modules:,} modules, {len(times)} lists and places": told}
+
+
+def _seconds(client: httpx.Client, query: dict[str, str]) -> float:
+    begun = time.perf_counter()
+    client.get("/admin/modules", params=query).raise_for_status()
+    return time.perf_counter() - begun
+
+
+def _table(address: str) -> dict[str, str]:
+    """Turn pages in the browser, in each order, until the new page is drawn."""
+    times = []
     with browser() as window:
-        window.get(f"{address}/admin/#/modules")
-        wait(lambda: "of" in window.find_element(By.CSS_SELECTOR, "[data-figure=range]").text)
-        shown = window.find_element(By.CSS_SELECTOR, "[data-figure=range]").text
-        times = []
-        for _ in range(runs):
-            button = window.find_element(By.CSS_SELECTOR, "[data-page=on]")
-            times.append(window.execute_async_script(TURN, button))
-            time.sleep(0.2)
-    text = f"{statistics.median(times):.0f} ms (most {max(times):.0f})"
-    return {f"turning a page ({shown})": text}
+        for order, chosen in product(ORDERS[1:], ("", "&tier=disk", "&search=m")):
+            window.get("about:blank")
+            window.get(f"{address}/admin/#/modules?sort={order}{chosen}")
+            wait(lambda: "of" in window.find_element(By.CSS_SELECTOR, "[data-figure=range]").text)
+            shown = window.find_element(By.CSS_SELECTOR, "[data-figure=range]").text
+            for turn in ("on", "on", "last", "back", "back"):
+                button = window.find_element(By.CSS_SELECTOR, f"[data-page={turn}]")
+                times.append(window.execute_async_script(TURN, button))
+                time.sleep(0.1)
+    text = f"{statistics.median(times):.0f} ms in the browser (most {max(times):.0f})"
+    return {f"turning a page, {len(times)} times ({shown})": text}
 
 
 @app.command()

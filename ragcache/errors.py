@@ -3,7 +3,8 @@
     RagCacheError
     ├── ArchiveError: ArchiveDamaged, ArchiveMismatch
     ├── ConfigurationError
-    ├── DocumentError: DocumentsChanged, NoDocuments, UnreadableDocument, UnstorableMetadata
+    ├── DocumentError: DocumentsChanged, NoDocuments, OriginalChanged, OriginalMissing,
+    │   UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: CollectionExists, ConstraintFailed, DeadlineExceeded, EmptyQuestion,
     │   EncodingOutOfMemory, EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest,
@@ -47,6 +48,8 @@ __all__ = [
     "ModelNotFound",
     "NoDocuments",
     "NoState",
+    "OriginalChanged",
+    "OriginalMissing",
     "PinBudgetExceeded",
     "PromptTooLong",
     "QueueFull",

@@ -124,9 +124,7 @@ def test_a_large_file_is_copied_through_a_temporary_file(
         assert copy.read() == bytes(range(100))
 
 
-def test_originals_belong_to_a_namespace_and_move_with_their_documents(
-    rag: RagCache, folder: Path
-) -> None:
+def test_originals_belong_to_a_namespace_and_follow_renames(rag: RagCache, folder: Path) -> None:
     rows = [rag.keys.create("operator", role="admin"), rag.keys.create("b", namespace="tenant")]
     first, second = ({"Authorization": f"Bearer {secret}"} for _, secret in rows)
     with client_of(rag) as client:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chrome.service import Service as DriverService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -19,7 +20,9 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
+from ragcache_api.http.service import Service
 from tests.api.http.server_process import Started, start_server
+from tests.api.page import seeding
 from tests.conftest import write_notes
 
 SECONDS = 20
@@ -47,7 +50,7 @@ def chromium() -> Iterator[webdriver.Chrome]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for flag in FLAGS:
         options.add_argument(flag)
-    window = webdriver.Chrome(options=options, service=Service(driver))
+    window = webdriver.Chrome(options=options, service=DriverService(driver))
     window.set_window_size(1440, 1000)
     yield window
     window.quit()
@@ -186,6 +189,17 @@ def asked(page: Page, question: str, collection: str) -> None:
     page.find(".question", question)
 
 
+def drop(page: Page, *files: Path, onto: str = ".drop") -> None:
+    """Drag files or folders from outside the browser, as the browser itself sees it."""
+    zone = page.find(onto).rect
+    where = {"x": zone["x"] + zone["width"] / 2, "y": zone["y"] + zone["height"] / 2}
+    held = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        page.window.execute_cdp_cmd(
+            "Input.dispatchDragEvent", {"type": kind, "data": held, **where}
+        )
+
+
 @pytest.fixture
 def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
     """Opens the pages of a service in a tab without memory of the tests before."""
@@ -206,22 +220,54 @@ def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
 @pytest.fixture(scope="session")
 def served(
     reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Started, str]]:
-    """A server over three documents, and its address."""
+) -> Iterator[Started]:  # fmt: skip
+    """A server process over three documents."""
     folder = tmp_path_factory.mktemp("console")
     with RagCache.open(folder / "state", reader) as opened:
         opened.ingest("notes", write_notes(folder / "notes"))
     started = start_server(folder / "state", "--set", "max_tokens=12")
-    yield started, started.url
+    yield started
     started.stop()
 
 
+@pytest.fixture(scope="session")
+def handbook(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state folder of ten modules, of which tests get copies."""
+    folder = tmp_path_factory.mktemp("handbook") / "state"
+    seeding.seed_handbook(folder, reader)
+    return folder
+
+
 @pytest.fixture
-def server(served: tuple[Started, str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served[0].url, timeout=60) as client:
+def rag(handbook: Path, reader: LoadedModel, tmp_path: Path) -> Iterator[RagCache]:
+    """A copy of the handbook."""
+    shutil.copytree(handbook, tmp_path / "state")
+    with RagCache.open(tmp_path / "state", reader, module_tokens=64) as opened:
+        yield opened
+
+
+@pytest.fixture
+def service(rag: RagCache) -> Iterator[tuple[str, Service]]:
+    """The service over the handbook, in this process, and its address."""
+    with seeding.serve_page(rag) as address_and_service:
+        yield address_and_service
+
+
+@pytest.fixture
+def address(service: tuple[str, Service]) -> str:
+    """Address of the service that `server` and `page` talk to.
+
+    A file whose tests talk to `served` has a fixture of this name.
+    """
+    return service[0]
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def page(served: tuple[Started, str], opened: Callable[[str], Page]) -> Page:
-    return opened(served[1])
+def page(address: str, opened: Callable[[str], Page]) -> Page:
+    return opened(address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from tiers import fill_ledger
+from tiers import fill_ledger, vary_states
 
 from ragcache import RagCache, SourceDocument
 from ragcache.config import NAMESPACE
@@ -39,13 +38,7 @@ def seed_modules(folder: Path, number: int) -> None:
     """So many modules in the collection `bench`, whose states differ in size and uses."""
     folder.mkdir()
     fill_ledger(folder, number)
-    with sqlite3.connect(folder / "ledger.sqlite") as ledger:
-        ledger.execute(
-            "UPDATE states SET nbytes = 4096 + n * 7919 % 10007, hits = n * 5501 % 9973 "
-            "FROM (SELECT key AS k, row_number() OVER (ORDER BY key) AS n FROM states) "
-            "WHERE key = k"
-        )
-    ledger.close()
+    vary_states(folder)
 
 
 def record_hour(service: Service) -> None:

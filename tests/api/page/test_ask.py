@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,6 @@ from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
 from ragcache_api.http.routes import openai
-from ragcache_api.http.service import Service
 from tests.api.page import seeding
 from tests.api.page.conftest import Page, ask, asked, chosen, get
 
@@ -39,38 +39,6 @@ The zeppelin is moored in hall four. <b onclick="alert(1)">Press here</b>
 |---|---|
 | `<style>body { display: none }</style>` | \u202egnp.exe |
 """
-
-
-@pytest.fixture(scope="session")
-def handbook(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("asked") / "state"
-    seeding.seed_handbook(folder, reader)
-    return folder
-
-
-@pytest.fixture
-def rag(handbook: Path, reader: LoadedModel, tmp_path: Path) -> Iterator[RagCache]:
-    """A copy of the handbook."""
-    shutil.copytree(handbook, tmp_path / "state")
-    with RagCache.open(tmp_path / "state", reader, module_tokens=64) as opened:
-        yield opened
-
-
-@pytest.fixture
-def service(rag: RagCache) -> Iterator[tuple[str, Service]]:
-    with seeding.serve_page(rag) as address_and_service:
-        yield address_and_service
-
-
-@pytest.fixture
-def server(service: tuple[str, Service]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service[0], timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-def page(service: tuple[str, Service], opened: Opened) -> Page:
-    return opened(service[0])
 
 
 def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Client) -> None:
@@ -129,6 +97,30 @@ def test_a_quotation_is_read_by_keyboard_alone(page: Page) -> None:
     assert page.window.switch_to.active_element == focused
 
 
+def test_the_original_of_a_file_is_downloaded(page: Page, rag: RagCache, tmp_path: Path) -> None:
+    folder, saved = tmp_path / "sheets", tmp_path / "saved"
+    (folder / "2026").mkdir(parents=True)
+    file = folder / "2026" / "ferry 1.html"
+    file.write_text("<p>The pelican ferry is orange.</p><script>document.title = 'owned'</script>")
+    rag.ingest("boats", folder)
+    behavior = {"behavior": "allow", "downloadPath": str(saved)}
+    page.window.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    asked(page, "Which color has the pelican ferry?", "boats")
+    page.click("[data-figure=quotation] button")
+    page.click(".reader [data-act=original]", "Download original")
+    page.until((saved / "ferry 1.html").exists)
+    page.until(lambda: (saved / "ferry 1.html").read_bytes() == file.read_bytes())
+    assert "owned" not in page.window.title
+    file.write_text("<p>The pelican ferry is green.</p>")
+    page.click(".reader [data-act=original]")
+    page.find(".toast.error", "has changed since it was ingested")
+    rag.ingest("boats", [SourceDocument("s.md", "The heron ferry is red.", "file:///etc/passwd")])
+    asked(page, "Which color has the heron ferry?", "boats")
+    page.click("[data-figure=quotation] button")
+    page.find(".reader button", "Download text")
+    assert page.all(".reader [data-act=original]") == []
+
+
 def test_headings_and_pages_lead_to_their_places(page: Page, rag: RagCache) -> None:
     text = "".join(f"## Part {n}\n\n" + "It rains.\n\n" * 30 for n in range(1, 30))
     rag.ingest("parts", [SourceDocument("parts.md", text)])
@@ -159,6 +151,42 @@ def test_hostile_documents_stay_text(page: Page, rag: RagCache) -> None:
     assert {each.get_attribute("rel") for each in links} == {"noopener noreferrer nofollow"}
     assert "\u202e" not in shown
     assert "\ufffdgnp.exe" in shown
+    assert "owned" not in page.window.title
+    assert page.faults() == []
+
+
+def test_hostile_answers_questions_and_names_stay_text(page: Page, server: httpx.Client) -> None:
+    name = "\u202egnp.exe<img src=x onerror=alert(1)>"
+    source = {"document": name, "module": name, "text": HOSTILE, "tier": "disk"}
+    span = {"document": name, "mark": 1, "start": 0, "end": 3, "headings": [name]}
+    answer = {"text": f"{HOSTILE}\n\nSee [1].", "finish": "stop", "spans": [span]}
+    ended = {"kind": "ask", "collection": "handbook", "status": "done", "question": HOSTILE + name}
+    search = {**ended, "id": "2", "kind": "search"}
+    hit = {"document": name, "score": 1, "text": HOSTILE}
+    exchanges = [
+        {**ended, "id": "1", "answer": {**answer, "sources": [source]}},
+        {**search, "hits": [hit]},
+        {**ended, "id": "3", "error": {"status": 400, "title": name, "message": HOSTILE}},
+    ]
+    page.open_ask("handbook")
+    page.window.execute_script(
+        "sessionStorage.setItem('ragcache.conversation', JSON.stringify(arguments[0]))",
+        {"name": "page-1", "exchanges": exchanges},
+    )
+    page.window.refresh()
+    page.until(lambda: len(page.all(".exchange")) == 3)
+    page.click(".sources summary")
+    main = "return document.querySelector('main')"
+    tags = "script, img, iframe, style, b, circle, [onerror], [onload], [onclick]"
+    assert page.window.execute_script(f"{main}.querySelectorAll('{tags}').length") == 0
+    text = page.window.execute_script(f"{main}.textContent")
+    assert "\u202e" not in text
+    assert text.count("\ufffdgnp.exe<img src=x onerror=alert(1)>") >= 6
+    links = page.window.execute_script(
+        f"return [...{main[7:]}.querySelectorAll('a')].map(e => e.href)"
+    )
+    assert set(links) == {"https://example.com/picture.png", "https://example.com/plain"}
+    assert page.find(".cite").text == "1"
     assert "owned" not in page.window.title
     assert page.faults() == []
 
@@ -262,6 +290,43 @@ def test_a_conversation_is_sent_whole_under_its_name(
     assert first.prompt_cache_key == second.prompt_cache_key != None  # noqa: E711
 
 
+def test_an_answer_is_seen_as_it_arrives(
+    page: Page, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "# Ferries\n\nThe pelican ferry is orange.\n\n- one rope\n- two fenders\n\nIt leaves."
+    shown, chunks = threading.Semaphore(0), openai._CompletionWriter.chunks
+
+    async def pieces(self, active, stream):  # type: ignore[no-untyped-def]
+        for at in range(0, len(text), 5):
+            piece = {"choices": [{"delta": {"content": text[at : at + 5]}}]}
+            yield f"data: {json.dumps(piece)}\n\n".encode()
+            while at % 25 == 20 and not shown.acquire(blocking=False):
+                await asyncio.sleep(0.01)
+        async for chunk in chunks(self, active, stream):
+            if b'"content"' not in chunk:
+                yield chunk
+
+    monkeypatch.setattr(openai._CompletionWriter, "chunks", pieces)
+    page.open_ask("handbook")
+    page.find(".composer [type=submit]:enabled")
+    page.find("[name=question]").send_keys(QUESTION, Keys.ENTER)
+    for end in range(25, len(text), 25):
+        expected = [each for each in text[:end].split("\n") if each.strip("#- ")]
+        page.until(
+            lambda told=expected: (
+                page.find(".streaming").text.split("\n")
+                == [each.lstrip("#- ").rstrip() for each in told]
+            )
+        )
+        assert page.find(".heard").get_attribute("aria-busy") == "true"
+        shown.release()
+    shown.release()
+    page.until(lambda: page.all(".exchange[data-status=done]"))
+    assert page.find(".said h3").text == "Ferries"
+    assert [each.text for each in page.all(".said li")] == ["one rope", "two fenders"]
+    assert page.find(".heard").get_attribute("aria-busy") == "false"
+
+
 def test_an_answer_is_stopped(
     page: Page, server: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,9 +336,7 @@ def test_an_answer_is_stopped(
         async for chunk in chunks(self, active, stream):
             yield chunk
             while b"content" in chunk and not held.is_set():
-                await openai_sleep(0.01)
-
-    from asyncio import sleep as openai_sleep
+                await asyncio.sleep(0.01)
 
     monkeypatch.setattr(openai._CompletionWriter, "chunks", slowly)
     page.open_ask("handbook")

@@ -7,6 +7,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.api.http.server_process import Started
 from tests.api.page import layout_checks
 from tests.api.page.conftest import VIEWS, Page, asked, get, open_view
 
@@ -36,11 +37,16 @@ quay 3
 """
 
 
+@pytest.fixture
+def address(served: Started) -> str:
+    return served.url
+
+
 @pytest.fixture(scope="module")
-def stored(served: tuple[object, str]) -> None:
+def stored(served: Started) -> None:
     """A document with a long name that was asked for."""
     body = {"documents": [{"id": LONG, "text": TEXT, "metadata": {"year": 2026}}]}
-    with httpx.Client(base_url=served[1], timeout=60) as client:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
         job = client.post(f"/v1/collections/{COLLECTION}/documents", json=body).json()["id"]
         client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})  # until it has ended
         question = {"question": QUESTION, "collection": COLLECTION, "max_tokens": 1}
@@ -100,6 +106,46 @@ def test_asking_fits_and_can_be_read(page: Page, stored: None, width: int, schem
     page.find("dialog .drop")
     fits(page, "upload", width)
     assert page.faults() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 768, NARROW])
+def test_dialogs_and_refusals_fit_and_can_be_read(
+    page: Page, stored: None, width: int, scheme: str
+) -> None:
+    page.resize(width)
+    page.prefer(scheme)
+    page.open(f"modules?search={LONG[:20]}")
+    page.click(".c-name .link", LONG)
+    for act in ("expire", "move", "evict"):
+        page.click(f".drawer [data-act={act}]")
+        page.find(".modal [type=submit]")
+        fits(page, act, width)
+        page.find(".modal [type=submit]").send_keys(Keys.ESCAPE)
+        page.until(lambda: len(page.all("dialog")) == 1)
+    page.open(f"modules?search={LONG[:20]}")
+    page.click("tbody input")
+    page.find(".bulk")
+    fits(page, "bulk", width)
+    page.open("keys")
+    page.click("[data-act=create-key]")
+    page.find(".modal [name=name]")
+    fits(page, "key", width)
+    page.open(f"collections?collection={COLLECTION}")
+    page.click("[data-act=delete-collection]")
+    page.find(".modal .sum")
+    fits(page, "deletion", width)
+    page.open_ask(COLLECTION)
+    page.find(".composer [type=submit]:enabled")
+    page.find("[name=question]").send_keys("ferry")
+    page.click("[data-act=search]")
+    page.find(".hits li")
+    asked(page, "zzqx wvvk", COLLECTION)
+    page.find(".said.refused")
+    fits(page, "refusal", width)
+    page.open_ask("none")
+    page.find(".empty", "Choose a collection")
+    fits(page, "choice", width)
 
 
 def test_a_telephone_has_a_menu(page: Page) -> None:

@@ -17,7 +17,7 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
 from tests.api.http.server_process import Started, start_server
-from tests.api.page.conftest import Page, asked, chosen, get, give_key, module, tier
+from tests.api.page.conftest import Page, asked, chosen, drop, get, give_key, module, tier
 from tests.conftest import write_notes
 from tests.ragcache.documents.sample_files import FACTS, WRITERS
 
@@ -26,15 +26,9 @@ Opened = Callable[[str], Page]
 QUESTION = "How many days of leave does everybody have?"
 
 
-def drop(page: Page, *files: Path) -> None:
-    """Drags files from outside the browser into the zone, as the browser itself sees it."""
-    zone = page.find(".drop").rect
-    where = {"x": zone["x"] + zone["width"] / 2, "y": zone["y"] + zone["height"] / 2}
-    held = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
-    for kind in ("dragEnter", "dragOver", "drop"):
-        page.window.execute_cdp_cmd(
-            "Input.dispatchDragEvent", {"type": kind, "data": held, **where}
-        )
+@pytest.fixture
+def address(served: Started) -> str:
+    return served.url
 
 
 def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client) -> None:
@@ -174,11 +168,11 @@ def test_a_service_that_was_restarted_is_noticed_and_asked_on(
         again.stop()
 
 
-def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str]) -> None:
-    started, address = served
+def test_the_address_of_the_page_is_told_at_the_start(served: Started) -> None:
     until = time.monotonic() + 60  # it follows the line that the server listens
-    while f"page: {address}/ (operators: {address}/admin/)" not in "".join(started.log):
-        assert time.monotonic() < until, started.log
+    told = f"page: {served.url}/ (operators: {served.url}/admin/)"
+    while told not in "".join(served.log):
+        assert time.monotonic() < until, served.log
         time.sleep(0.01)
 
 

@@ -1,7 +1,7 @@
 // A question with its answer: the text, its quotations and sources, and what it cost.
 import { fixed, percent, plain, seconds, t } from "./format.js";
-import { Markdown } from "./markdown.js";
-import { Bar, Button, Fault, html, sourceOf, Tier, useStore } from "./ui.js";
+import { growing, Markdown } from "./markdown.js";
+import { Bar, Button, Fault, html, part, Tier, useState, useStore } from "./ui.js";
 
 const QUOTED = 3;
 const EXCERPT = 320; // characters of a found text
@@ -51,9 +51,9 @@ function Said({ status, answer, live, open }) {
 // Only this is drawn as tokens arrive.
 function Live({ live }) {
   const text = useStore(live);
+  const [draw] = useState(growing);
   return html`<div class="said streaming">
-    ${text ? html`<${Markdown} text=${text} />` : html`<p class="muted">${t("reading")}</p>`}
-    <span class="caret" aria-hidden="true"></span>
+    ${text ? html`<div class="markdown" dir="auto">${draw(text)}</div>` : html`<p class="muted">${t("reading")}</p>`}
   </div>`;
 }
 
@@ -79,24 +79,17 @@ function Sources({ sources, open }) {
     <ol aria-label=${t("modules_used")}>${sources.map((source) => html`<li data-module=${source.module}>
       <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(source.document, { text: source.text })}>${placeOf(source)}</button>
       <${Tier} id=${source.tier} />
-      <span class="muted num">${scoresOf(source)}</span>
     </li>`)}</ol>
   </details>`;
 }
-
-const SCORES = [["rerank", 3], ["cosine", 3], ["bm25", 1]];
-const scoresOf = (source) =>
-  SCORES.filter(([name]) => source[name] != null)
-    .map(([name, digits]) => `${t(`score_${name}`)} ${fixed(source[name], digits)}`)
-    .join(" · ");
 
 function Cost({ answer: { reuse, timings, mode, confidence } }) {
   if (!reuse.prompt_tokens) return html`<p class="cost muted">${t("not_asked")}</p>`;
   const kept = reuse.cached_tokens + (reuse.shared_tokens ?? 0);
   const parts = [
-    { label: t("cached"), color: sourceOf("device").color, value: reuse.cached_tokens },
-    { label: t("shared"), color: sourceOf("shared").color, value: reuse.shared_tokens ?? 0 },
-    { label: t("computed"), color: sourceOf("computed").color, value: reuse.computed_tokens },
+    part(t("cached"), "device", reuse.cached_tokens),
+    part(t("shared"), "shared", reuse.shared_tokens ?? 0),
+    part(t("computed"), "computed", reuse.computed_tokens),
   ];
   const line = t("cost", {
     share: percent(kept / reuse.prompt_tokens),
@@ -116,11 +109,7 @@ function Times({ timings: { retrieve, assemble, first_token: first, total, queue
   const begun = retrieve + assemble;
   const waited = Math.min(queued, Math.max(0, first - begun));
   const lengths = [retrieve, assemble, waited, first - begun - waited, total - first];
-  const parts = Object.entries(STAGES).map(([stage, color], index) => ({
-    label: t(`stage_${stage}`),
-    color: `var(--${color})`,
-    value: Math.max(0, lengths[index]),
-  }));
+  const parts = Object.entries(STAGES).map(([stage, color], index) => part(t(`stage_${stage}`), color, lengths[index]));
   return html`<${Bar} label=${t("times")} parts=${parts} format=${seconds} />`;
 }
 

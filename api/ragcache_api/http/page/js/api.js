@@ -89,16 +89,17 @@ async function sent(method, path, body, headers, key, signal) {
 }
 
 /** Notes that the server is gone, and looks for it until it is back. */
-export function lost() {
+export async function lost() {
   if (!reached.value) return;
   reached.set(false);
-  const look = async () => {
+  while (!reached.value) {
+    await pause(PING_SECONDS);
     const ready = await fetch(new URL("health/ready", ROOT), { cache: "no-store" }).catch(() => null);
-    if (ready?.ok && !reached.value) reached.set(true);
-    if (!reached.value) setTimeout(look, PING_SECONDS * 1000);
-  };
-  setTimeout(look, PING_SECONDS * 1000);
+    if (ready?.ok) reached.set(true);
+  }
 }
+
+export const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
 
 /** The JSON of an answer; null where it has no body. */
 export async function call(method, path, options) {
@@ -111,8 +112,8 @@ export const post = (path, body = {}, options = {}) => call("POST", path, { ...o
 export const remove = (path, options) => call("DELETE", path, options);
 
 export const collectionPath = (name) => `v1/collections/${encodeURIComponent(name)}`;
-export const documentPath = (collection, id) =>
-  `${collectionPath(collection)}/documents/${id.split("/").map(encodeURIComponent).join("/")}`;
+export const documentPath = (collection, id, kind = "documents") =>
+  `${collectionPath(collection)}/${kind}/${id.split("/").map(encodeURIComponent).join("/")}`;
 
 /** A path with those parameters that are given. */
 export function withQuery(path, parameters) {

@@ -5,8 +5,8 @@ import { useConversation } from "./conversation.js";
 import { plain, t } from "./format.js";
 import { Reader } from "./reader.js";
 import { Brand, Settings, start } from "./shell.js";
-import { Button, complain, dialog, Empty, Fault, Field, html, Icon, useEffect, useMemo, useRef, useState, useStore } from "./ui.js";
-import { choose, dropped, ENDED, Job, jobs, Upload } from "./upload.js";
+import { Button, complain, dialog, Empty, Fault, Field, html, Icon, useEffect, useMemo, usePolled, useRef, useState, useStore } from "./ui.js";
+import { ENDED, Job, jobs, Upload, useDrop } from "./upload.js";
 
 const MODES = ["rooted", "primed", "primed:16", "isolated", "linked:4", "linked:16", "blend:15", "exact"];
 const OPERATORS = ["eq", "ne", "gt", "gte", "lt", "lte"];
@@ -15,24 +15,16 @@ const NEAR = 80; // pixels from the end within which an arriving answer is follo
 
 // The collections of the service, and the chosen one, which the address holds.
 function useCollections() {
-  const [state, set] = useState({ known: null, error: null });
+  const { value, error, again } = usePolled((signal) => everything("v1/collections", { signal }), 0);
   const [wanted, choose] = useState(new URLSearchParams(location.search).get("collection") ?? "");
-  const list = async () => {
-    try {
-      set({ known: await everything("v1/collections"), error: null });
-    } catch (error) {
-      set((now) => ({ ...now, error }));
-    }
-  };
-  const known = state.known ?? [];
+  const known = value ?? [];
   const name = wanted || (known.length === 1 ? known[0].name : "");
   const chosen = known.find((each) => each.name === name);
-  useEffect(() => void list(), []);
   useEffect(() => {
     history.replaceState(null, "", withQuery(location.pathname, { collection: name }));
     document.title = name ? `${plain(name)} · ragcache` : "ragcache";
   }, [name]);
-  return { ...state, names: known.map((each) => each.name), chosen, choose, list };
+  return { known: value, error, names: known.map((each) => each.name), chosen, choose, list: again };
 }
 
 function Ask() {
@@ -44,7 +36,7 @@ function Ask() {
   const [draft, setDraft] = useState("");
   const add = () =>
     dialog(t("add_documents"), () => html`<div class="body"><${Upload} collection=${collection} names=${collections.names} changed=${collections.list} chose=${collections.choose} /><${Progress} /></div>`, "wide");
-  useDrop(add);
+  useDrop(() => document.querySelector("dialog") || add());
   const edit = (exchange, at) => {
     setDraft(exchange.question);
     talk.cut(at);
@@ -69,7 +61,7 @@ function Ask() {
           open=${(id, place) => show({ collection: each.collection, id, place })}
           edit=${() => edit(each, at)} again=${() => talk.ask(each.kind, each.question, at)} />`)}
       <//>
-      <${Strip} />
+      <${Progress} strip />
       <${Composer} collection=${collection} talk=${talk} draft=${draft} setDraft=${setDraft}>
         <${Options} collection=${collection} options=${options} set=${setOptions} />
       <//>
@@ -93,7 +85,7 @@ function Beside({ shown, close }) {
     return () => before?.isConnected && before.focus();
   }, [shown]);
   return html`<aside class="beside" ref=${node} tabindex="-1" aria-label=${t("document")} onKeyDown=${({ key }) => key === "Escape" && close()}>
-    <${Reader} ...${shown} onClose=${close} />
+    <${Reader} key=${`${shown.collection}/${shown.id}`} ...${shown} onClose=${close} />
   </aside>`;
 }
 
@@ -134,16 +126,11 @@ function Thread({ talk: { busy, exchanges }, children }) {
   </div>`;
 }
 
-// The newest job of this tab, until it has ended.
-function Strip() {
-  const running = useStore(jobs).filter(({ status }) => !ENDED.includes(status));
-  if (!running.length) return null;
-  return html`<div class="strip" role="status"><${Job} job=${running.at(-1)} /></div>`;
-}
-
-function Progress() {
+// The jobs of this tab, or only the oldest that runs.
+function Progress({ strip = false }) {
   const listed = useStore(jobs);
-  return html`<div aria-live="polite">${listed.map((job) => html`<${Job} key=${job.id} job=${job} />`)}</div>`;
+  const shown = strip ? listed.filter(({ status }) => !ENDED.includes(status)).slice(-1) : listed;
+  return html`<div class=${strip ? "strip" : ""} role="status">${shown.map((job) => html`<${Job} key=${job.id} job=${job} />`)}</div>`;
 }
 
 function Composer({ collection, talk, draft, setDraft, children }) {
@@ -210,24 +197,6 @@ function Options({ collection, options, set }) {
       </fieldset>
     </div>
   </details>`;
-}
-
-// Files may be dropped anywhere on the page.
-function useDrop(add) {
-  const latest = useRef(add);
-  latest.current = add;
-  useEffect(() => {
-    const leaving = new AbortController();
-    const heard = (act) => (event) => {
-      if (!event.dataTransfer.types.includes("Files")) return;
-      event.preventDefault();
-      act(event);
-    };
-    const drop = ({ dataTransfer }) => dropped(dataTransfer).then(choose).then(() => latest.current(), complain);
-    window.addEventListener("dragover", heard(() => {}), { signal: leaving.signal });
-    window.addEventListener("drop", heard(drop), { signal: leaving.signal });
-    return () => leaving.abort();
-  }, []);
 }
 
 // A number or a truth value where it looks like one.

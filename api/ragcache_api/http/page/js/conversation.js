@@ -46,15 +46,15 @@ const openFilters = (filters) => ({
   filters: given(filters).map(({ field, operator, value }) => ({ type: operator, key: field, value })),
 });
 
-/** The texts of an answer as they arrive; returns the whole answer. */
-async function* answered(body, signal) {
+/** The whole answer. arrived(text): called as the text grows. */
+async function answered(body, signal, arrived) {
   const response = await request("POST", "v1/chat/completions", { body, signal });
   let [text, sources] = ["", []];
   for await (const { data } of events(response)) {
     sources = data.sources ?? sources;
     if (data.error) throw new Problem(500, { title: t("failed"), detail: data.error.message });
     const piece = data.choices?.[0]?.delta?.content;
-    if (piece) yield (text += piece);
+    if (piece) arrived((text += piece));
     if (data.ragcache) return answerOf(text, data.ragcache, sources);
   }
   throw new Problem(502, { title: t("failed"), detail: t("cut_off") });
@@ -80,8 +80,8 @@ export function useConversation(collection, options) {
   useEffect(() => remember(conversation), [conversation]);
 
   const say = (change) => converse((now) => ({ ...now, exchanges: change(now.exchanges) }));
-  const stream = async (before, question, signal) => {
-    const pieces = answered({
+  const stream = (before, question, signal) => {
+    const body = {
       messages: messagesOf(before, question),
       collection,
       stream: true,
@@ -90,14 +90,12 @@ export function useConversation(collection, options) {
       prompt_cache_key: name,
       citations: options.citations,
       ...(given(options.filters).length && { filters: ownFilters(options.filters) }),
-    }, signal);
+    };
     let frame = 0;
-    for (;;) {
-      const { value, done } = await pieces.next();
-      if (done) return value;
-      live.value = value;
+    return answered(body, signal, (text) => {
+      live.value = text;
       frame ||= requestAnimationFrame(() => (frame = 0, live.set(live.value)));
-    }
+    });
   };
   const ask = async (kind, question, at = exchanges.length) => {
     const before = exchanges.slice(0, at);

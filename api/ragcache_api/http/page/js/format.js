@@ -10,7 +10,9 @@ document.documentElement.lang = language;
 const locale = language === "en" ? "en-GB" : language;
 const column = Object.keys(LANGUAGES).indexOf(language);
 const whole = new Intl.NumberFormat(locale, { maximumFractionDigits: 0 });
-const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+// A format of numbers, which shows those that are missing as a dash.
+const shown = (format) => (value, ...more) =>
+  value === null || value === undefined || Number.isNaN(value) ? NONE : format(value, ...more);
 
 function chosenLanguage() {
   const wanted = [localStorage.getItem(STORED), ...navigator.languages];
@@ -40,16 +42,15 @@ const decimal = (value, digits) =>
   value.toLocaleString(locale, { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
 /** 12345 → "12,345" */
-export const count = (value) => (missing(value) ? NONE : whole.format(value));
+export const count = shown((value) => whole.format(value));
 
 /** 12345 → "12.3 k" */
-export const compact = (value) => scaled(value, 1000, ["", "k", "M", "G", "T"]);
+export const compact = shown((value) => scaled(value, 1000, ["", "k", "M", "G", "T"]));
 
 /** Bytes, in powers of 1024: 1536 → "1.5 KiB" */
-export const bytes = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+export const bytes = shown((value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]));
 
 function scaled(value, base, units) {
-  if (missing(value)) return NONE;
   let power = 0;
   while (Math.abs(value) >= base && power < units.length - 1) {
     value /= base;
@@ -59,24 +60,18 @@ function scaled(value, base, units) {
 }
 
 /** 0.123 → "12 %" */
-export function percent(share) {
-  if (missing(share)) return NONE;
-  return `${decimal(share * 100, share > 0 && share < 0.1 ? 1 : 0)} %`;
-}
+export const percent = shown((share) => `${decimal(share * 100, share > 0 && share < 0.1 ? 1 : 0)} %`);
 
-export const fixed = (value, digits = 2) => (missing(value) ? NONE : decimal(value, digits));
+export const fixed = shown((value, digits = 2) => decimal(value, digits));
 
 /** Seconds, short: 0.0382 → "38 ms", 1.5 → "1.5 s", 90 → "1 min 30 s" */
-export function seconds(value) {
-  if (missing(value)) return NONE;
-  if (value < 0.01) return `${decimal(value * 1e3, value === 0 ? 0 : 2)} ms`;
-  if (value < 0.9995) return `${decimal(value * 1e3, 0)} ms`;
+export const seconds = shown((value) => {
+  if (value < 0.9995) return `${decimal(value * 1e3, value > 0 && value < 0.01 ? 2 : 0)} ms`;
   return value < 60 ? `${decimal(value, value < 10 ? 2 : 1)} s` : span(value);
-}
+});
 
 /** Seconds, in the two largest units: 90061 → "1 d 1 h" */
-export function span(value) {
-  if (missing(value)) return NONE;
+export const span = shown((value) => {
   const units = Object.entries({ [t("day")]: 86400, h: 3600, min: 60, s: 1 });
   const first = units.findIndex(([, size]) => value >= size);
   if (first < 0) return "0 s";
@@ -84,31 +79,20 @@ export function span(value) {
   const [next, part] = units[first + 1] ?? ["", 1];
   const left = next ? Math.floor((value % size) / part) : 0;
   return `${Math.floor(value / size)} ${name}${left ? ` ${left} ${next}` : ""}`;
-}
+});
 
 /** Unix seconds → "3 min ago", and the date where that is more than a week */
-export function ago(at, now = Date.now() / 1000) {
-  if (missing(at) || at === 0) return NONE;
-  const age = now - at;
+export const ago = shown((at) => {
+  const age = Date.now() / 1000 - at;
   if (age < 1) return t("now");
-  if (age >= 7 * 86400) return date(at);
-  return t("ago", { time: span(age).split(" ").slice(0, 2).join(" ") });
-}
+  return age < 7 * 86400 ? t("ago", { time: span(age).split(" ").slice(0, 2).join(" ") }) : date(at);
+});
 
 /** Unix seconds → "21 Nov 2026, 14:05" */
-export function date(at) {
-  if (missing(at)) return NONE;
-  return new Date(at * 1000).toLocaleString(locale, { dateStyle: "medium", timeStyle: "short" });
-}
+export const date = shown((at) => new Date(at * 1000).toLocaleString(locale, { dateStyle: "medium", timeStyle: "short" }));
 
-/** Unix seconds → "2026-11-23T14:05:09+01:00", the local time by ISO 8601 */
-export function iso(at) {
-  const offset = -new Date(at * 1000).getTimezoneOffset(); // minutes
-  const local = new Date((at + offset * 60) * 1000).toISOString().slice(0, 19);
-  const two = (number) => String(Math.floor(number)).padStart(2, "0");
-  const zone = `${two(Math.abs(offset) / 60)}:${two(Math.abs(offset) % 60)}`;
-  return `${local}${offset < 0 ? "-" : "+"}${zone}`;
-}
+/** Unix seconds → "2026-11-23T13:05:09Z", for programs */
+export const iso = (at) => `${new Date(at * 1000).toISOString().slice(0, 19)}Z`;
 
 /** A name from outside: characters that would turn the order of letters around become visible. */
 export const plain = (text) => String(text ?? "").replace(/[\u202a-\u202e\u2066-\u2069]/g, "\ufffd");

@@ -105,16 +105,11 @@ function table(lines, index) {
   return [{ draw }, end];
 }
 
-function cells(line) {
-  const found = [];
-  let begin = line.text.startsWith("|") ? 1 : 0;
-  for (let at = begin; at <= line.text.length; at += 1) {
-    if (at < line.text.length && (line.text[at] !== "|" || line.text[at - 1] === "\\")) continue;
-    if (at < line.text.length || line.text.slice(begin).trim())
-      found.push({ text: line.text.slice(begin, at), at: line.at + begin });
-    begin = at + 1;
-  }
-  return found;
+// What stands between the bars of a row that no backslash escapes.
+function cells({ text, at }) {
+  const begin = text.startsWith("|") ? 1 : 0;
+  const found = [...text.trimEnd().slice(begin).matchAll(/((?:\\.|[^|\\])*)(?:\||$)/g)].slice(0, -1);
+  return found.map(({ 1: cell, index }) => ({ text: cell, at: at + begin + index }));
 }
 
 function quote(lines, index, depth) {
@@ -288,6 +283,19 @@ export function web(target) {
 
 const anchor = (href, shown) =>
   html`<a href=${href} target="_blank" rel="noopener noreferrer nofollow">${shown}</a>`;
+
+/** Draws a text that only grows: the blocks before its last one are parsed and drawn once. */
+export function growing() {
+  const context = contextOf({});
+  let [settled, from] = [[], 0];
+  return (text) => {
+    const blocks = blocksOf(text.slice(from));
+    const drawn = drawAll(blocks, context);
+    settled = [...settled, ...drawn.slice(0, -1)];
+    from += blocks.at(-1)?.at ?? 0;
+    return [...settled, ...drawn.slice(-1)];
+  };
+}
 
 /** A short text, such as an answer. */
 export const Markdown = ({ text, cite }) =>

@@ -2,47 +2,36 @@
 import { documentPath, get, request, withQuery } from "./api.js";
 import { plain, t } from "./format.js";
 import { blocksOf, contextOf, drawAll, isPlain, web } from "./markdown.js";
-import { Button, complain, Facts, Fault, html, Loading, metadataOf, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { Button, complain, Facts, html, metadataOf, Polled, useEffect, useMemo, usePolled, useRef, useState } from "./ui.js";
 
 const SHOWN = 400; // blocks at once, around the mark
 const OUTLINED = 200;
 const SHORTEST = 24; // characters of a line by which a text is found in its document
-const UPLOADED = /^file-[0-9a-f]+$/; // ids of files that the service keeps
 
 /** place: {start, end} in characters, or the {text} of a module to mark. */
 export function Reader({ collection, id, place = {}, onClose }) {
-  const [read, set] = useState({});
-  useEffect(() => {
-    const leaving = new AbortController();
-    set({});
-    get(withQuery(documentPath(collection, id), { text: true }), { signal: leaving.signal }).then(
-      (document) => set({ document }),
-      (error) => error.name === "AbortError" || set({ error }),
-    );
-    return () => leaving.abort();
-  }, [collection, id]);
-  const { document, error } = read;
+  const path = withQuery(documentPath(collection, id), { text: true });
+  const state = usePolled((signal) => get(path, { signal }), 0, [path]);
   return html`<article class="reader" aria-label=${plain(id)}>
     <header>
       <h2><bdi>${plain(id)}</bdi></h2>
       <div class="actions">
-        ${document && html`<${Original} document=${document} />`}
+        ${state.value && html`<${Original} collection=${collection} document=${state.value} />`}
         ${onClose && html`<${Button} kind="ghost" icon="close" label=${t("close")} onClick=${onClose} />`}
       </div>
     </header>
     <div class="inside">
-      ${error && html`<${Fault} error=${error} />`}
-      ${!document && !error && html`<${Loading} />`}
-      ${document && html`<${Facts} facts=${metadataOf(document)} /><${Text} key=${id} document=${document} place=${place} />`}
+      <${Polled} state=${state}>${(document) => html`<${Facts} facts=${metadataOf(document)} /><${Text} document=${document} place=${place} />`}<//>
     </div>
   </article>`;
 }
 
-function Original({ document: { id, uri, text } }) {
-  const save = async () => offer(await (await request("GET", `v1/files/${id}/content`)).blob(), uri || id);
+function Original({ collection, document: { id, uri, text, has_original: kept } }) {
+  const name = (uri && !web(uri) ? uri : id).split("/").at(-1);
+  const save = async () => offer(await (await request("GET", documentPath(collection, id, "originals"))).blob(), name);
   return html`
     ${web(uri) && html`<a class="button" href=${uri} target="_blank" rel="noopener noreferrer">${t("original_open")}</a>`}
-    ${UPLOADED.test(id) && html`<${Button} onClick=${() => save().catch(complain)}>${t("original_save")}<//>`}
+    ${kept && html`<${Button} data-act="original" onClick=${() => save().catch(complain)}>${t("original_save")}<//>`}
     <${Button} onClick=${() => offer(text, `${id.split("/").at(-1)}.md`)}>${t("text_save")}<//>
   `;
 }
@@ -64,12 +53,18 @@ function Text({ document: { id, text, pages }, place }) {
   const [shown, show] = useState([0, 0]);
   const around = (index) => show([Math.max(0, index - SHOWN / 4), index + SHOWN]);
   useEffect(() => around(first), [first, text]);
+  const aim = useRef(null); // the block that the outline leads to
   useEffect(() => {
-    scrolled.current?.querySelector("mark")?.scrollIntoView({ block: "center" });
+    const block = scrolled.current.querySelector(`[data-at="${aim.current}"]`);
+    block?.scrollIntoView({ block: "start" });
+    block?.querySelector("[tabindex]")?.focus({ preventScroll: true });
+    if (!block) scrolled.current.querySelector("mark")?.scrollIntoView({ block: "center" });
+    aim.current = null;
   }, [mark, shown]);
   const lead = (at) => {
-    around(Math.max(0, blocks.findLastIndex((each) => each.at <= at)));
-    requestAnimationFrame(() => requestAnimationFrame(() => arrive(scrolled.current, at)));
+    const index = Math.max(0, blocks.findLastIndex((each) => each.at <= at));
+    aim.current = blocks[index].at;
+    around(index);
   };
   const begins = (block, index) => paged.filter(({ at }) => at >= block.at && at < (blocks[shown[0] + index + 1]?.at ?? Infinity));
   const context = contextOf({ mark });
@@ -83,12 +78,6 @@ function Text({ document: { id, text, pages }, place }) {
       </div>`)}
       ${shown[1] < blocks.length && html`<${Button} onClick=${() => show([shown[0], shown[1] + SHOWN])}>${t("later")}<//>`}
     </div>`;
-}
-
-function arrive(node, at) {
-  const block = [...(node?.querySelectorAll(".block") ?? [])].findLast((each) => Number(each.dataset.at) <= at);
-  block?.scrollIntoView({ block: "start" });
-  block?.querySelector("[tabindex]")?.focus({ preventScroll: true });
 }
 
 function Outline({ blocks, pages, lead }) {

@@ -73,11 +73,7 @@ export const Brand = ({ href }) =>
 export function Menu({ children }) {
   const [open, set] = useState(false);
   const button = useRef(null);
-  const closed = (event) => {
-    if (event.key !== "Escape" || !open) return;
-    set(false);
-    button.current.focus();
-  };
+  const closed = ({ key }) => open && key === "Escape" && set(false, button.current.focus());
   return html`<div class="menu ${open ? "open" : ""}" onKeyDown=${closed} onClick=${({ target }) => target.closest("a") && set(false)}>
     <button type="button" class="menubutton ghost" ref=${button} aria-label=${t("menu")} aria-expanded=${String(open)} onClick=${() => set(!open)}>
       <${Icon} name=${open ? "close" : "menu"} />

@@ -56,11 +56,9 @@ export const Icon = ({ name }) =>
 export const Name = ({ text, title }) =>
   html`<bdi class="name" title=${plain(title ?? text)}>${plain(text)}</bdi>`;
 
-/** A time as its age; the title has it by ISO 8601. */
-export function Moment({ at, none = "–" }) {
-  if (!at) return html`<span class="muted">${none}</span>`;
-  return html`<time dateTime=${iso(at)} title=${iso(at)}>${ago(at)}</time>`;
-}
+/** A time as its age, with the date in the title. */
+export const Moment = ({ at, none = "–" }) =>
+  at ? html`<time dateTime=${iso(at)} title=${date(at)}>${ago(at)}</time>` : html`<span class="muted">${none}</span>`;
 
 export const Exact = ({ at }) => html`<time dateTime=${iso(at)}>${date(at)}</time>`;
 export const Loading = () => html`<p class="muted loading" role="status">${t("loading")}</p>`;
@@ -76,7 +74,7 @@ const detailOf = (error) => (error.status === 0 ? t("unreachable") : error.messa
 export function Fault({ error }) {
   const id = error.request && html` <code>${error.request}</code>`;
   return html`<p class="fault" role="alert">
-    <strong>${titleOf(error)}</strong> ${detailOf(error)}${id}
+    <strong>${plain(titleOf(error))}</strong> ${plain(detailOf(error))}${id}
   </p>`;
 }
 
@@ -85,7 +83,7 @@ export function Polled({ state, children }) {
   if (state.value === null) {
     if (!state.error) return html`<${Loading} />`;
     if (state.error.status !== 403) return html`<${Fault} error=${state.error} />`;
-    return html`<${Empty} title=${t("not_for_key")}>${state.error.message}<//>`;
+    return html`<${Empty} title=${t("not_for_key")}>${plain(state.error.message)}<//>`;
   }
   return html`${state.error && html`<${Fault} error=${state.error} />`}${children(state.value)}`;
 }
@@ -183,12 +181,15 @@ export function Listing({ state, rows = (value) => value.items, empty, text, chi
   return html`<${Polled} state=${state}>${shown}<//>`;
 }
 
+/** A `Listing` in a panel of its own. after: what stands below it. */
+export const Listed = ({ title, note, actions, after, ...listing }) =>
+  html`<${Panel} title=${title} note=${note} actions=${actions}><${Listing} label=${title} ...${listing} />${after}<//>`;
+
 /** The rows that are ticked, by id. */
 export function usePicked() {
   const [ids, set] = useState(() => new Set());
   const changed = (change) => set((now) => { const next = new Set(now); change(next); return next; });
   return {
-    ids,
     of: (rows) => rows.filter(({ id }) => ids.has(id)),
     clear: () => set(new Set()),
     for: (rows) => ({
@@ -219,7 +220,10 @@ export const Tiers = ({ names }) =>
     ? html`<span class="chips">${names.map((id) => html`<${Tier} id=${id} />`)}</span>`
     : html`<span class="chips muted">${t("none")}</span>`;
 
-/** A bar of parts: [{label, color, value, note}], with its legend. */
+/** A part of a bar. color: a variable of the style sheet; kind: a class of it. */
+export const part = (label, color, value, kind) => ({ label, color: `var(--${color})`, value: Math.max(0, value), kind });
+
+/** A bar of parts, with its legend. */
 export function Bar({ label, parts, total, format, legend = true }) {
   const shown = parts.filter(({ value }) => value > 0);
   const whole = total || shown.reduce((sum, { value }) => sum + value, 0) || 1;
@@ -242,6 +246,18 @@ export function toast(kind, title, detail = "") {
 
 export function complain(error) {
   if (error.name !== "AbortError") toast("error", titleOf(error), detailOf(error));
+}
+
+/** Whether `act` succeeded. Shows its error, or `said`: words, or what makes them of the result. */
+export async function attempt(act, said) {
+  try {
+    const result = await act();
+    if (said) toast("ok", typeof said === "function" ? said(result) : said);
+    return true;
+  } catch (error) {
+    complain(error);
+    return false;
+  }
 }
 
 const dialogs = store([]);

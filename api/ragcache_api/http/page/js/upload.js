@@ -1,10 +1,11 @@
 // Files on their way into a collection: dropped or chosen, sent in portions, read by jobs.
-import { collectionPath, events, post, request, store } from "./api.js";
+import { collectionPath, get, pause, post, store } from "./api.js";
 import { bytes, count, plain, t, word } from "./format.js";
-import { Button, complain, html, Icon, Name, toast, useRef, useState, useStore } from "./ui.js";
+import { Button, complain, html, Icon, Name, toast, useEffect, useRef, useState, useStore } from "./ui.js";
 
 const PORTION = { bytes: 32 * 2 ** 20, files: 500 };
 const FIRST = { bytes: 2 * 2 ** 20, files: 8 }; // is read soon, so that questions can be asked
+const PERIOD = 0.5; // seconds between looks at a job
 export const ENDED = ["done", "failed", "canceled", "interrupted"];
 
 /** Files of this tab: [{id, file, name, status, reason}]; status: chosen, sent, done or refused. */
@@ -13,8 +14,9 @@ export const files = store([]);
 export const jobs = store([]);
 let number = 0;
 
-export function choose(more) {
-  const added = more.map(({ file, name }) => ({ id: (number += 1), file, name, status: "chosen" }));
+function choose(more) {
+  const ordered = [...more].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+  const added = ordered.map(({ file, name }) => ({ id: (number += 1), file, name, status: "chosen" }));
   files.set([...files.value, ...added]);
 }
 
@@ -23,7 +25,7 @@ const change = (ids, changes) =>
   files.set(files.value.map((each) => (ids.has(each.id) ? { ...each, ...changes(each) } : each)));
 
 /** The files of a drop, named by their paths inside a folder. Entries are taken before the event ends. */
-export async function dropped(transfer) {
+async function dropped(transfer) {
   const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
   if (!entries.length) return [...transfer.files].map((file) => ({ file, name: file.name }));
   return (await Promise.all(entries.map((entry) => within(entry, "")))).flat();
@@ -95,31 +97,22 @@ const judged = (ids, reasons) =>
 const randomKey = () =>
   Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
+// Goes on while the service is away, and until the job has ended.
 async function follow(job, ids, changed) {
-  const heard = (now) => {
-    const before = jobs.value.find(({ id }) => id === now.id);
-    jobs.set([now, ...jobs.value.filter(({ id }) => id !== now.id)]);
-    if (before && before.done !== now.done) changed();
-  };
-  heard(job);
-  try {
-    let last = job;
-    while (!ENDED.includes(last.status)) {
-      const headers = { Accept: "text/event-stream" };
-      const response = await request("GET", `v1/jobs/${encodeURIComponent(job.id)}`, { headers });
-      for await (const { event, data } of events(response)) {
-        if (event === "progress") heard((last = data));
-        else throw new Error(data.detail);
-      }
+  for (let now = job; ; ) {
+    const before = jobs.value.find(({ id }) => id === job.id);
+    jobs.set([now, ...jobs.value.filter(({ id }) => id !== job.id)]);
+    const ended = ENDED.includes(now.status);
+    if (ended || (before && before.done !== now.done)) changed();
+    const over = now.status === "done" ? { status: "done" } : { status: "refused", reason: now.error || word("status", now.status) };
+    if (ended) return change(ids, ({ status }) => (status === "sent" ? over : {}));
+    await pause(PERIOD);
+    try {
+      now = await get(`v1/jobs/${encodeURIComponent(job.id)}`);
+    } catch (error) {
+      if (error.status) return complain(error); // else the service is away
     }
-    const done = last.status === "done";
-    change(ids, ({ status }) =>
-      status !== "sent" ? {} : done ? { status: "done" } : { status: "refused", reason: last.error || word("status", last.status) },
-    );
-  } catch (error) {
-    complain(error);
   }
-  changed();
 }
 
 /** A job's progress in one line, and what it could not read. */
@@ -133,10 +126,28 @@ export function Job({ job, children }) {
       <i style=${{ width: `${share * 100}%` }}></i>
     </div>
     <div class="line muted"><span>${said}</span>${children}</div>
-    ${error && html`<p class="fault">${error}</p>`}
-    ${(report?.skipped ?? []).map(({ name, reason }) => html`<p class="fault"><bdi>${plain(name)}</bdi>: ${reason}</p>`)}
+    ${error && html`<p class="fault">${plain(error)}</p>`}
+    ${(report?.skipped ?? []).map(({ name, reason }) => html`<p class="fault"><bdi>${plain(name)}</bdi>: ${plain(reason)}</p>`)}
     ${Object.values(report?.omitted ?? {}).flat().map((each) => html`<p class="muted">${plain(each)}</p>`)}
   </div>`;
+}
+
+/** Takes files that are dropped anywhere on the page, and then calls `taken`. */
+export function useDrop(taken = () => {}) {
+  const latest = useRef(taken);
+  latest.current = taken;
+  useEffect(() => {
+    const leaving = new AbortController();
+    const heard = (act) => (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      act(event);
+    };
+    const drop = ({ dataTransfer }) => dropped(dataTransfer).then(choose).then(() => latest.current(), complain);
+    window.addEventListener("dragover", heard(() => {}), { signal: leaving.signal });
+    window.addEventListener("drop", heard(drop), { signal: leaving.signal });
+    return () => leaving.abort();
+  }, []);
 }
 
 /** The form: a collection, a zone for files and folders, and what becomes of each. */
@@ -154,22 +165,12 @@ export function Upload({ collection, names, changed, chose = () => {} }) {
     await send(target.trim(), () => changed(target.trim()));
     setBusy(false);
   };
-  const take = async (event) => {
-    event.preventDefault();
-    event.stopPropagation();
-    setOver(false);
-    choose(await dropped(event.dataTransfer));
-  };
-  const drag = (on) => (event) => {
-    event.preventDefault();
-    setOver(on);
-  };
   return html`<form class="upload" onSubmit=${submit}>
     <label class="field"><span>${t("collection")}</span>
       <input name="into" required maxlength="200" list="names" autocomplete="off" placeholder=${t("collection_example")} value=${target} onInput=${({ target: node }) => setTarget(node.value)} />
       <datalist id="names">${names.map((name) => html`<option value=${name} />`)}</datalist>
     </label>
-    <div class="drop ${over ? "over" : ""}" onDragOver=${drag(true)} onDragLeave=${drag(false)} onDrop=${take}>
+    <div class="drop ${over ? "over" : ""}" onDragOver=${() => setOver(true)} onDragLeave=${() => setOver(false)} onDrop=${() => setOver(false)}>
       <${Icon} name="jobs" />
       <strong>${t("drop_here")}</strong>
       <span class="muted">${t("drop_types")}</span>
@@ -193,7 +194,7 @@ function Picker({ label, folder = false }) {
 const Picked = ({ each: { id, name, file, status, reason } }) =>
   html`<li class=${status}>
     <${Icon} name="file" />
-    <span class="what"><${Name} text=${name} />${reason && html`<small class="fault">${reason}</small>`}</span>
+    <span class="what"><${Name} text=${name} />${reason && html`<small class="fault">${plain(reason)}</small>`}</span>
     <span class="muted">${word("file", status)}</span>
     <span class="num muted">${bytes(file.size)}</span>
     <${Button} kind="ghost" icon="close" label=${t("remove_file", { name: plain(name) })} onClick=${() => forget(id)} />

@@ -1,7 +1,7 @@
 // What operators change: states of modules, and documents. Evictions and deletions are shown before.
 import { collectionPath, get, post, remove, withQuery } from "../api.js";
 import { bytes, t } from "../format.js";
-import { Bar, complain, confirmed, Empty, Field, form, html, sourceOf, toast } from "../ui.js";
+import { attempt, Bar, complain, confirmed, Empty, Field, form, html, sourceOf, toast } from "../ui.js";
 
 const NAMED = 3; // modules in a notice
 const HOURS = [1, 24, 24 * 7];
@@ -12,14 +12,9 @@ const named = (rows) => (rows.length <= NAMED ? rows.map(({ name }) => name).joi
 // Each in turn, since the service takes them one by one; ends with the first refusal.
 async function each(rows, act, said) {
   const done = [];
-  try {
-    for (const row of rows) {
-      await act(row);
-      done.push(row);
-    }
-  } catch (error) {
-    complain(error);
-  }
+  await attempt(async () => {
+    for (const row of rows) done.push((await act(row), row));
+  });
   if (done.length) toast("ok", t(said, { n: done.length }), named(done));
   return done.length > 0;
 }
@@ -61,61 +56,56 @@ function byTier(changes) {
   return tiers;
 }
 
-async function evicted(dryRun, really) {
-  try {
-    const changes = await dryRun();
-    const total = changes.reduce((sum, { nbytes }) => sum + nbytes, 0);
-    const said = t("would_evict", { n: changes.length, size: bytes(total) });
-    const text = changes.length ? html`<${Preview} said=${said} tiers=${byTier(changes)} />` : html`<${Empty} title=${t("would_evict_none")} />`;
-    if (!(await confirmed(t("evict"), text)) || !changes.length) return false;
-    const gone = await really();
-    toast("ok", t("evicted_n", { n: gone.length }));
-    return true;
-  } catch (error) {
-    complain(error);
-    return false;
-  }
+// Shows what would change, and changes it once that was agreed to. change: (query) → what it tells.
+async function agreed(title, change, view, said, action) {
+  const told = await change({ dry_run: true }).catch(complain);
+  if (!told || !(await confirmed(title, view(told), action)) || told.length === 0) return false;
+  return attempt(() => change({}), said);
 }
 
-export function evict(rows) {
-  const all = async (dry) => {
-    const found = [];
-    for (const row of rows) found.push(...(await remove(withQuery(modulePath(row), dry))).changes);
-    return found;
+function evicted(change) {
+  const view = (changes) => {
+    if (!changes.length) return html`<${Empty} title=${t("would_evict_none")} />`;
+    const size = bytes(changes.reduce((sum, { nbytes }) => sum + nbytes, 0));
+    return html`<${Preview} said=${t("would_evict", { n: changes.length, size })} tiers=${byTier(changes)} />`;
   };
-  return evicted(() => all({ dry_run: true }), () => all({}));
+  return agreed(t("evict"), change, view, (gone) => t("evicted_n", { n: gone.length }));
 }
+
+export const evict = (rows) =>
+  evicted(async (query) => {
+    const found = [];
+    for (const row of rows) found.push(...(await remove(withQuery(modulePath(row), query))).changes);
+    return found;
+  });
 
 /** Evicts states of a collection or of all, from one tier or from all. */
 export function evictCollection(collection, tier) {
   const body = { ...(collection && { collection }), ...(tier && { tier }) };
-  const asked = async (dry) => (await post(withQuery("admin/evict", dry), body)).changes;
-  return evicted(() => asked({ dry_run: true }), () => asked({}));
+  return evicted(async (query) => (await post(withQuery("admin/evict", query), body)).changes);
 }
 
-async function deleted(title, preview, really) {
-  try {
-    const { deleted: documents, modules, states, bytes: size, tiers } = await preview();
+function deleted(title, change) {
+  const view = ({ deleted: documents, modules, states, bytes: size, tiers }) => {
     const said = t("would_delete", { documents: t("documents_n", { n: documents }), modules: t("modules_n", { n: modules }), states: t("states", { n: states }), size: bytes(size) });
-    if (!(await confirmed(title, html`<${Preview} said=${said} tiers=${tiers} />`, t("delete")))) return false;
-    await really();
-    toast("ok", t("deleted_name", { name: title }));
-    return true;
-  } catch (error) {
-    complain(error);
-    return false;
-  }
+    return html`<${Preview} said=${said} tiers=${tiers} />`;
+  };
+  return agreed(title, change, view, t("deleted_name", { name: title }), t("delete"));
 }
 
 /** ids: at most the 100 that one request takes. */
 export function deleteDocuments(collection, ids) {
-  const query = new URLSearchParams(ids.map((id) => ["id", id]));
-  const path = `${collectionPath(collection)}/documents?${query}`;
+  const path = `${collectionPath(collection)}/documents?${new URLSearchParams(ids.map((id) => ["id", id]))}`;
   const title = ids.length === 1 ? ids[0] : t("documents_n", { n: ids.length });
-  return deleted(title, () => remove(`${path}&dry_run=true`), () => remove(path));
+  return deleted(title, (query) => remove(`${path}&${new URLSearchParams(query)}`));
 }
 
-export function deleteCollection(name) {
-  const path = collectionPath(name);
-  return deleted(name, () => remove(`${path}?dry_run=true`), () => remove(path));
+export const deleteCollection = (name) =>
+  deleted(name, (query) => remove(withQuery(collectionPath(name), query)));
+
+/** Ends or forgets something once that was agreed to, and calls `again`. */
+export async function removed(again, title, text, path, said) {
+  if (!(await confirmed(title, text))) return;
+  await attempt(() => remove(path), said);
+  again();
 }

@@ -1,7 +1,7 @@
 // Collections and their documents: read, and deleted once it is shown what goes with them.
 import { collectionPath, everything, get, withQuery } from "../api.js";
 import { count, plain, t } from "../format.js";
-import { acting, Button, column, html, Listing, Name, Panel, usePicked, usePolled } from "../ui.js";
+import { acting, Button, column, html, Listed, Listing, Name, Panel, usePicked, usePolled } from "../ui.js";
 import { deleteCollection, deleteDocuments } from "./changes.js";
 import { Chosen, Pager, usePage } from "./lists.js";
 import { read } from "./modules.js";
@@ -24,9 +24,7 @@ const COLLECTIONS = [
 function List() {
   const state = usePolled((signal) => everything("v1/collections", { signal }), 0);
   const rows = (items) => items.map((each) => ({ ...each, id: each.name }));
-  return html`<${Panel} title=${t("view_collections")}>
-    <${Listing} state=${state} rows=${rows} columns=${COLLECTIONS} label=${t("view_collections")} empty="no_collections">${adding()}<//>
-  <//>`;
+  return html`<${Listed} title=${t("view_collections")} state=${state} rows=${rows} columns=${COLLECTIONS} empty="no_collections">${adding()}<//>`;
 }
 
 function Documents({ collection }) {

@@ -1,23 +1,13 @@
 // What is kept for whom: pins of users, texts that recur in prompts, and conversations.
-import { get, remove } from "../api.js";
+import { get } from "../api.js";
 import { bytes, plain, t } from "../format.js";
-import { acting, Bar, Button, column, complain, confirmed, Empty, Exact, figured, html, Listing, Name, Panel, Polled, sourceOf, timed, toast, usePolled } from "../ui.js";
+import { acting, Bar, Button, column, Empty, Exact, figured, html, Listed, Name, Panel, Polled, sourceOf, timed, usePolled } from "../ui.js";
+import { removed } from "./changes.js";
 import { Pager, usePage } from "./lists.js";
 
 const PERIOD = 10;
 
 export const Kept = () => html`<${Pins} /><${Observed} /><${Conversations} />`;
-
-async function ended(again, title, text, path, said) {
-  if (!(await confirmed(title, text))) return;
-  try {
-    await remove(path);
-    toast("ok", said);
-  } catch (error) {
-    complain(error);
-  }
-  again();
-}
 
 const ownerOf = ({ owner }) => owner || t("nobody");
 
@@ -30,7 +20,7 @@ function pinned({ documents }) {
 function Pins() {
   const list = usePage("admin/pins", {}, get, { period: PERIOD });
   const end = (pin) =>
-    ended(list.again, t("pin_end"), t("pin_end_text", { name: plain(ownerOf(pin)) }), `admin/pins/${encodeURIComponent(pin.id)}`, t("pin_ended"));
+    removed(list.again, t("pin_end"), t("pin_end_text", { name: plain(ownerOf(pin)) }), `admin/pins/${encodeURIComponent(pin.id)}`, t("pin_ended"));
   const columns = [
     column("owner", "owner", (pin) => html`<${Name} text=${ownerOf(pin)} />`),
     column("collection", "collection", ({ collection }) => html`<${Name} text=${collection} />`),
@@ -42,17 +32,15 @@ function Pins() {
     acting("end-pin", "pin_end", "pin_end_name", end),
   ];
   const rows = ({ items }) => items.map((pin) => ({ ...pin, name: pin.collection }));
-  return html`<${Panel} title=${t("pins")} note=${t("pins_note")}>
-    <${Listing} state=${list} rows=${rows} columns=${columns} label=${t("pins")} empty="no_pins" text="no_pins_text" />
-    ${list.value?.items.length > 0 && html`<${Pager} pager=${list.pager} />`}
-  <//>`;
+  const after = list.value?.items.length > 0 && html`<${Pager} pager=${list.pager} />`;
+  return html`<${Listed} title=${t("pins")} note=${t("pins_note")} state=${list} rows=${rows} columns=${columns} empty="no_pins" text="no_pins_text" after=${after} />`;
 }
 
 function Observed() {
   const state = usePolled((signal) => get("admin/observed", { signal }), PERIOD);
   const forget = (ids) => {
     const query = new URLSearchParams(ids.map((id) => ["id", id]));
-    return ended(state.again, t("forget"), t("forget_text"), `admin/observed?${query}`, t("forgotten"));
+    return removed(state.again, t("forget"), t("forget_text"), `admin/observed?${query}`, t("forgotten"));
   };
   const kept = ({ kept_by: by, kept_until: until }) => (by ? html`<${Name} text=${by} /> <${Exact} at=${until} />` : "–");
   const columns = [
@@ -67,16 +55,14 @@ function Observed() {
   const rows = ({ items }) => items.map((each) => ({ ...each, name: each.excerpt.slice(0, 30) }));
   const whole = state.value?.items.length > 0 &&
     html`<${Button} kind="danger" data-act="forget-all" onClick=${() => forget([])}>${t("forget_all")}<//>`;
-  return html`<${Panel} title=${t("observed")} note=${t("observed_note")} actions=${whole}>
-    <${Listing} state=${state} rows=${rows} columns=${columns} label=${t("observed")} empty="no_observed" text="no_observed_text" />
-  <//>`;
+  return html`<${Listed} title=${t("observed")} note=${t("observed_note")} actions=${whole} state=${state} rows=${rows} columns=${columns} empty="no_observed" text="no_observed_text" />`;
 }
 
 function Conversations() {
   const state = usePolled((signal) => get("v1/conversations", { signal }), PERIOD);
   const parts = Object.entries(state.value?.bytes ?? {}).map(([name, value]) => ({ ...sourceOf(name), value }));
   const some = parts.some(({ value }) => value);
-  const drop = () => ended(state.again, t("conversations_delete"), t("conversations_delete_text"), "v1/conversations", t("conversations_deleted"));
+  const drop = () => removed(state.again, t("conversations_delete"), t("conversations_delete_text"), "v1/conversations", t("conversations_deleted"));
   const whole = some && html`<${Button} kind="danger" data-act="delete-conversations" onClick=${drop}>${t("conversations_delete")}<//>`;
   return html`<${Panel} title=${t("conversations")} note=${t("conversations_note")} actions=${whole}>
     <${Polled} state=${state}>${() => some

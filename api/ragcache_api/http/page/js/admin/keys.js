@@ -1,7 +1,8 @@
 // The API keys of the service: who may call it, as what, and in which namespace.
-import { everything, keyed, post, remove, setKey } from "../api.js";
+import { everything, keyed, post, setKey } from "../api.js";
 import { bytes, date, plain, t } from "../format.js";
-import { acting, Button, column, complain, confirmed, Field, figured, form, html, Listing, Moment, Name, named, Panel, timed, toast, usePolled } from "../ui.js";
+import { acting, Button, column, complain, Field, figured, form, html, Listed, Moment, Name, named, timed, toast, usePolled } from "../ui.js";
+import { removed } from "./changes.js";
 
 export function Keys() {
   const state = usePolled(async (signal) => everything("admin/keys", { signal }), 0);
@@ -9,27 +10,24 @@ export function Keys() {
   const create = async () => {
     const wanted = await fields(first);
     if (!wanted) return;
-    try {
-      const key = await post("admin/keys", wanted);
-      if (first && !keyed.value) setKey(key.secret); // without it the page is locked out
-      await created(key, first);
-    } catch (error) {
-      complain(error);
-    }
+    const key = await post("admin/keys", wanted).catch(complain);
+    if (!key) return;
+    if (first && !keyed.value) setKey(key.secret); // without it the page is locked out
+    await created(key, first);
     state.again();
   };
   const button = state.value && html`<${Button} kind="primary" data-act="create-key" onClick=${create}>${t("key_create")}<//>`;
   const sorted = (rows) => [...rows].sort((a, b) => Boolean(a.revoked_at) - Boolean(b.revoked_at));
-  return html`<${Panel} title=${t("view_keys")} actions=${button}>
-    <${Listing} state=${state} rows=${sorted} columns=${columns(state.again)} label=${t("view_keys")} empty="no_keys" text="no_keys_text" />
-  <//>`;
+  return html`<${Listed} title=${t("view_keys")} actions=${button} state=${state} rows=${sorted} columns=${columns(state.again)} empty="no_keys" text="no_keys_text" />`;
 }
 
 const stateOf = ({ revoked_at: at }) =>
   at ? html`<span class="state">${t("revoked")} <${Moment} at=${at} /></span>` : html`<span class="state ok">${t("active")}</span>`;
 
 function columns(again) {
-  const revoking = acting("revoke", "revoke", "revoke_name", (row) => revoke(row, again));
+  const revoke = ({ id, name }) =>
+    removed(again, t("revoke"), t("revoke_text", { name: plain(name) }), `admin/keys/${id}`, t("revoked_name", { name }));
+  const revoking = acting("revoke", "revoke", "revoke_name", revoke);
   return [
     column("name", "name", ({ name, current }) => html`<${Name} text=${name} />${current && html` <span class="tag">${t("this_page")}</span>`}`),
     column("role", "role", ({ role }) => t(`role_${role}`)),
@@ -63,15 +61,4 @@ function created({ name, secret }, first) {
   return form(t("key_of", { name }), html`<p>${t(first ? "key_once_first" : "key_once")}</p>
     <${Field} label=${t("secret")}><input class="secret" readonly value=${secret} onFocus=${({ target }) => target.select()} /><//>`,
   t("done"), { other: html`<${Button} onClick=${copy}>${t("copy")}<//>` });
-}
-
-async function revoke(row, again) {
-  if (!(await confirmed(t("revoke"), t("revoke_text", { name: plain(row.name) })))) return;
-  try {
-    await remove(`admin/keys/${row.id}`);
-    toast("ok", t("revoked_name", { name: row.name }));
-  } catch (error) {
-    complain(error);
-  }
-  again();
 }

@@ -1,5 +1,5 @@
 // Long lists, a page at a time.
-import { withQuery } from "../api.js";
+import { everything, withQuery } from "../api.js";
 import { count, t } from "../format.js";
 import { Button, html, usePolled, useState } from "../ui.js";
 
@@ -25,6 +25,12 @@ export function usePage(path, parameters, load, { numbered = false, period = 0 }
     last: numbered ? at < last && (() => move([String(last)])) : undefined,
   };
   return { ...state, first, pager };
+}
+
+/** The names of the collections; none until they are known. */
+export function useNames() {
+  const { value } = usePolled((signal) => everything("v1/collections", { signal }), 0);
+  return (value ?? []).map(({ name }) => name);
 }
 
 export function Pager({ pager }) {

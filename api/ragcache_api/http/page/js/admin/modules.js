@@ -1,10 +1,10 @@
 // Every module: found, sorted, read, pinned, warmed, expired, moved, evicted.
-import { everything, get, withQuery } from "../api.js";
+import { get, withQuery } from "../api.js";
 import { bytes, count, plain, t } from "../format.js";
 import { Reader } from "../reader.js";
-import { Button, column, complain, dialog, Exact, Facts, Field, figured, html, Listing, metadataOf, Name, named, Polled, sources, Tier, Tiers, timed, useEffect, usePicked, usePolled, useRef, useState } from "../ui.js";
+import { Button, column, dialog, Exact, Facts, Field, figured, html, Listing, metadataOf, Name, named, Polled, sources, Tier, Tiers, timed, useEffect, usePicked, usePolled, useRef, useState } from "../ui.js";
 import { evict, evictCollection, expire, move, pin, unpin, warm } from "./changes.js";
-import { Chosen, Pager, usePage } from "./lists.js";
+import { Chosen, Pager, useNames, usePage } from "./lists.js";
 
 const FILTERS = ["search", "collection", "document", "tier", "pinned"];
 const TIERS = sources.slice(0, 4);
@@ -23,7 +23,7 @@ export function Modules({ query }) {
   const [sort, setSort] = useState(() => ({ by: query.get("sort") ?? "hits", descending: query.get("descending") !== "false" }));
   const list = usePage("admin/modules", { ...filters, sort: sort.by, descending: sort.descending }, get, { numbered: true });
   const picked = usePicked();
-  const [names, setNames] = useState([]);
+  const names = useNames();
   const changed = (changes) => {
     setFilters((now) => ({ ...now, ...changes }));
     list.first();
@@ -32,9 +32,6 @@ export function Modules({ query }) {
   useEffect(() => {
     history.replaceState(null, "", withQuery("#/modules", { ...filters, sort: sort.by, descending: sort.descending }));
   }, [filters, sort]);
-  useEffect(() => {
-    everything("v1/collections").then((items) => setNames(items.map(({ name }) => name)), complain);
-  }, []);
   const order = { ...sort, set: (by) => { setSort({ by, descending: by === sort.by ? !sort.descending : by !== "name" }); list.first(); } };
   const act = (run) => async (rows) => {
     if (await run(rows)) list.again();

@@ -2,7 +2,7 @@
 import { get, withQuery } from "../api.js";
 import { themed } from "../shell.js";
 import { bytes, compact, count, fixed, percent, plain, seconds, span, t, word } from "../format.js";
-import { Bar, column, Empty, Figure, figured, html, keptShare, Name, Panel, Polled, sourceOf, sources, Table, Tier, timed, useEffect, usePolled, useRef, useState, useStore } from "../ui.js";
+import { Bar, column, Empty, Figure, figured, html, keptShare, Name, Panel, part, Polled, sourceOf, sources, Table, Tier, timed, useEffect, usePolled, useRef, useState, useStore } from "../ui.js";
 
 const PERIOD = 5; // seconds, of the service's series too
 const EVICTIONS = 6;
@@ -15,10 +15,7 @@ const LINES = [
 ];
 
 // A key of one namespace may not see what all of them share.
-const unlessForbidden = (error) => {
-  if (error.status === 403) return null;
-  throw error;
-};
+const unlessForbidden = (error) => (error.status === 403 ? null : Promise.reject(error));
 
 async function read(signal) {
   const [stats, memory, evictions] = await Promise.all([
@@ -70,25 +67,23 @@ function slotsOf(series) {
   return { times, points: times.map((at) => known.get(Math.round(at / PERIOD)) ?? null) };
 }
 
+// Each source is drawn up to the sum of those below it, the highest first.
 function Tokens({ series }) {
   const { times, points } = slotsOf(series);
-  if (!points.some((point) => point && Object.values(point.tokens).some(Boolean)))
-    return html`<${Empty} title=${t("nothing_asked")}>${t("nothing_asked_text")}<//>`;
-  // Each source is drawn up to the sum of those below it, the highest first.
   const order = [...sources].reverse();
-  const sums = order.map((_, index) => points.map((point) => order.slice(index).reduce((sum, { id }) => sum + (point?.tokens[id] ?? 0), 0)));
+  const values = order.map(({ id }) => points.map((point) => point?.tokens[id] ?? 0));
+  const sums = values.map((_, index) => times.map((_, at) => values.slice(index).reduce((sum, each) => sum + each[at], 0)));
   const drawn = order.map(({ label, id }) => ({ label, color: `--${id}`, bars: true }));
-  const value = (index, at) => points[at]?.tokens[order[index].id] ?? 0;
-  return html`<${Chart} label=${t("tokens_chart")} data=${[times, ...sums]} drawn=${drawn} value=${value} format=${compact} />`;
+  if (!sums[0].some(Boolean)) return html`<${Empty} title=${t("nothing_asked")}>${t("nothing_asked_text")}<//>`;
+  return html`<${Chart} label=${t("tokens_chart")} data=${[times, ...sums]} drawn=${drawn} values=${values} format=${compact} />`;
 }
 
 function FirstTokens({ series }) {
   const { times, points } = slotsOf(series);
-  if (!points.some((point) => LINES.some(([name]) => point?.[name] != null)))
-    return html`<${Empty} title=${t("no_first_tokens")}>${t("nothing_asked_text")}<//>`;
-  const lines = LINES.map(([name]) => points.map((point) => point?.[name] ?? null));
+  const values = LINES.map(([name]) => points.map((point) => point?.[name] ?? null));
   const drawn = LINES.map(([, label, color, dash]) => ({ label: t(label), color, dash }));
-  return html`<${Chart} label=${t("times_chart")} data=${[times, ...lines]} drawn=${drawn} value=${(index, at) => lines[index][at]} format=${seconds} />`;
+  if (!values.flat().some(Boolean)) return html`<${Empty} title=${t("no_first_tokens")}>${t("nothing_asked_text")}<//>`;
+  return html`<${Chart} label=${t("times_chart")} data=${[times, ...values]} drawn=${drawn} values=${values} format=${seconds} />`;
 }
 
 // A color of the style sheet as a canvas understands it.
@@ -99,9 +94,9 @@ function painted(node, name) {
   return color;
 }
 
-/** data: as uPlot takes it; drawn: [{label, color, bars, dash}]; value(series, index) → a number.
+/** data: as uPlot takes it; drawn: [{label, color, bars, dash}]; values: what is read out of each.
  *  Arrow keys move the cursor, whose values are read out below the plot. */
-function Chart({ label, data, drawn, value, format }) {
+function Chart({ label, data, drawn, values, format }) {
   const node = useRef(null);
   const plot = useRef(null);
   const [at, point] = useState(null);
@@ -143,17 +138,17 @@ function Chart({ label, data, drawn, value, format }) {
   return html`<div class="plot" ref=${node} tabindex="0" role="img" aria-label=${label} onKeyDown=${moved}></div>
     <ul class="legend readout" aria-live="polite">
       ${at != null && html`<li>${new Date(data[0][at] * 1000).toLocaleTimeString()}</li>`}
-      ${drawn.map((each, index) => html`<li><i style=${{ background: `var(${each.color})`, opacity: each.dash?.length ? 0.5 : 1 }}></i>${each.label}${at != null && html` <b>${format(value(index, at))}</b>`}</li>`).reverse()}
+      ${drawn.map((each, index) => html`<li><i style=${{ background: `var(${each.color})`, opacity: each.dash?.length ? 0.5 : 1 }}></i>${each.label}${at != null && html` <b>${format(values[index][at])}</b>`}</li>`).reverse()}
     </ul>`;
 }
 
 function TierLine({ tier }) {
-  const { label, color } = sourceOf(tier.name);
+  const { label } = sourceOf(tier.name);
   const { used_bytes: used, budget_bytes: budget, pinned_bytes: pinned, conversation_bytes: talks } = tier;
   const parts = [
-    { label: t("pinned"), color, value: pinned, kind: "pinned" },
-    { label: t("conversations"), color, value: Math.min(talks, used - pinned), kind: "talks" },
-    { label: t("others"), color, value: Math.max(0, used - pinned - talks) },
+    part(t("pinned"), tier.name, pinned, "pinned"),
+    part(t("conversations"), tier.name, Math.min(talks, used - pinned), "talks"),
+    part(t("others"), tier.name, used - pinned - talks),
   ];
   return html`<div class="tier" data-tier=${tier.name}>
     <div class="line"><strong>${label}</strong><span>${bytes(used)}${budget ? t("of_bytes", { all: bytes(budget) }) : ` · ${t("no_limit")}`} <b>${budget ? percent(used / budget) : ""}</b></span></div>
@@ -167,18 +162,18 @@ function Memory({ memory: { process, host, device } }) {
   const taken = host.total_bytes - host.available_bytes;
   const lines = [
     ["host", t("machine"), host.total_bytes, host.available_bytes, [
-      [t("this_process"), "--device", own],
-      [t("mapped_files"), "--host", process.mapped_bytes],
-      [t("others"), "--shared", taken - own],
+      part(t("this_process"), "device", own),
+      part(t("mapped_files"), "host", process.mapped_bytes),
+      part(t("others"), "shared", taken - own),
     ]],
     device && ["device", device.name, device.total_bytes, device.free_bytes, [
-      [t("this_process"), "--device", device.reserved_bytes],
-      [t("others"), "--shared", device.total_bytes - device.free_bytes - device.reserved_bytes],
+      part(t("this_process"), "device", device.reserved_bytes),
+      part(t("others"), "shared", device.total_bytes - device.free_bytes - device.reserved_bytes),
     ]],
   ];
   return lines.filter(Boolean).map(([id, title, total, available, parts]) => html`<div class="tier" data-memory=${id}>
     <div class="line"><strong>${plain(title)}</strong><span>${t("available", { size: bytes(available), all: bytes(total) })}</span></div>
-    <${Bar} label=${title} total=${total} format=${bytes} parts=${[...parts, [t("free"), "--sunken", available]].map(([label, color, value]) => ({ label, color: `var(${color})`, value: Math.max(0, value) }))} />
+    <${Bar} label=${title} total=${total} format=${bytes} parts=${[...parts, part(t("free"), "sunken", available)]} />
   </div>`);
 }
 

@@ -1,7 +1,7 @@
 // Small views of the service: requests, modes, replicas.
 import { get, post } from "../api.js";
 import { bytes, count, fixed, percent, plain, seconds, t, word } from "../format.js";
-import { acting, column, complain, Facts, figured, html, Listing, Moment, Name, named, Panel, Polled, Tier, toast, usePolled } from "../ui.js";
+import { acting, attempt, column, Facts, figured, html, Listed, Moment, Name, named, Panel, Polled, Tier, usePolled } from "../ui.js";
 
 const PERIOD = 1;
 const LIST_PERIOD = 5;
@@ -33,12 +33,8 @@ const RECENT = [
 export function Requests() {
   const state = usePolled((signal) => get("admin/requests", { signal }), PERIOD);
   return html`
-    <${Panel} title=${t("requests_running")}>
-      <${Listing} state=${state} rows=${({ running }) => running} columns=${RUNNING} label=${t("requests_running")} empty="none_running" />
-    <//>
-    <${Panel} title=${t("requests_recent")}>
-      <${Listing} state=${state} rows=${({ recent }) => recent} columns=${RECENT} label=${t("requests_recent")} empty="none_ended" />
-    <//>`;
+    <${Listed} title=${t("requests_running")} state=${state} rows=${({ running }) => running} columns=${RUNNING} empty="none_running" />
+    <${Listed} title=${t("requests_recent")} state=${state} rows=${({ recent }) => recent} columns=${RECENT} empty="none_ended" />`;
 }
 
 export function Modes() {
@@ -58,11 +54,9 @@ export function Modes() {
   const facts = ({ model, device, dtype, states_dtype, window }) =>
     Object.entries({ model, device, dtype, states_dtype, window: count(window) }).map(([name, told]) => [t(name), plain(told)]);
   return html`
-    <${Panel} title=${t("gate")} note=${t("gate_note")}>
-      <${Listing} state=${state} rows=${({ modes }) => modes} columns=${columns} label=${t("gate")}
-        row=${({ mode }) => ({ "data-mode": mode })}
-        empty=${forced ? "every_mode" : "not_measured"} text=${forced ? "every_mode_text" : "not_measured_text"} />
-    <//>
+    <${Listed} title=${t("gate")} note=${t("gate_note")} state=${state} rows=${({ modes }) => modes} columns=${columns}
+      row=${({ mode }) => ({ "data-mode": mode })}
+      empty=${forced ? "every_mode" : "not_measured"} text=${forced ? "every_mode_text" : "not_measured_text"} />
     <${Panel} title=${t("model")}>
       <${Polled} state=${state}>${(value) => html`<${Facts} facts=${facts(value)} />`}<//>
     <//>`;
@@ -71,12 +65,8 @@ export function Modes() {
 export function Replicas() {
   const state = usePolled((signal) => get("admin/replicas", { signal }), LIST_PERIOD);
   const change = async ({ name, draining }) => {
-    try {
-      await post(`admin/replicas/${encodeURIComponent(name)}/${draining ? "resume" : "drain"}`);
-      toast("ok", t(draining ? "resumed_name" : "drained_name", { name }));
-    } catch (error) {
-      complain(error);
-    }
+    const path = `admin/replicas/${encodeURIComponent(name)}/${draining ? "resume" : "drain"}`;
+    await attempt(() => post(path), t(draining ? "resumed_name" : "drained_name", { name }));
     state.again();
   };
   const serving = ({ draining }) =>
@@ -93,7 +83,5 @@ export function Replicas() {
   ];
   const { items = [], retried, bytes: moved } = state.value ?? {};
   const note = items.length > 0 && t("replicas_note", { n: retried, held: bytes(moved.held), moved: bytes(moved.moved) });
-  return html`<${Panel} title=${t("view_replicas")} note=${note}>
-    <${Listing} state=${state} columns=${columns} label=${t("view_replicas")} empty="no_replicas" text="no_replicas_text" />
-  <//>`;
+  return html`<${Listed} title=${t("view_replicas")} note=${note} state=${state} columns=${columns} empty="no_replicas" text="no_replicas_text" />`;
 }
