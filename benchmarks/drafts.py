@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES, draw_model
 
-from ragcache.bench.harness import LlamaShape
+from ragcache.bench.harness import SHAPES, LlamaShape, draw_model
 from ragcache.engine import (
     EngineConfig,
     LLMEngine,

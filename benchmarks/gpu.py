@@ -27,9 +27,8 @@ from gpu_device import bench_attention, measure_ceilings
 from gpu_parts import ENGINE_PARTS
 from gpu_session import GpuSession, median_ms
 from gpu_table import Ceilings, GpuWorkload, missed, render_markdown, render_text, rows_of
-from shapes import SHAPES
 
-from ragcache.bench.harness import LlamaShape, Progress, concatenate, prefill
+from ragcache.bench.harness import SHAPES, LlamaShape, Progress, concatenate, prefill
 from ragcache.machine import describe_machine
 
 PARTS = ("attention", *ENGINE_PARTS)

@@ -12,17 +12,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from gpu_session import (
-    PATIENCE,
-    GpuSession,
-    counters_between,
-    median_ms,
-    time_steps,
-)
+from gpu_session import GpuSession, median_ms, time_steps
 from gpu_table import Ceilings
-from shapes import made_up_key
 from torch import Tensor
 
+from ragcache.bench.harness import made_up_key
+from ragcache.bench.shape_session import PATIENCE, counters_between
 from ragcache.machine import new_event, new_stream
 from ragcache.states import Arrival, KVStates
 from ragcache.states.quantization import quantize

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from gpu_table import GpuWorkload
-from shapes import draw_model
 
 from ragcache.bench.harness import LlamaShape, Progress
+from ragcache.bench.shape_session import PATIENCE, ShapeSession, counters_between
 from ragcache.engine import (
     Context,
     EncodeJob,
@@ -25,52 +23,25 @@ from ragcache.engine import (
     LLMEngine,
     Request,
     Segment,
-    TextStream,
     assemble_context,
 )
-from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates
 
-PATIENCE = 120.0
-"""Seconds until a request counts as lost."""
 _BLOCKS = 3  # of the pool, for each request that runs: question, answer, and one to spare
 _BLOCK = 64
 
 
-class ShapeText(TextStream):
-    """Text of a model whose vocabulary is larger than the tokenizer's: ids wrap around."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        super().__init__(tokenizer, stop)
-        self._size = len(tokenizer)
-
-    def push(self, token_id: int) -> str:
-        return super().push(token_id % self._size)
-
-
-class GpuSession:
-    """The model of a shape with random weights, its engine, and documents that were encoded, or
-    random states in their place: no figure depends on the values."""
+class GpuSession(ShapeSession):
+    """A session with documents that were encoded, or random states in their place: no figure
+    depends on the values."""
 
     def __init__(
         self, shape: LlamaShape, load: GpuWorkload, device: str, progress: Progress = lambda _: None
     ) -> None:
-        self.shape, self.load, self.device = shape, load, device
-        self.progress = progress
-        self.rng = random.Random(1)
+        super().__init__(shape, load.preamble, device, progress)
+        self.load = load
         self._documents: list[KVStates] = []
-
-    @cached_property
-    def model(self) -> Any:
-        """The Hugging Face model, drawn on the device."""
-        return draw_model(self.shape, self.device)
-
-    @cached_property
-    def causal(self) -> CausalLM:
-        causal = wrap_causal(self.model)
-        causal.fingerprint = "random weights"  # their digest would take longer than all parts
-        return causal
 
     @cached_property
     def engine(self) -> LLMEngine:
@@ -88,25 +59,9 @@ class GpuSession:
         return engine
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the embedded reader."""
-        from transformers import AutoTokenizer
-
-        from ragcache.models.reader import READER
-
-        return AutoTokenizer.from_pretrained(str(READER))
-
-    @cached_property
     def texts(self) -> list[list[int]]:
         """The token ids of the documents."""
         return [self.tokens(self.load.document_tokens) for _ in range(self.load.documents)]
-
-    @cached_property
-    def root(self) -> KVStates:
-        """The preamble's states."""
-        job = EncodeJob(self.tokens(self.load.preamble))
-        [states] = self.engine.encode([job])
-        return states
 
     @property
     def documents(self) -> list[KVStates]:
@@ -131,53 +86,16 @@ class GpuSession:
         """Takes encoded documents for the parts that follow."""
         self._documents = list(states)
 
-    def random_states(self, tokens: int, start: int) -> KVStates:
-        """Needs no engine, so that peers can read these before the model is patched."""
-        shape = self.shape
-        size = (2, shape.num_layers, shape.num_kv_heads, tokens, shape.head_dim)
-        keys, values = torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_()
-        self.synchronize()  # the engine reads on a stream of its own
-        return KVStates(keys, values, start)
-
-    def tokens(self, count: int) -> list[int]:
-        return self.shape.draw_tokens(self.rng, count)
-
     def context(
         self, states: Sequence[StoredStates], new_tokens: int, question: Sequence[int] | None = None
     ) -> Context:
         """A prompt of these states behind the preamble, with a question, by default of its own."""
-        return assemble_context(
-            [self.root, *states], question or self.tokens(self.load.question),
-            window=self.causal.window, max_tokens=new_tokens,
-        )  # fmt: skip
-
-    def request(self, context: Context, new_tokens: int) -> Request:
-        """A request whose tokens are turned into text."""
-        return Request(context, new_tokens, text=partial(ShapeText, self.tokenizer))
+        return super().context(states, new_tokens, question or self.tokens(self.load.question))
 
     def first_token(self, states: Sequence[KVStates], question: Sequence[int]) -> None:
         """Asks over the states, and waits for an answer of one token."""
         context = self.context(states, 1, question)
         self.engine.submit_request(self.request(context, 1)).result(PATIENCE)
-
-    def synchronize(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-
-    def free_memory(self) -> None:
-        """Gives memory without an owner back to the device."""
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-
-    def close(self) -> None:
-        """Ends the engine and frees everything."""
-        if "engine" in self.__dict__:
-            self.engine.close()
-        self.__dict__ = {"device": self.device}
-        if self.device != "cpu":
-            torch._dynamo.reset()  # compiled layers refer to the model
-        self.free_memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +141,6 @@ def time_steps(session: GpuSession, contexts: Sequence[Context], new_tokens: int
     counted = times[margin - 1 : new_tokens - margin]
     seconds = [after - before for before, after in pairwise(counted)]
     return Steps(seconds, counters_between(*seen[:2]))
-
-
-def counters_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Return the growth of each counter of an engine."""
-    names = [field.name for field in fields(after)]
-    return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
 def median_ms(

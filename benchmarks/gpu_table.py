@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shapes import SHAPES
-
-from ragcache.bench.harness import LlamaShape
+from ragcache.bench.harness import SHAPES, LlamaShape
 
 VLLM = "0.26.0 on one H200, 22 November 2026, same shapes and lengths; not run by this bench"
 """Origin of the constants in the column of vLLM."""

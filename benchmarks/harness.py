@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from shapes import SHAPES, made_up_key, shaped_model
+from shapes import shaped_model
 
 from ragcache.bench.harness import (
+    SHAPES,
     LlamaShape,
     Progress,
     PromptSetting,
     dtypes_of,
+    made_up_key,
     seconds,
     shaped_causal,
 )

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from ragcache.bench.harness import LlamaShape, shaped_causal, silence_others
-from ragcache.states import KVKey
+from ragcache.bench.harness import LlamaShape, draw_model, shaped_causal, silence_others
 
 if TYPE_CHECKING:
     from ragcache.models import LoadedModel
-
-SHAPES: Mapping[str, LlamaShape] = {
-    "7b": LlamaShape(32, 4096, 32, 32, 11008, 32000, 32768, 10_000.0, tied=False),
-    "8b": LlamaShape(32, 4096, 32, 8, 14336, 128256, 32768, 500_000.0, tied=False),
-}
-"""The shapes of the figures on a GPU: Llama 7B with as many key heads as query heads, and 8B."""
-
-
-def draw_model(shape: LlamaShape, device: str) -> Any:
-    """A Hugging Face model whose random weights are drawn on a device, in bfloat16 at once."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(shape.config(torch.bfloat16)).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
 def shaped_model(
@@ -66,8 +42,3 @@ def shaped_model(
     causal = wrap_causal(model)
     causal.fingerprint = f"random weights of {shape}"
     return LoadedModel("shape", causal, tokenizer)
-
-
-def made_up_key(name: object) -> KVKey:
-    """A key with the length of real digests."""
-    return KVKey(hashlib.sha256(str(name).encode()).hexdigest())

@@ -1,12 +1,12 @@
-"""The requests of `gpu_load.py`, sent to vLLM with its prefix cache, in vLLM's own environment.
+"""The requests of `ragcache bench load`, sent to vLLM with its prefix cache.
 
     pip install vllm
-    python benchmarks/vllm_load.py --order random --json FILE
-    python benchmarks/vllm_load.py --order sorted
+    PYTHONPATH=. python benchmarks/vllm_load.py --order random --json FILE
+    PYTHONPATH=. python benchmarks/vllm_load.py --order sorted
 
 A model of the 8B's shape has random weights, and all else is vLLM's default. The prefix cache is
-filled by requests of the same distribution, which are not counted. Needs no other file of the
-project than `load_workload.py`.
+filled by requests of the same distribution, which are not counted. Runs in vLLM's own environment,
+without the dependencies of ragcache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from load_workload import (
+from ragcache.bench.load_workload import (
     Arriving,
     LoadResult,
     LoadSetting,
     draw_tokens,
     figures,
     is_saturated,
-    table,
 )
 
 VOCABULARY = 128256
@@ -48,7 +47,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""The shape `8b` of `shapes.py`."""
+"""The shape `8b` of `ragcache.bench.harness`."""
 
 Generate = Callable[[Sequence[int], int, str], AsyncIterator[int]]
 """Answers a prompt with so many tokens, and yields how many there are so far. Takes a name."""
@@ -127,6 +126,24 @@ def open_vllm(folder: Path) -> Generate:
             yield len(output.outputs[0].token_ids)
 
     return generate
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """The runs as lines of text."""
+    lines = [
+        f"{'a second':>8} {'answered':>8} {'refused':>7} {'TTFT p50':>9} {'p99':>8} "
+        f"{'gap p50':>8} {'p99':>8} {'longest':>8}"
+    ]
+    for run in runs:
+        first, gap = run["ttft_ms"], run["gap_ms"]
+        nothing = float("nan")
+        numbers = [first.get("p50", nothing), first.get("p99", nothing)]
+        numbers += [gap.get(name, nothing) for name in ("p50", "p99", "longest")]
+        lines.append(
+            f"{run['rate']:8.1f} {run['answered']:8.1f} {run['refused']:7d} "
+            + "{:9.1f} {:8.1f} {:8.1f} {:8.1f} {:8.1f}".format(*numbers)
+        )
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragcache.machine import keep_freed_memory
-from ragcache.states import KVStates
+from ragcache.states import KVKey, KVStates
 
 if TYPE_CHECKING:
     from ragcache.models import CausalLM
@@ -94,6 +95,13 @@ class LlamaShape:
         return LlamaForCausalLM(self.config(dtype)).to(dtype).eval()
 
 
+SHAPES: Mapping[str, LlamaShape] = {
+    "7b": LlamaShape(32, 4096, 32, 32, 11008, 32000, 32768, 10_000.0, tied=False),
+    "8b": LlamaShape(32, 4096, 32, 8, 14336, 128256, 32768, 500_000.0, tied=False),
+}
+"""The shapes of the figures on a GPU: Llama 7B with as many key heads as query heads, and 8B."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSetting:
     """Lengths of a prompt of a preamble, modules and a question."""
@@ -112,6 +120,20 @@ class PromptSetting:
         draw = partial(shape.draw_tokens, random.Random(1))
         modules = [draw(self.module_tokens) for _ in range(self.modules)]
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
+
+
+def draw_model(shape: LlamaShape, device: str) -> Any:
+    """Return a Hugging Face model whose random weights are drawn on a device, in bfloat16."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(shape.config(torch.bfloat16)).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def shaped_causal(
@@ -167,6 +189,11 @@ def prefill(model: Any, prompt: Sequence[int]) -> int:
     """Compute a whole prompt. Returns the first token of the answer."""
     logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
+
+
+def made_up_key(name: object) -> KVKey:
+    """Return a key with the length of real digests."""
+    return KVKey(hashlib.sha256(str(name).encode()).hexdigest())
 
 
 def in_dtype(states: KVStates, dtype: torch.dtype) -> KVStates:

@@ -15,10 +15,9 @@ import pytest
 import torch
 from gpu import PARTS, SuiteRun, main, report
 from gpu_device import DecodeAttention
-from shapes import SHAPES
 from torch import Tensor
 
-from ragcache.bench.harness import LlamaShape
+from ragcache.bench.harness import SHAPES, LlamaShape
 from tests.conftest import REPOSITORY
 from tests.interpreted import interpreted
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.ingest import print_unread
@@ -254,6 +257,97 @@ def conversations(
     ]
     table = ui.plain_table("conversations", "", rows=rows)
     print_figures([table], result, json_file)
+
+
+@bench_app.command("load")
+def load(
+    shape: Annotated[str, typer.Option(help="Sizes of the model: 7b, 8b.")] = "8b",
+    device: Annotated[
+        str | None, typer.Option(help="Device of the model: cuda, or cpu for --reduced.")
+    ] = None,
+    reduced: Annotated[
+        bool, typer.Option(help="A tiny model and short documents, for a CPU.")
+    ] = False,
+    device_bytes: Annotated[str | None, typer.Option(help="Budget of the device tier.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Budget of the host tier.")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="documents of the corpus.")] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Requests a second, rising, with commas between.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="of arrivals at each rate.")
+    ] = None,
+    ingest_at: Annotated[
+        float | None, typer.Option(help="Rate beside which new documents are encoded.")
+    ] = None,
+    json_file: JsonFile = None,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a limit is missed.")] = False,
+) -> None:
+    """A service under load: Poisson arrivals over documents in several tiers, until saturation.
+
+    Limits are known for the 8B on one H200. For every other shape, no request may be refused.
+    """
+    from ragcache.bench.harness import SHAPES
+    from ragcache.bench.load import ServiceLoad, bench_load
+
+    if shape not in SHAPES:
+        raise ConfigurationError(f"there is no shape {shape!r}; give {' or '.join(SHAPES)}")
+    load = ServiceLoad.reduced() if reduced else ServiceLoad(SHAPES[shape])
+    setting = load.setting
+    load = replace(
+        load,
+        setting=replace(
+            setting,
+            documents=documents or setting.documents,
+            seconds=seconds or setting.seconds,
+        ),
+        device_bytes=parse_bytes(device_bytes or load.device_bytes),
+        host_bytes=parse_bytes(host_bytes or load.host_bytes),
+        rates=load.rates if rates is None else _rising(rates),
+        ingest_at=ingest_at,
+    )
+    device = device or ("cpu" if reduced else "cuda")
+    result = run_benchmark(lambda progress: bench_load(load, device, progress))
+    runs = [*result["runs"], result["at_limits"]]
+    said = [f"most answers a second: {result['most_answered']:.1f}; the last run is at 70% of it"]
+    if "ingestion" in result:
+        runs.append(result["ingestion"]["beside"])
+        tokens = result["ingestion"]["tokens_s"]
+        said.append(f"the very last run is beside ingestion of {tokens:,.0f} tokens a second")
+    said += [f"missed: {each}" for each in result["missed"]]
+    print_figures([_load_table(runs), "\n".join(said)], result, json_file)
+    if check and result["missed"]:
+        raise typer.Exit(1)
+
+
+def _rising(rates: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(rate) for rate in rates.split(","))
+    except ValueError:
+        found = ()
+    if not found or found[0] <= 0 or any(b <= a for a, b in pairwise(found)):
+        raise ConfigurationError(
+            f"--rates is {rates!r}; give rising requests a second, for example 10,20,30"
+        )
+    return found
+
+
+def _load_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """Runs of `bench load`, one a row."""
+    table = ui.plain_table(
+        "requests/s", "answered/s", "refused", "TTFT p50/p99, ms", "gap p50/p99/longest, ms",
+        "documents from", left=0,
+    )  # fmt: skip
+    for run in runs:
+        table.add_row(
+            f"{run['rate']:.1f}",
+            f"{run['answered']:.1f}",
+            str(run["refused"]),
+            "/".join(f"{run['ttft_ms'][name]:.0f}" for name in ("p50", "p99") if run["ttft_ms"]),
+            "/".join(f"{each:.0f}" for each in run["gap_ms"].values()),
+            ", ".join(f"{name} {share:.0%}" for name, share in run["sources"].items()),
+        )
+    return table
 
 
 @expand_options

@@ -65,3 +65,30 @@ def test_a_benchmark_prints_its_figures_and_writes_them(
     assert done.exit_code == 0, done.output
     assert shown in " ".join(done.stdout.split())
     assert json.loads(file.read_text())["machine"] == result["machine"]
+
+
+def test_a_load_runs_on_a_cpu_and_checks_its_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "load.json"
+    arguments = ["bench", "load", "--reduced", "--seconds", "0.3", "--rates", "20", "--check"]
+    done = runner.invoke(app, [*arguments, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert result["missed"] == []
+    assert result["load"]["rates"] == [20.0]
+    assert f"most answers a second: {result['most_answered']:.1f}" in done.stdout
+    slow = result | {"missed": ["answers a second: 1.0, must be at least 28"]}
+    monkeypatch.setattr("ragcache.bench.load.bench_load", lambda *_: slow)
+    missed = runner.invoke(app, arguments)
+    assert missed.exit_code == 1
+    assert "missed: answers a second" in missed.stdout
+
+
+@pytest.mark.parametrize(
+    "given", [("--rates", "20,10"), ("--rates", "fast"), ("--shape", "9b"), ("--host-bytes", "x")]
+)
+def test_a_load_names_an_unusable_option(given: tuple[str, str]) -> None:
+    error = runner.invoke(app, ["bench", "load", "--reduced", *given]).exception
+    assert isinstance(error, ConfigurationError)
+    assert given[1] in str(error)

@@ -139,23 +139,3 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 def is_saturated(run: dict[str, Any]) -> bool:
     """Whether a run was refused requests, or answered fewer than nine tenths of those arriving."""
     return bool(run["refused"]) or run["answered"] < 0.9 * run["arrived"]
-
-
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """The runs as lines of text."""
-    lines = [
-        f"{'a second':>8} {'answered':>8} {'refused':>7} {'TTFT p50':>9} {'p99':>8} "
-        f"{'gap p50':>8} {'p99':>8} {'longest':>8}  documents from"
-    ]
-    for run in runs:
-        first, gap = run["ttft_ms"], run["gap_ms"]
-        nothing = float("nan")
-        numbers = [first.get("p50", nothing), first.get("p99", nothing)]
-        numbers += [gap.get(name, nothing) for name in ("p50", "p99", "longest")]
-        sources = ", ".join(f"{name} {share:.0%}" for name, share in run["sources"].items())
-        lines.append(
-            f"{run['rate']:8.1f} {run['answered']:8.1f} {run['refused']:7d} "
-            + "{:9.1f} {:8.1f} {:8.1f} {:8.1f} {:8.1f}".format(*numbers)
-            + f"  {sources}"
-        )
-    return "\n".join(lines)

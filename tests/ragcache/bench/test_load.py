@@ -1,25 +1,33 @@
-"""The load of a GPU: requests and figures by hand, and a whole run on a tiny shape."""
+"""A service under load: requests and figures by hand, and whole runs on a tiny shape."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import vllm_load
-from gpu_load import ON_DEVICE, LoadSession, bench_load, missed, report
-from load_workload import LoadResult, LoadSetting, figures, is_saturated
-from shapes import SHAPES
 
-from ragcache.bench.harness import LlamaShape
-
-TINY = LlamaShape(2, 32, 4, 2, 48, 64, 512, tied=False)
-SETTING = LoadSetting(
-    documents=12, document_tokens=8, preamble=4, each=2, question=4, new_tokens=4, seconds=0.3
+from ragcache.bench.harness import SHAPES
+from ragcache.bench.load import (
+    ON_DEVICE,
+    TIERED,
+    LoadLimits,
+    ServiceLoad,
+    bench_load,
+    missed_limits,
 )
-STATES = 8 * 2 * 2 * 2 * 8 * 2  # bytes of a document
+from ragcache.bench.load_workload import LoadResult, LoadSetting, figures, is_saturated
+from tests.conftest import REPOSITORY
+
+LOAD = ServiceLoad.reduced()
+SETTING = replace(LOAD.setting, seconds=0.3)
+VOCABULARY = LOAD.shape.vocabulary
 
 
 def test_requests_arrive_at_their_rate_and_prefer_few_documents() -> None:
@@ -53,23 +61,37 @@ def test_figures_count_from_arrivals_and_between_tokens() -> None:
 
 
 def test_a_load_over_two_tiers_answers_every_request() -> None:
-    tiers = (24 * STATES, 8 * STATES)
-    session = LoadSession(TINY, SETTING, "cpu", tiers, pool_bytes=2**20)
-    try:
-        document = bench_load(session, [20.0], ingest_at=20.0)
-    finally:
-        session.close()
+    load = replace(LOAD, setting=SETTING, rates=(20.0,), ingest_at=20.0)
+    document = bench_load(load, "cpu")
     for run in (*document["runs"], document["at_limits"], document["ingestion"]["beside"]):
         assert run["requests"] > 0
         assert run["errors"] == {}
         assert sum(run["sources"].values()) == pytest.approx(1)
         assert run["ttft_ms"]["p50"] > 0
     assert document["ingestion"]["tokens_s"] > 0
-    document["missed"] = missed(document, ON_DEVICE)
-    assert any(each.startswith("answers a second") for each in document["missed"])
-    lines: list[object] = []
-    report(document, lines.append)
-    assert any("refused" in str(line) for line in lines)
+    assert document["missed"] == []
+    assert document["load"]["setting"]["documents"] == 12
+
+
+def test_missed_limits_are_named() -> None:
+    run = {"refused": 0, "ttft_ms": {"p99": 90.0}, "gap_ms": {"longest": 20.0}}
+    document = {"most_answered": 40.0, "runs": [run, run | {"refused": 2}], "at_limits": run}
+    assert missed_limits(document, ON_DEVICE) == [
+        "TTFT p99, ms: 90.0, must be at most 80",
+        "refused requests: 2.0, must be at most 0",
+        "answers a second: 40.0, must be at least 50",
+    ]
+    assert missed_limits(document | {"runs": [run]}, TIERED) == []
+    unanswered = document | {"at_limits": run | {"ttft_ms": {}, "gap_ms": {}}}
+    assert "TTFT p99, ms: inf, must be at most 250" in missed_limits(unanswered, TIERED)
+
+
+def test_limits_depend_on_where_the_documents_of_the_8b_fit() -> None:
+    nbytes = 131072  # of a token
+    assert ServiceLoad().limits(nbytes) is TIERED
+    few = replace(LoadSetting(), documents=300)
+    assert ServiceLoad(setting=few).limits(nbytes) is ON_DEVICE
+    assert LOAD.limits(nbytes) == LoadLimits()
 
 
 def test_the_peer_gets_the_same_requests_as_whole_prompts() -> None:
@@ -80,12 +102,12 @@ def test_the_peer_gets_the_same_requests_as_whole_prompts() -> None:
         for count in range(1, most + 1):
             yield count
 
-    runs = asyncio.run(vllm_load.bench(generate, SETTING, [20.0], TINY.vocabulary, fill=3))
+    runs = asyncio.run(vllm_load.bench(generate, SETTING, [20.0], VOCABULARY, fill=3))
     arrivals = SETTING.arrivals(20.0)
     counted = [tokens for tokens, most in asked if most == SETTING.new_tokens]
-    assert counted == [vllm_load.prompt(SETTING, each, TINY.vocabulary) for each in arrivals]
+    assert counted == [vllm_load.prompt(SETTING, each, VOCABULARY) for each in arrivals]
     assert len(counted[0]) == 4 + 2 * 8 + 4
-    first = SETTING.document(arrivals[0].documents[0], TINY.vocabulary)
+    first = SETTING.document(arrivals[0].documents[0], VOCABULARY)
     assert counted[0][4:12] == first
     assert runs[0]["requests"] == len(arrivals)
     assert runs[0]["refused"] == 0
@@ -96,3 +118,15 @@ def test_the_peer_has_the_shape_of_the_8b() -> None:
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "num_key_value_heads", "vocab_size"):  # fmt: skip
         assert vllm_load.CONFIG[name] == shape[name]
+
+
+def test_the_peer_needs_none_of_the_libraries() -> None:
+    """vLLM's environment has its own torch, and no library of ragcache."""
+    blocked = ("torch", "transformers", "numpy", "pydantic", "sqlalchemy")
+    script = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import vllm_load"
+    folders = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "benchmarks")])
+    environment = os.environ | {"PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
