@@ -19,7 +19,7 @@ import logging
 import sys
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import PROCESS_ENDS
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.encoding import (
     EncodeJob,
     EncodeQueue,
@@ -42,13 +43,12 @@ from ragcache.engine.kv_cache_manager import create_cache_manager
 from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
-from ragcache.engine.scheduler import SchedulableRequest, SchedulerConfig, SchedulerOutput, schedule
+from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import (
     DraftPlanner,
     LaunchedStep,
     ScheduledWork,
-    SteadyDecodeBatch,
     sampled_rows,
     take_scores,
 )
@@ -94,7 +94,7 @@ class EngineCore:
         self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
         self._last_number = 0
         self._launched: LaunchedStep | None = None  # a step with tokens that are not known yet
-        self._changed = True  # the next step cannot repeat the last one
+        self._decoding = DecodeBatch()  # the rows of the launched step that the next one repeats
         self._max_running = config.running  # lowered while the device is short of memory
         self._measured_at = 0.0
         self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
@@ -163,6 +163,7 @@ class EngineCore:
         finally:  # accepted tokens reach their callers even if the step failed
             self._deliver(accepted, now)
         if not self.busy:
+            self._forget_decoding()
             self.runner.release_batch()
             self._last_timestamp = None
         self.stats.sampling += self._elapsed()
@@ -186,7 +187,7 @@ class EngineCore:
             self.kv_manager.release_sequence(sequence)
         self.kv_manager.forget_retained()  # may hold states of the failed step
         self._running, self._waiting = [], []
-        self._changed = True
+        self._forget_decoding()
         self.runner.release_batch()
 
     def _launch(self) -> LaunchedStep | None:
@@ -196,79 +197,77 @@ class EngineCore:
             The step, unless there is no work or the plan depends on tokens of the running step.
         """
         last = self._launched
-        if last is not None and (last.drafted or self._drafts.expects(self._running)):
+        if last is None:
+            self._forget_decoding()
+            return self._start(self._plan(self._measured_at), None)
+        if last.drafted or self._drafts.expects(self._running):
             return None  # a draft continues tokens that the host knows
-        if last is not None and last.steady is not None and self._continues(last.steady):
-            return self._continue(last, last.steady)
-        work = self._plan(self._measured_at, last)
-        return self._start(work, last) if work else None
-
-    def _continues(self, steady: SteadyDecodeBatch) -> bool:
-        """Whether the next step repeats the last one. If so, allocates the blocks that it needs."""
-        if self._changed or not steady.steps_left or self._encode_queue:
-            return False
-        if self._waiting and len(self._running) < self._max_running:
-            return False
-        if not steady.free_steps:
-            lacking = steady.lacking_blocks()
-            if len(lacking) > self.kv_manager.available_blocks:
-                return False
-            for sequence in lacking:
-                self.kv_manager.allocate_slots(sequence, 1)
-            steady.measure()
-        return True
-
-    def _continue(self, last: LaunchedStep, steady: SteadyDecodeBatch) -> LaunchedStep | None:
-        assert self._ahead is not None
-        assert last.tokens is not None
-        try:
-            launch = self._ahead.continue_batch(last.tokens.inputs)
-            timestamps = self._timestamps()
-            logits = launch()
-        except torch.OutOfMemoryError:
-            self._changed = True
-            return None
-        self.stats.planning += self._elapsed()
-        steady.advance()
-        self._launched = LaunchedStep(
-            last.work, logits, last.sequences, last.states, steady, True, timestamps=timestamps
-        )
-        return self._launched
+        work = self._plan_behind(last, self._measured_at)
+        return None if work is None else self._start(work, last)
 
     def _start(self, work: list[ScheduledWork], last: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step, with less work if the device runs out of memory."""
         logits = None
         while logits is None:
+            if not work and not self._decoding.rows:
+                return None
             try:
                 logits, timestamps = self._compute(work, last)
-                logits, scores = take_scores(work, logits)
+                logits, scores = take_scores(work, logits, self._decoding.rows)
             except torch.OutOfMemoryError as error:
                 if last is not None:  # preemption needs the tokens of the running step
                     return None
                 logits = None
                 work = self._reduce(work, error)
-                if not work:
-                    return None
-        sequences = []
         for item in work:
             if isinstance(item.owner, Encoding):
                 item.owner.launched(item.count)
             else:
                 item.chunk.private.advance(item.chunk.position_ids)
-                if item.chunk.wants_logits:
-                    sequences.append(item.owner)
-        states = [self._begin_answer(sequence) for sequence in sequences]
-        drafted = any(item.chunk.drafted for item in work)
-        if drafted:
-            sequences, states = sampled_rows(work)
+        filled = self._decoding.advance()
+        sequences, states = self._sampled(work, last)
         self._launched = LaunchedStep(
-            work, logits, sequences, states, timestamps=timestamps, scores=scores, drafted=drafted
+            work,
+            logits,
+            sequences,
+            states,
+            self._decoding.rows,
+            self._decoding.version,
+            filled,
+            timestamps=timestamps,
+            scores=scores,
+            drafted=any(item.chunk.drafted for item in work),
         )
-        alike = len(sequences) == len(work) == len(self._running) and not drafted
-        if self._ahead is not None and alike and all(item.decodes for item in work):
-            self._launched.steady = SteadyDecodeBatch(work, sequences)
-        self._changed = False
         return self._launched
+
+    def _forget_decoding(self) -> None:
+        """Empty the decode batch, whose sequences then run as others do, or not at all."""
+        if self._decoding.rows:
+            self._decoding = DecodeBatch()
+
+    def _sampled(
+        self, work: list[ScheduledWork], last: LaunchedStep | None
+    ) -> tuple[list[Sequence], list[SamplerState]]:
+        """Return the sequence and the sampler state of each row from which a token is sampled.
+
+        If nothing has changed, these are the lists of the running step. The sampler then keeps its
+        columns.
+        """
+        batch = self._decoding
+        beside = [
+            self._begin_answer(item.owner)
+            for item in work
+            if item.chunk.wants_logits and isinstance(item.owner, Sequence)
+        ]
+        if (
+            last is not None
+            and not beside
+            and batch.version == last.version
+            and len(last.sequences) == last.decoding
+        ):
+            return last.sequences, last.states
+        sequences, states = sampled_rows(work)
+        return [*batch.sequences, *sequences], [*batch.states, *states]
 
     def _begin_answer(self, sequence: Sequence) -> SamplerState:
         """Return the sampler state of a sequence; create it, and the answer's text, once.
@@ -303,71 +302,98 @@ class EngineCore:
             self.stats.forward += self._elapsed()
             return logits, []
         inputs = None if last is None or last.tokens is None else last.tokens.inputs
-        launch = self._ahead.prepare_batch(chunks, inputs)
+        launch = self._ahead.prepare_batch(chunks, inputs, self._decoding)
         timestamps = self._timestamps()
         logits = launch()
         _mark_launched(work)
         self.stats.planning += self._elapsed()
         return logits, timestamps
 
-    def _plan(self, now: float, last: LaunchedStep | None) -> list[ScheduledWork]:
-        """Plan the next step; preempt and admit requests.
-
-        Args:
-            now: Current time.
-            last: The running step. Each of its sequences has one token that is not known yet.
-        """
-        rows = {} if last is None else last.rows()
-        going = [
-            sequence
-            for sequence in self._running
-            if sequence.number not in rows or sequence.tokens_left > 1
-        ]
-        ending = len(self._running) - len(going)  # only their last token is still to come
-        config = self._scheduler_config
-        if config.max_running != self._max_running - ending:
-            config = replace(config, max_running=self._max_running - ending)
-        running = [sequence.schedulable(unknown=sequence.number in rows) for sequence in going]
+    def _plan(self, now: float) -> list[ScheduledWork]:
+        """Plan the next step, all tokens being known; preempt and admit requests."""
         output = schedule(
-            running,
+            [sequence.schedulable() for sequence in self._running],
             (sequence.schedulable() for sequence in self._waiting),
-            config,
+            self._limits(self._max_running),
             free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
-        if last is not None and (output.preempted or self._lacks_blocks(running, output)):
-            return []
         for number in output.preempted:
             self._preempt(next(each for each in self._running if each.number == number))
         self._admit(output, now)
+        work = self._work_of(self._running, output)
+        return self._with_encodings(self._drafts.add_to(work, self._running))
+
+    def _plan_behind(self, last: LaunchedStep, now: float) -> list[ScheduledWork] | None:
+        """Plan the step behind the running one: move the decode batch on, admit requests, and
+        return the work beside the batch. Returns None if a request may have to be preempted."""
+        batch, size = self._decoding, self.pool.block_size
+        batch.leave()
+        batch.join(last.sequences[last.decoding :], last.decoding)
+        full, available = batch.full_rows(), self.kv_manager.available_blocks
+        beside, ending = list[Sequence](), 0
+        if len(self._running) > batch.rows:
+            sampled = {sequence.number for sequence in last.sequences}
+            beside = [each for each in self._running if each.number not in sampled]
+            ending = len(self._running) - batch.rows - len(beside)  # their last token is to come
+        running = [sequence.schedulable() for sequence in beside]
+        available -= len(full)
+        if sum(each.blocks_for(1, size) for each in running) > available:
+            return None
+        for row in full:
+            self.kv_manager.allocate_slots(batch.sequences[row], 1)
+            batch.put_blocks(row)
+        limits = self._limits(self._max_running - ending)
+        if not running and not (self._waiting and batch.rows < limits.max_running):
+            return self._with_encodings([])
+        output = schedule(
+            running,
+            (sequence.schedulable() for sequence in self._waiting),
+            limits,
+            free_blocks=available,
+            now=now,
+            decoding=batch.rows,
+        )
+        if output.admitted:
+            entering = set(output.admitted)
+            beside += [each for each in self._waiting if each.number in entering]
+            self._admit(output, now)
+        return self._with_encodings(self._work_of(beside, output))
+
+    def _limits(self, max_running: int) -> SchedulerConfig:
+        """The scheduler's limits with at most so many running requests."""
+        config = self._scheduler_config
+        if config.max_running != max_running:
+            config = replace(config, max_running=max_running)
+        return config
+
+    def _work_of(
+        self, sequences: Iterable[Sequence], output: SchedulerOutput
+    ) -> list[ScheduledWork]:
+        """The scheduled work of sequences whose tokens are known."""
         work, scored = list[ScheduledWork](), SCORED_ROWS
-        for sequence in self._running:
+        for sequence in sequences:
             count = output.tokens.get(sequence.number, 0)
-            row = rows.get(sequence.number)
-            if row is None:
-                count = min(count, len(sequence.tokens) - sequence.computed)
-                count = min(count, sequence.most_tokens(scored))
+            count = min(count, len(sequence.tokens) - sequence.computed)
+            count = min(count, sequence.most_tokens(scored))
             if count:
                 self.kv_manager.allocate_slots(sequence, count)
-                chunk = sequence.next_chunk(count, row)
+                chunk = sequence.next_chunk(count)
                 scored -= chunk.scored[1] - chunk.scored[0]
                 work.append(ScheduledWork.of(sequence, chunk))
-        if last is None:
-            work = self._drafts.add_to(work, self._running)
-        decoding = any(item.count == 1 or item.chunk.drafted for item in work)
+        return work
+
+    def _with_encodings(self, work: list[ScheduledWork]) -> list[ScheduledWork]:
+        """Add encodings to the work of a step, as far as its tokens allow."""
+        if not self._encode_queue:
+            return work
+        rows = self._decoding.rows
+        decoding = rows or any(item.count == 1 or item.chunk.drafted for item in work)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
-        left = most - sum(item.count for item in work)
+        left = most - rows - sum(item.count for item in work)
         for encoding, count in self._encode_queue.portions(left):
             work.append(ScheduledWork.of(encoding, encoding.next_chunk(count)))
         return work
-
-    def _lacks_blocks(self, running: list[SchedulableRequest], output: SchedulerOutput) -> bool:
-        """Whether the plan needs blocks that only ending requests will free."""
-        size, tokens = self.pool.block_size, output.tokens
-        if self.kv_manager.available_blocks >= len(running) + sum(tokens.values()) // size:
-            return False
-        needed = sum(each.blocks_for(tokens.get(each.number, 0), size) for each in running)
-        return needed > self.kv_manager.available_blocks
 
     def _reduce(
         self, work: list[ScheduledWork], error: torch.OutOfMemoryError
@@ -485,24 +511,20 @@ class EngineCore:
 
     def _share_blocks(self, step: LaunchedStep) -> None:
         """Offer the blocks that the step fills to other requests."""
-        if step.continued:
-            size = self.pool.block_size
-            for sequence in step.sequences:
-                if len(sequence.tokens) % size == 0 and not sequence.finished:
-                    self._changed |= self.kv_manager.share_blocks(sequence, len(sequence.tokens))
-            return
+        for sequence, table, length in step.filled:
+            if sequence.private is table and self.kv_manager.share_blocks(sequence, length):
+                self._decoding.exchange(sequence)
         for item in step.work:
             owner = item.owner
             if isinstance(owner, Sequence) and owner.private is item.chunk.private:
                 known = item.end - item.chunk.drafted
-                self._changed |= self.kv_manager.share_blocks(owner, known)
+                if self.kv_manager.share_blocks(owner, known):
+                    self._decoding.exchange(owner)
 
     def _count_tokens(self, step: LaunchedStep) -> None:
         """Add the tokens of a computed step to the counters; hand over finished encodings."""
         self.stats.steps += 1
-        if step.continued:
-            self.stats.decoded_tokens += len(step.sequences)
-            return
+        self.stats.decoded_tokens += step.decoding
         for item in step.work:
             if isinstance(item.owner, Encoding):
                 item.owner.computed()
@@ -536,7 +558,7 @@ class EngineCore:
                 self._keep_states(sequence)
                 self.kv_manager.release_sequence(sequence)
         self._running = [each for each in self._running if not each.finished]
-        self._changed, self._max_running = True, self.config.running
+        self._max_running = self.config.running
 
     def _keep_states(self, sequence: Sequence) -> None:
         """Offer the states of a finished answer to its caller."""
@@ -565,15 +587,18 @@ class EngineCore:
             sequence = self._sequence(leader.group, index)
             free = len(self._running) < self.config.running
             if free and self.kv_manager.fork_sequence(leader, sequence):
-                self._changed = True
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)
 
     def _drop_gone(self, now: float) -> None:
         """Remove cancelled requests; fail requests that are past their deadline."""
-        groups = [sequence.group for sequence in (*self._running, *self._waiting)]
-        for group in [g for g in groups if g.channel.cancelled or now >= g.expires_at]:
+        gone = [
+            sequence.group
+            for sequence in (*self._running, *self._waiting)
+            if sequence.group.channel.cancelled or now >= sequence.group.expires_at
+        ]
+        for group in gone:
             if group.channel.cancelled:
                 self._drop(group)
             else:
@@ -594,7 +619,7 @@ class EngineCore:
             if sequence.group is group:
                 sequence.finished = True
                 self.kv_manager.release_sequence(sequence)
-        self._changed, self._max_running = True, self.config.running
+        self._max_running = self.config.running
         self._running = [each for each in self._running if each.group is not group]
         self._waiting = [each for each in self._waiting if each.group is not group]
 
@@ -603,7 +628,6 @@ class EngineCore:
         return Sequence(group, index, self._last_number)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        self._changed = True
         insort(self._waiting, sequence, key=_order)
 
 

@@ -37,6 +37,7 @@ from ragcache.attention.triton.plan import (
 )
 from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine.batch import ScheduledChunk, passes_of
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool
 from ragcache.engine.request import Segment
@@ -189,31 +190,29 @@ class DeviceModelRunner:
         return Sampler(self.device, kernels=self.stream is not None)
 
     def prepare_batch(
-        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        previous: Tensor | None = None,
+        decoding: DecodeBatch | None = None,
     ) -> Callable[[], Tensor]:
         """Plan a step (`AsynchronousRunner.prepare_batch`). Passes over first layers are launched
         at once."""
         self._prepare()
-        *some, last = passes_of(chunks)
-        for each in some:
-            self._run_first_layers(each)
-        if last[0].layers is not None:
-            logits = self._run_first_layers(last)
-            return lambda: logits
-        launch = self._last = self._plan(last)
-        return partial(self._run, launch, previous)
-
-    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
-        """Plan the repeated step (`AsynchronousRunner.continue_batch`)."""
+        decoding = decoding or DecodeBatch()
         last = self._last
-        assert last is not None
-        self._prepare()
-        if last.arrivals or not last.batch.advance():
-            chunks = [_next_chunk(chunk, row) for row, chunk in enumerate(last.chunks)]
-            launch = self._last = self._plan(chunks)
-            return partial(self._run, launch, previous)
-        last.planned = False
-        return partial(self._run, last, previous)
+        if last is not None and not chunks and last.repeats(decoding) and last.batch.advance():
+            last.follows = decoding.follows.copy()
+            return partial(self._run, last, previous)
+        *some, whole = passes_of(chunks)
+        if whole and whole[0].layers is not None:
+            some, whole = [*some, whole], []
+        for each in some:
+            logits = self._run_first_layers(each)
+        if not whole and not decoding.rows:
+            self._last = None
+            return lambda: logits
+        launch = self._last = self._plan(whole, decoding)
+        return partial(self._run, launch, previous)
 
     def release_batch(self) -> None:
         self._last = None
@@ -238,29 +237,41 @@ class DeviceModelRunner:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
-    def _plan(self, chunks: Sequence[ScheduledChunk]) -> _Launch:
+    def _plan(
+        self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch | None = None
+    ) -> _Launch:
         """Lay out a step, in the tables of the graphs if it fits."""
         if self._planner is None:  # encodings need no pool
             self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
         assert self._planner is not None
+        decoding = decoding or DecodeBatch()
         arrivals = self._look_at_segments(chunks)
-        rows = sum(len(chunk.position_ids) for chunk in chunks)
+        rows = decoding.rows + sum(len(chunk.position_ids) for chunk in chunks)
+        launch = partial(
+            _Launch,
+            chunks=tuple(chunks),
+            arrivals=arrivals,
+            follows=decoding.follows.copy(),
+            version=decoding.version,
+        )
         if rows <= GRAPH_CAPACITY.rows:
             with suppress(TableOverflow):
-                batch = self._planner.plan_batch(chunks, self._tables)
+                batch = self._planner.plan_batch(chunks, self._tables, decoding)
                 bucket = self._bucket(batch.kind, rows, batch.logits)
-                return _Launch(tuple(chunks), batch, self._tables, arrivals, bucket)
+                return launch(batch=batch, tables=self._tables, bucket=bucket)
         while True:
             try:
-                batch = self._planner.plan_batch(chunks, self._eager_tables)
+                batch = self._planner.plan_batch(chunks, self._eager_tables, decoding)
             except TableOverflow as error:
                 self._grow_tables(error)
             else:
-                return _Launch(tuple(chunks), batch, self._eager_tables, arrivals, None)
+                return launch(batch=batch, tables=self._eager_tables, bucket=None)
 
     def _look_at_segments(self, chunks: Sequence[ScheduledChunk]) -> tuple[Arrival, ...]:
-        """Return arrivals that are not complete yet, of states that a step reads. Creates the
-        kernels of int8 states if it reads the first such states."""
+        """Return arrivals that are not complete yet, of states that chunks read. Creates the
+        kernels of int8 states if they read the first such states. The step that computed a prompt
+        has waited for all that the rows of its answer read.
+        """
         known, kept = self._segments, dict[int, _SegmentFacts]()
         arrivals: dict[Arrival, None] = {}
         for chunk in chunks:
@@ -311,16 +322,18 @@ class DeviceModelRunner:
             self._step.layers, self._step.arrivals = None, ()
 
     def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
-        """Copy tokens that only the device knows to their rows."""
-        token_ids = launch.tables.views.token_ids
-        follows = launch.follows
-        if not launch.planned:
-            token_ids[: launch.batch.rows].copy_(previous[: launch.batch.rows])
-        elif follows.size:
+        """Copy tokens that only the device knows to the rows of the decode batch."""
+        token_ids, follows = launch.tables.views.token_ids, launch.follows
+        count = len(follows)
+        if not count:
+            return
+        if np.array_equal(follows, np.arange(count)):
+            token_ids[:count].copy_(previous[:count])
+        else:
             places = torch.from_numpy(follows)
             if self.stream is not None:
                 places = places.pin_memory().to(self.device, non_blocking=True)
-            token_ids.index_copy_(0, places[0], previous.index_select(0, places[1]))
+            torch.index_select(previous, 0, places, out=token_ids[:count])
 
     def _replay(self, bucket: _Bucket, arrivals: Sequence[Arrival]) -> Tensor | None:
         """Replay the graphs of a step. Returns no logits if there are no graphs yet."""
@@ -489,22 +502,19 @@ class _Launch:
     """A step that is laid out. It may be repeated many times."""
 
     chunks: Sequence[ScheduledChunk]
+    """Chunks beside the decode batch."""
     batch: DeviceBatch
     tables: AttentionTables
     arrivals: Sequence[Arrival]
     bucket: _Bucket | None
-    planned: bool = True
-    """Whether the plan was made for this step, instead of repeated."""
+    follows: NDArray[np.int64]
+    """Rows of the step before that sample the tokens of the decode batch."""
+    version: int
+    """Version of the decode batch."""
 
-    @property
-    def follows(self) -> NDArray[np.int64]:
-        """Rows whose tokens the step before sampled, and the places of these tokens: [2, N]."""
-        pairs, row = [], 0
-        for chunk in self.chunks:
-            if chunk.follows is not None:
-                pairs.append((row, chunk.follows))
-            row += len(chunk.position_ids)
-        return np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+    def repeats(self, decoding: DecodeBatch) -> bool:
+        """Whether the next step has the same rows, if it computes no chunks."""
+        return bool(decoding.rows) and not self.chunks and self.version == decoding.version
 
 
 def _index_of(device: torch.device) -> int:
@@ -525,12 +535,6 @@ def _random_state_apart(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.graphsafe_set_state(kept)
-
-
-def _next_chunk(chunk: ScheduledChunk, row: int) -> ScheduledChunk:
-    """The chunk of the step after a single-token one. Only the device knows its token."""
-    position = chunk.private.positions[-1] + 1
-    return replace(chunk, token_ids=(0,), position_ids=(position,), follows=row)
 
 
 def rotation_tables(model: CausalLM) -> RotationTables | list[RotationTables] | None:

@@ -233,7 +233,7 @@ def check_options(
         raise InvalidRequest(f"timeout is {timeout}; it must be a positive time in s")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: every sequence has a new one in every step
 class TokenDelta:
     """A new token of an answer, and the text that is now safe to show."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk, passes_of
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.sampler import Sampler
 from ragcache.machine import keep_freed_memory
@@ -57,19 +58,19 @@ class AsynchronousRunner(ModelRunner, Protocol):
     """
 
     def prepare_batch(
-        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        previous: Tensor | None = None,
+        decoding: DecodeBatch | None = None,
     ) -> Callable[[], Tensor]:
         """Plan a step. The result launches it and returns its logits without waiting.
 
-        `previous` are the sampled tokens of the step before (`PendingTokens.inputs`), int64 [N] on
-        the device. A chunk with `follows` takes the token `previous[chunk.follows]`.
-        """
-
-    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
-        """Plan the step that repeats the last one, each chunk one token further.
-
-        Every chunk of the last step must have had one token and wanted logits. `previous` are the
-        tokens sampled from it, in its order.
+        Args:
+            chunks: Chunks of the step beside the decode batch.
+            previous: The sampled tokens of the step before (`PendingTokens.inputs`), int64 [N] on
+                the device. A row of the decode batch takes the token `previous[follows]`.
+            decoding: The first rows of the step. Where `version` is the last step's and there are
+                no chunks, the step repeats the last one, each row one token further.
         """
 
 

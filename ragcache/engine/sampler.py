@@ -69,6 +69,13 @@ class SamplerState:
     first_logprobs: Tensor | None = None
     """Log-probabilities of all tokens at the first place, float32 [V] on the CPU, if
     `SamplingParams.first_logprobs` is set."""
+    plain: bool = field(init=False)
+    """Whether every next token is the likeliest one, and nothing else is reported."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        reports = sampling.logprobs is not None or sampling.first_logprobs
+        self.plain = sampling.greedy and self.counts is None and not reports
 
     @classmethod
     def start(
@@ -94,7 +101,7 @@ class SamplerState:
         return self.sampling.first_logprobs and self.first_logprobs is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: every sequence has a new one in every step
 class SampledToken:
     """A sampled token, with log-probabilities if `SamplingParams.logprobs` is set.
 
@@ -186,7 +193,8 @@ class Sampler:
                 have one.
         """
         size = GPU_ROWS if logits.is_cuda else CPU_ROWS
-        if self._kernels or len(states) <= size or (not forbidden and _are_plain(states)):
+        few = self._kernels or len(states) <= size
+        if few or (not forbidden and all(state.plain for state in states)):
             return self._launch(logits, states, forbidden, masks)
         portions = []
         for begin in range(0, len(states), size):
@@ -210,9 +218,9 @@ class Sampler:
             rows = self._rows = _Rows.of(states, logits)
         banned = forbidden is not None and any(forbidden)
         masked = masks is not None and any(mask is not None for mask in masks)
-        firsts = [row for row, state in enumerate(states) if state.lacks_first_logprobs]
-        if rows.plain and not (rows.reporting or firsts or banned or masked):
+        if rows.plain and not (banned or masked):
             return self._launch_likeliest(logits, states)
+        firsts = [row for row in rows.firsts if states[row].lacks_first_logprobs]
         adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
         rows.penalize(adjusted)
         if banned and forbidden is not None:
@@ -423,21 +431,25 @@ class _Rows:
 
     states: Sequence[SamplerState]
     plain: bool
-    counted: _Counted | None
-    random: _Random | None
-    reporting: list[int]
-    reported: Tensor | None
+    counted: _Counted | None = None
+    random: _Random | None = None
+    reporting: Sequence[int] = ()
+    reported: Tensor | None = None
+    firsts: Sequence[int] = ()
 
     @classmethod
     def of(cls, states: Sequence[SamplerState], logits: Tensor) -> _Rows:
+        if all(state.plain for state in states):
+            return cls(states, plain=True)
         reporting = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
         return cls(
             states,
-            _are_plain(states),
+            False,
             _counted(states, logits),
             _random(states, logits.device),
             reporting,
             upload(reporting, torch.int64, logits.device) if reporting else None,
+            [i for i, s in enumerate(states) if s.sampling.first_logprobs],
         )
 
     def penalize(self, logits: Tensor) -> None:
@@ -474,11 +486,6 @@ class _Rows:
             logprobs_of(logits.index_select(0, own), tokens.index_select(0, own)) for own in rows
         ]
         return [torch.cat(each) for each in zip(*found, strict=True)]
-
-
-def _are_plain(states: Sequence[SamplerState]) -> bool:
-    """Whether every row takes its likeliest allowed token."""
-    return all(state.sampling.greedy and state.counts is None for state in states)
 
 
 def _all_logprobs(logits: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:

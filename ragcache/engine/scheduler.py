@@ -86,6 +86,7 @@ def schedule(
     *,
     free_blocks: int,
     now: float,
+    decoding: int = 0,
 ) -> SchedulerOutput:
     """Plan the next step.
 
@@ -95,6 +96,8 @@ def schedule(
         config: Limits of the step.
         free_blocks: Blocks that are free or can be evicted.
         now: Current time, on the clock of `SchedulableRequest.seniority`.
+        decoding: Number of further running requests, which decode and have the blocks that their
+            tokens need.
 
     Returns:
         The tokens of each request, and which requests enter and leave.
@@ -108,7 +111,8 @@ def schedule(
     """
     kept, preempted, free = _preempt_youngest(running, config.block_size, free_blocks)
     tokens = {request.number: 1 for request in kept if request.pending == 1}
-    budget = (config.step_tokens if tokens else config.prefill_tokens) - len(tokens)
+    rows = decoding + len(tokens)
+    budget = (config.step_tokens if rows else config.prefill_tokens) - rows
     for request in kept:
         if request.pending == 1 or budget <= 0:
             continue
@@ -119,7 +123,7 @@ def schedule(
             budget -= count
     admitted = []
     if not preempted:
-        for request in _admissible(waiting, config, len(kept), free, now):
+        for request in _admissible(waiting, config, len(kept) + decoding, free, now):
             if budget <= 0:
                 break
             admitted.append(request.number)

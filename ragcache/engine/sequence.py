@@ -154,17 +154,16 @@ class Sequence:
         """Number of tokens whose states are computed or in a launched step."""
         return 0 if self.private is None else self.private.length
 
-    def schedulable(self, *, unknown: bool = False) -> SchedulableRequest:
-        """The sequence as the scheduler sees it. `unknown`: the running step produces its next
-        token."""
+    def schedulable(self) -> SchedulableRequest:
+        """The sequence as the scheduler sees it."""
         private, seniority = self.private, self.group.seniority
         if private is None or self.path is None:
-            return SchedulableRequest(self.number, seniority, len(self.tokens) + unknown)
+            return SchedulableRequest(self.number, seniority, len(self.tokens))
         computed, held = private.length, len(private.block_ids)
         free_slots = held * private.pool.block_size - computed
         for node in self.path.nodes:  # preemption frees the blocks that no other request uses
             held -= node.references > 1
-        pending = len(self.tokens) - computed + unknown
+        pending = len(self.tokens) - computed
         return SchedulableRequest(self.number, seniority, pending, free_slots, held)
 
     @property
@@ -205,14 +204,10 @@ class Sequence:
         self.private.truncate(length)
         self.sampler.drawn += drawn
 
-    def next_chunk(self, count: int, follows: int | None = None) -> ScheduledChunk:
-        """The next `count` tokens; logits are wanted if they include the last pending one.
-        `follows` is the row of the running step that produces the only pending token."""
+    def next_chunk(self, count: int) -> ScheduledChunk:
+        """The next `count` tokens; logits are wanted if they include the last pending one."""
         assert self.private is not None
         segments = self.request.context.segments
-        if follows is not None:
-            position = self.request.context.next_position + self.generated
-            return ScheduledChunk(segments, self.private, (0,), (position,), follows=follows)
         begin, end = self.computed, self.computed + count
         return ScheduledChunk(
             segments,
@@ -278,22 +273,24 @@ class Sequence:
         Sets `finished` if the answer ends for another reason than a stop string. Does nothing if
         the constraint fails.
         """
-        self.group.first_token_at = self.group.first_token_at or now
-        request = self.request
-        if chosen.token in request.stop_ids and not request.ignore_eos:
-            self._end, self.finished = ("stop", chosen.token), True
+        request, token, complete = self.request, chosen.token, False
+        if not self.group.first_token_at:
+            self.group.first_token_at = now
+        if token in request.stop_ids and not request.ignore_eos:
+            self._end, self.finished = ("stop", token), True
             self._ending = None if chosen.logprob is None else chosen
             return
-        complete = self.constraint is not None and self.constraint.accept(chosen.token)
-        if self.failure is not None:
-            return
-        self.tokens.append(chosen.token)
+        if self.constraint is not None:
+            complete = self.constraint.accept(token)
+            if self.constraint.failure is not None:
+                return
+        self.tokens.append(token)
         generated = self.generated
         self.positions.append(request.context.next_position + generated - 1)
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
         self._accepted.append(chosen)
-        repeats = self._repetition is not None and self._repetition.push(chosen.token)
+        repeats = self._repetition is not None and self._repetition.push(token)
         if complete or generated == request.max_tokens:
             self._end, self.finished = ("stop" if complete else "length", None), True
         elif repeats and generated >= request.min_tokens:
@@ -319,7 +316,8 @@ class Sequence:
             del self.tokens[-count:], self.positions[-count:], self.chosen[-count:]
 
     def _emit(self, chosen: SampledToken | None, text: str) -> None:
-        self.shown.append(text)
+        if text:
+            self.shown.append(text)
         self.group.channel.put(TokenDelta(self.index, chosen, text))
 
     def _close(self, reason: str, stopped_by: int | str | None, now: float) -> None:

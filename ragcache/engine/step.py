@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.config import EngineConfig, EngineStats
+from ragcache.engine.decode_batch import FilledBlock
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.sampler import (
@@ -75,12 +76,16 @@ class PromptScores:
             at += len(tokens)
 
 
-def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, list[PromptScores]]:
+def take_scores(
+    work: Iterable[ScheduledWork], logits: Tensor, decoding: int = 0
+) -> tuple[Tensor, list[PromptScores]]:
     """Split a step's logits into rows to sample from and scores of prompt tokens.
 
     Args:
-        work: The step's work.
-        logits: [R, V], the rows of `ScheduledChunk.logit_rows` of each chunk, in order.
+        work: The step's work beside the decode batch.
+        logits: [R, V], the rows of the decode batch, then the rows of `ScheduledChunk.logit_rows`
+            of each chunk, in order.
+        decoding: Number of rows of the decode batch.
 
     Returns:
         The rows from which next tokens are sampled, and the scores that the other rows give.
@@ -88,7 +93,7 @@ def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, 
     work = list(work)
     if not any(item.chunk.scored[0] < item.chunk.scored[1] for item in work):
         return logits, []
-    scores, sampled, at = [], list[int](), 0
+    scores, sampled, at = [], [*range(decoding)], decoding
     for item in work:
         begin, end = item.chunk.scored
         if begin < end and isinstance(item.owner, Sequence):
@@ -106,65 +111,30 @@ def take_scores(work: Iterable[ScheduledWork], logits: Tensor) -> tuple[Tensor, 
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)], scores
 
 
-class SteadyDecodeBatch:
-    """Sequences that all decode, so that the next step repeats the last one.
-
-    Until a sequence joins or leaves, neither the scheduler nor a new batch layout is needed.
-
-    Attributes:
-        sequences: The sequences, in row order.
-        steps_left: Steps until an answer reaches its limit.
-        free_steps: Steps until a sequence needs another block.
-    """
-
-    def __init__(self, work: list[ScheduledWork], sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self._tables = [each.private for each in sequences if each.private is not None]
-        # the launched step gives every sequence a token, and the step before it gives one to each
-        # sequence whose input token is not known yet
-        self.steps_left = min(
-            each.tokens_left - 1 - (item.chunk.follows is not None)
-            for each, item in zip(sequences, work, strict=True)
-        )
-        self.free_steps = 0
-        self.measure()
-
-    def measure(self) -> None:
-        """Update `free_steps` after blocks were allocated."""
-        self.free_steps = min(table.capacity - table.length for table in self._tables)
-
-    def lacking_blocks(self) -> list[Sequence]:
-        """Sequences that need a block for their next token."""
-        pairs = zip(self.sequences, self._tables, strict=True)
-        return [each for each, table in pairs if table.capacity == table.length]
-
-    def advance(self) -> None:
-        """Count one more token of every sequence, which a launched step writes."""
-        self.steps_left -= 1
-        self.free_steps -= 1
-        for table in self._tables:
-            table.advance((table.positions[-1] + 1,))
-
-
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step that was launched and may still run. Keeps everything that the step reads alive."""
 
     work: list[ScheduledWork]
+    """Work of the step beside the decode batch."""
 
     logits: Tensor
 
     sequences: list[Sequence]
-    """Sequence of each row of `logits`, whose next token is sampled from it."""
+    """Sequence of each row of `logits`, whose next token is sampled from it. The rows of the decode
+    batch come first."""
 
     states: list[SamplerState]
     """Sampler state of each row."""
 
-    steady: SteadyDecodeBatch | None = None
-    """The sequences as a batch that repeats, if the step computes nothing else."""
+    decoding: int = 0
+    """Number of rows of the decode batch."""
 
-    continued: bool = False
-    """Whether the step repeats the one before it."""
+    version: int = 0
+    """Version of the decode batch."""
+
+    filled: list[FilledBlock] = field(default_factory=list)
+    """Blocks of the decode batch that the step fills."""
 
     tokens: PendingTokens | None = None
     """The sampled tokens, once sampling has been launched."""
@@ -177,10 +147,6 @@ class LaunchedStep:
 
     drafted: bool = False
     """Whether the step checks drafts, so that tokens of some rows may not count."""
-
-    def rows(self) -> dict[int, int]:
-        """Row of each sequence, by its number."""
-        return {sequence.number: row for row, sequence in enumerate(self.sequences)}
 
 
 class DraftPlanner:
@@ -214,8 +180,8 @@ class DraftPlanner:
 
     def settle(
         self, step: LaunchedStep, tokens: Seq[SampledToken | UnusableLogits], stats: EngineStats
-    ) -> Iterator[tuple[Sequence, SampledToken | UnusableLogits]]:
-        """Yield the tokens of a step that count, with their sequences: of each draft the tokens
+    ) -> Iterable[tuple[Sequence, SampledToken | UnusableLogits]]:
+        """Return the tokens of a step that count, with their sequences: of each draft the tokens
         that the model chose too, and the token behind them. Sequences forget the rest.
 
         Args:
@@ -223,9 +189,13 @@ class DraftPlanner:
             tokens: The token of each row.
             stats: Counters of the drafts.
         """
-        if not step.drafted:
-            yield from zip(step.sequences, tokens, strict=True)
-            return
+        if step.drafted:
+            return self._settle_drafts(step, tokens, stats)
+        return zip(step.sequences, tokens, strict=True)
+
+    def _settle_drafts(
+        self, step: LaunchedStep, tokens: Seq[SampledToken | UnusableLogits], stats: EngineStats
+    ) -> Iterator[tuple[Sequence, SampledToken | UnusableLogits]]:
         row = 0
         for item in _sampled(step.work):
             sequence, chunk = _owner(item), item.chunk

@@ -73,6 +73,23 @@ def columns_of(length: int, *columns: Int64s | int) -> Int64s:
     return table
 
 
+def run_begins(*columns: Int64s) -> Int64s:
+    """Places at which a run of equal values begins, in columns of one length."""
+    begins = np.ones(len(columns[0]), dtype=bool)
+    begins[1:] = False
+    for column in columns:
+        begins[1:] |= column[1:] != column[:-1]
+    return begins.nonzero()[0]
+
+
+def run_lengths(begins: Int64s, total: int) -> Int64s:
+    """Lengths of the runs that begin there, of `total` values."""
+    lengths = np.empty_like(begins)
+    lengths[:-1] = begins[1:] - begins[:-1]
+    lengths[-1:] = total - begins[-1:]
+    return lengths
+
+
 def plan_arrays(
     reads: ReadArrays,
     *,

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ragcache.engine import EngineConfig, Segment
 from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockPool, BlockTable
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.engine.sampler import PendingTokens, SampledToken, Sampler, SamplerState
@@ -152,6 +154,7 @@ class DelayedRunner(RaggedModelRunner):
     def __post_init__(self) -> None:
         super().__init__(self.model)
         self._chunks: list[ScheduledChunk] = []
+        self._version = -1  # of the last step's decode batch, if it computed nothing else
         self._read: list[weakref.ref[Tensor]] = []
         self._blocks: list[list[int]] = []
 
@@ -164,16 +167,30 @@ class DelayedRunner(RaggedModelRunner):
         return DelayedSampler(self.late, self.model.device)
 
     def prepare_batch(
-        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        previous: Tensor | None = None,
+        decoding: DecodeBatch | None = None,
     ) -> Callable[[], Tensor]:
+        own = [] if decoding is None else decoding.chunks()
+        if decoding is not None and decoding.rows:
+            assert_arrays_follow_tables(decoding)
+            if not chunks and decoding.version == self._version:
+                return self._continued(own, previous)
+        self._version = -1 if decoding is None or chunks else decoding.version
         self.prepared += 1
-        self._read, self._chunks = _copied(chunks)
-        self._blocks = [_blocks(chunk) for chunk in chunks]
+        self._read, self._chunks = _copied([*own, *chunks])
+        self._blocks = [_blocks(chunk) for chunk in self._chunks]
         return self._planned(previous)
 
-    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
+    def _continued(
+        self, own: Sequence[ScheduledChunk], previous: Tensor | None
+    ) -> Callable[[], Tensor]:
         self.continued += 1
-        assert len(previous) == len(self._chunks)
+        assert previous is not None
+        assert len(previous) == len(self._chunks) == len(own)
+        assert [each.private for each in own] == [each.private for each in self._chunks]
+        assert [each.follows for each in own] == [*range(len(own))]
         chunks = []
         for row, chunk in enumerate(self._chunks):
             assert (len(chunk.token_ids), chunk.wants_logits) == (1, True)
@@ -218,6 +235,16 @@ class DelayedRunner(RaggedModelRunner):
             return logits
 
         return launch
+
+
+def assert_arrays_follow_tables(batch: DecodeBatch) -> None:
+    """Each row is where its sequence's blocks say."""
+    assert (np.diff(batch.serials) > 0).all()
+    for row, (sequence, table) in enumerate(zip(batch.sequences, batch.tables, strict=True)):
+        assert sequence.private is table
+        assert not sequence.finished
+        assert batch.length[row] == table.length < table.capacity
+        assert batch.blocks[row, : len(table.block_ids)].tolist() == table.block_ids
 
 
 def _blocks(chunk: ScheduledChunk) -> list[int]:

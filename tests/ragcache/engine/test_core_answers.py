@@ -211,7 +211,7 @@ def test_a_whole_prompt_is_scored_as_by_a_dense_forward(
     monkeypatch.setattr(
         core_module,
         "take_scores",
-        lambda work, logits: (widths.append(len(logits)), take(work, logits))[1],
+        lambda work, logits, *rest: (widths.append(len(logits)), take(work, logits, *rest))[1],
     )
     sampling = SamplingParams(logprobs=3)
     request = Request(plain_context(PROMPT), 1, prompt_logprobs=len(PROMPT), sampling=sampling)

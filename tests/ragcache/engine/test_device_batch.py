@@ -14,16 +14,21 @@ from hypothesis import strategies as st
 
 from ragcache.attention.triton.plan import HeadLayout, TableCapacity, TableOverflow
 from ragcache.attention.triton.tables import AttentionTables
-from ragcache.engine import Segment, device_batch
+from ragcache.engine import Context, Request, Segment, device_batch
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
+from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
+from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.sequence import Sequence as EngineSequence
+from ragcache.engine.sequence import SequenceGroup
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from tests.conftest import scaled
 from tests.ragcache.attention.tabled_reads import (
     SeenKey,
     assert_partials_reach_their_rows,
+    items_of,
     keys_of_rows,
 )
 
@@ -269,6 +274,105 @@ def test_decoding_rows_see_what_their_chunks_say_in_every_step(
         else:
             batch = planned(chunks, tables, gapless=gapless)
         assert_rows_follow(tables, batch, chunks, gapless)
+
+
+@dataclass
+class DrawnBatch:
+    """A decode batch whose sequences join and leave, with the requests that its blocks are of."""
+
+    requests: DrawnRequests
+    batch: DecodeBatch = field(default_factory=DecodeBatch)
+
+    def move_on(self) -> None:
+        """The plan of another step: some sequences leave, and some join."""
+        draw = self.requests.draw
+        for sequence in self.batch.sequences:
+            sequence.finished = draw(st.sampled_from([False, False, False, True]))
+        self.batch.leave()
+        self.batch.join([self.sequence() for _ in range(draw(st.integers(0, 2)))], 0)
+        for row in self.batch.full_rows():
+            self.batch.tables[row].block_ids += self.requests.new_blocks(1)
+            self.batch.put_blocks(row)
+
+    def sequence(self) -> EngineSequence:
+        """A sequence whose prompt has just been computed."""
+        table = self.requests.add(0)
+        last = table.positions[-1] if table.length else 4
+        behind = last + self.requests.draw(st.sampled_from([1, 1, 9]))
+        segments = tuple(self.requests.segments())
+        request = Request(Context(segments, (1,), (last,), behind), 1000)
+        group = SequenceGroup(request, RequestChannel(lambda: None), 0.0)
+        sequence = EngineSequence(group, 0, 0)
+        sequence.private, sequence.sampler = table, sequence.new_sampler()
+        return sequence
+
+    def launch(self) -> None:
+        """The step runs. A block that it fills may turn out to equal another."""
+        for sequence, table, length in self.batch.advance():
+            own = length // BLOCK_SIZE - 1
+            private = self.requests.private
+            shared = sum(table.block_ids[own] in each.block_ids for each in private) > 1
+            if not shared and self.requests.draw(st.booleans()):
+                [table.block_ids[own]] = self.requests.new_blocks(1)
+                self.batch.exchange(sequence)
+
+    def beside(self) -> list[ScheduledChunk]:
+        """Chunks that the step computes beside the batch."""
+        draw = self.requests.draw
+        sizes = draw(st.lists(st.sampled_from([1, 3, 9]), max_size=2))
+        return [self.requests.chunk(self.requests.add(new), new) for new in sizes]
+
+
+def reads_of(tables: AttentionTables) -> Counter[tuple[int, int, int, tuple[int, ...]]]:
+    """The items as the address of the base, its tokens, and the rows that read them."""
+    views = tables.views
+    rows, bases = views.entry_row.tolist(), views.bases[:, 0].tolist()
+    return Counter(
+        (bases[base], begin, end, tuple(rows[first : first + count]))
+        for base, begin, end, first, count, *_ in items_of(views)
+    )
+
+
+@settings(max_examples=scaled(100))
+@given(st.data(), st.booleans())
+def test_a_batch_that_changes_is_planned_as_one_that_is_new(
+    data: st.DataObject, gapless: bool
+) -> None:
+    """Its rows see what their chunks say, by the reads that a planner without a past makes."""
+    drawn, tables = DrawnBatch(DrawnRequests(data.draw)), new_tables()
+    planner = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4)
+    for _ in range(data.draw(st.integers(1, 8))):
+        drawn.move_on()
+        beside = drawn.beside()
+        if not (drawn.batch.rows or beside):
+            continue
+        chunks = [*drawn.batch.chunks(), *beside]
+        batch = planner.plan_batch(beside, tables, drawn.batch)
+        tables.upload()
+        assert_rows_follow(tables, batch, chunks, gapless)
+        anew = new_tables()
+        again = planned(chunks, anew, gapless=gapless)
+        assert (again.kind, again.rows) == (batch.kind, batch.rows)
+        assert reads_of(tables) == reads_of(anew)
+        drawn.launch()
+
+
+@settings(max_examples=scaled(50))
+@given(st.data())
+def test_a_batch_that_stays_moves_on_without_a_plan(data: st.DataObject) -> None:
+    drawn, tables = DrawnBatch(DrawnRequests(data.draw)), new_tables()
+    drawn.batch.join([drawn.sequence() for _ in range(data.draw(st.integers(1, 4)))], 0)
+    planner, batch, version = DevicePlanner(POOL, HEADS, programs=4), None, 0
+    for _ in range(12):
+        for row in drawn.batch.full_rows():
+            drawn.batch.tables[row].block_ids += drawn.requests.new_blocks(1)
+            drawn.batch.put_blocks(row)
+        if batch is None or drawn.batch.version != version or not batch.advance():
+            batch = planner.plan_batch([], tables, drawn.batch)
+            version = drawn.batch.version
+        tables.upload()
+        assert_rows_follow(tables, batch, drawn.batch.chunks(), gapless=False)
+        drawn.launch()
 
 
 def private_reads(batch: DeviceBatch) -> list[tuple[list[int], list[int]]]:

@@ -16,6 +16,7 @@ from ragcache.engine import (
     RequestOutput,
     SamplingParams,
     Segment,
+    device_batch,
 )
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.encoding import Encoding
@@ -117,6 +118,32 @@ def test_answers_are_those_of_the_ragged_runner(
         ]
         answers.append(core.run(*requests))
     assert_same_answers(*answers)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager_layers")
+@pytest.mark.parametrize("few", [-1, 99], ids=["arrays", "one by one"])
+def test_answers_stay_while_requests_join_and_leave(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps behind a running one are planned over the decode batch, or repeated."""
+    monkeypatch.setattr(device_batch, "FEW_SEGMENTS", few)
+    causal = causal_of("llama")
+    states = states_by(RaggedModelRunner(causal), causal)
+    requests = [
+        request_over(states, order, limit)
+        for order, limit in (((1, 0), 9), ((2,), 3), ((0, 1, 2), 7), ((2, 0), 2), ((1,), 8))
+    ]
+    core = SteppedCore(device_runner(causal), EngineConfig(2**19, running=3))
+    handles = []
+    for request in requests:
+        handles.append(core.submit(request))
+        core.step()
+        core.step()
+    core.drain()
+    alone = SteppedCore(RaggedModelRunner(causal), EngineConfig(2**19))
+    expected = [alone.run(request)[0] for request in requests]
+    assert_same_answers([handle.result(0) for handle in handles], expected)
 
 
 def logits_of_steps(

@@ -1,0 +1,142 @@
+"""The requests of a GPU's step at their rows: a decode batch, then chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.decode_batch import DecodeBatch
+from ragcache.engine.kv_cache import BlockTable
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class PlacedChunk:
+    """A chunk at its rows of the step."""
+
+    chunk: ScheduledChunk
+    first_row: int
+    end_row: int
+    past: int
+    """Number of tokens before the new ones."""
+    tokens: int
+    """Number of tokens, with the new ones."""
+
+    def position(self, token: int) -> int:
+        """Position of one of the request's own tokens."""
+        if token < self.past:
+            return self.chunk.private.positions[token]
+        return self.chunk.position_ids[token - self.past]
+
+    def gapless_parts(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Tokens begin:end, cut at gaps between their positions."""
+        if self.position(end - 1) - self.position(begin) == end - 1 - begin:
+            return [(begin, end)]  # positions ascend
+        past = self.chunk.private.positions[begin:end]
+        new = self.chunk.position_ids[max(0, begin - self.past) : max(0, end - self.past)]
+        cuts = np.flatnonzero(np.diff(ints([*past, *new])) != 1) + begin + 1
+        edges = [begin, *cuts.tolist(), end]
+        return list(pairwise(edges))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """The requests of a step. Arrays have an element for each of them, [P]."""
+
+    decoding: DecodeBatch
+    placed: Sequence[PlacedChunk]
+    """The chunks, whose requests follow the rows of the decode batch."""
+    past: Ints
+    """Number of tokens before the new ones."""
+    tokens: Ints
+    """Number of tokens, with the new ones."""
+    first_row: Ints
+    end_row: Ints
+
+    @classmethod
+    def of(cls, decoding: DecodeBatch, chunks: Sequence[ScheduledChunk]) -> StepRows:
+        """Give each chunk its rows, behind the decode batch."""
+        placed, row = [], decoding.rows
+        for chunk in chunks:
+            length, new = chunk.private.length, len(chunk.position_ids)
+            placed.append(PlacedChunk(chunk, row, row + new, length, length + new))
+            row += new
+        sizes = [(each.past, each.tokens, each.first_row, each.end_row) for each in placed]
+        past, tokens, first_row, end_row = ints(sizes).reshape(-1, 4).T
+        own, rows = decoding.length, np.arange(decoding.rows)
+        return cls(
+            decoding,
+            placed,
+            np.concatenate([own, past]),
+            np.concatenate([own + 1, tokens]),
+            np.concatenate([rows, first_row]),
+            np.concatenate([rows + 1, end_row]),
+        )
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.past)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.placed[-1].end_row if self.placed else self.decoding.rows
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        """Blocks of each request that has blocks of the pool."""
+        private = (each.chunk.private for each in self.placed)
+        return [*self.decoding.tables, *(each for each in private if isinstance(each, BlockTable))]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each request has one row, and blocks of the pool."""
+        return all(
+            each.tokens - each.past == 1 and isinstance(each.chunk.private, BlockTable)
+            for each in self.placed
+        )
+
+    def blocks(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
+        """Blocks begins:ends of each request, one after another: request, number in its table and
+        id, [N] each. Requests in contiguous memory have none."""
+        count, batch = self.decoding.rows, self.decoding
+        width = int(ends[:count].max()) if count else 0
+        numbers = np.arange(width)
+        wanted = (numbers >= begins[:count, None]) & (numbers < ends[:count, None])
+        request, number = wanted.nonzero()
+        block_id = batch.blocks[:, :width][wanted]
+        if not self.placed:
+            return request, number, block_id
+        ids = [
+            table.block_ids[begin:end] if isinstance(table, BlockTable) else []
+            for table, begin, end in zip(
+                (each.chunk.private for each in self.placed),
+                begins[count:].tolist(),
+                ends[count:].tolist(),
+                strict=True,
+            )
+        ]
+        counts = ints([len(each) for each in ids])
+        behind = np.arange(count, self.requests).repeat(counts)
+        return (
+            np.concatenate([request, behind]),
+            np.concatenate([number, counted(counts) + begins[behind]]),
+            np.concatenate([block_id, ints([*chain.from_iterable(ids)])]),
+        )
+
+
+def counted(counts: Ints) -> Ints:
+    """0, 1, ... for each count, one after another."""
+    return np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
+
+
+def ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:
+    """Values as an array."""
+    return np.asarray(values, dtype=np.int64)
