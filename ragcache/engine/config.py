@@ -38,6 +38,9 @@ class EngineConfig:
     """Maximum number of tokens of an answer that are drafted from its prompt in a step."""
     draft_requests: int = 8
     """Most running requests with drafts. One on a CPU, where every row of a step takes time."""
+    max_gap_ms: float | None = None
+    """Longest gap between two tokens of an answer that encodings beside it may cause, in
+    milliseconds. Defaults to the time of `step_tokens`."""
     warm_up: bool = False
     """Whether a GPU's graphs are captured at start instead of at the first steps of each size."""
 

@@ -40,6 +40,7 @@ from ragcache.engine.encoding import (
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.kv_cache_manager import create_cache_manager
+from ragcache.engine.pacing import EncodingPace
 from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
@@ -98,6 +99,9 @@ class EngineCore:
         self._max_running = config.running  # lowered while the device is short of memory
         self._measured_at = 0.0
         self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
+        bound = config.max_gap_ms
+        self._pace = None if bound is None else EncodingPace(bound / 1e3)
+        self._accepted_at: float | None = None  # end of the step before the running one
 
     @property
     def pool(self) -> BlockPool:
@@ -165,7 +169,7 @@ class EngineCore:
         if not self.busy:
             self._forget_decoding()
             self.runner.release_batch()
-            self._last_timestamp = None
+            self._last_timestamp = self._accepted_at = None
         self.stats.sampling += self._elapsed()
 
     def _elapsed(self) -> float:
@@ -390,7 +394,10 @@ class EngineCore:
         rows = self._decoding.rows
         decoding = rows or any(item.count == 1 or item.chunk.drafted for item in work)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
-        left = most - rows - sum(item.count for item in work)
+        rows += sum(item.count for item in work)
+        left = most - rows
+        if decoding and self._pace is not None:
+            left = min(left, self._pace.tokens_beside(rows))
         for encoding, count in self._encode_queue.portions(left):
             work.append(ScheduledWork.of(encoding, encoding.next_chunk(count)))
         return work
@@ -469,6 +476,9 @@ class EngineCore:
         for each in step.scores:
             each.record()
         waited, now = self._elapsed(), self._measured_at
+        if self._pace is not None and self._accepted_at is not None:
+            self._pace.observe(step.rows, now - self._accepted_at)
+        self._accepted_at = now
         if self._launched is step:
             self._launched = None
         self._count_tokens(step)

@@ -148,6 +148,11 @@ class LaunchedStep:
     drafted: bool = False
     """Whether the step checks drafts, so that tokens of some rows may not count."""
 
+    @property
+    def rows(self) -> int:
+        """Number of tokens that the step computes."""
+        return self.decoding + sum(item.count for item in self.work)
+
 
 class DraftPlanner:
     """Adds drafts to the work of steps, and takes the tokens that count from their results.

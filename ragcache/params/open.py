@@ -78,6 +78,10 @@ class OpenConfig(TierOptions, Params):
     draft_tokens: Annotated[int, Field(ge=0, le=16)] = 8
     """Most tokens of an answer that are guessed from its prompt and checked in one step, where the
     answer repeats the prompt. The answer stays the same. 0 guesses none."""
+    max_gap_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Longest gap between two tokens of an answer while documents are encoded beside it, in
+    milliseconds. Encodings then get as many tokens of each step as its time allows. By default the
+    device's number of tokens is the limit."""
     queue: Annotated[int, Field(ge=1)] = 1024
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"

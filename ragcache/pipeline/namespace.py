@@ -123,6 +123,7 @@ class SharedServices:
             pool_bytes=parse_optional_bytes(config.private_bytes),
             queue=config.queue,
             draft_tokens=config.draft_tokens,
+            max_gap_ms=config.max_gap_ms,
             warm_up=config.warm_up,
         )
         engine = LLMEngine(model.causal, limits)
