@@ -5,13 +5,14 @@ ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS wheel
 WORKDIR /source
 RUN pip install --no-cache-dir build==1.6.1 hatchling==1.33.0
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY ragcache ragcache
 COPY schemas schemas
 COPY connectors connectors
 COPY api api
 COPY examples/handbook examples/handbook
-RUN python -m build --wheel --no-isolation --outdir /wheels
+ARG COMMIT=
+RUN SOURCE_COMMIT="${COMMIT}" python -m build --wheel --no-isolation --outdir /wheels
 
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

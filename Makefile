@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-clients check audit format bench-ttft eval clean
+.PHONY: demo test test-all test-clients check site audit format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -37,6 +37,14 @@ check: $(INSTALLED)
 	$(BIN)/python tools/house.py
 	$(BIN)/python tools/prose.py
 	$(BIN)/bandit --quiet --severity-level medium --configfile pyproject.toml --recursive ragcache schemas connectors api
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github
+	$(BIN)/python tools/release.py
+	$(BIN)/python tools/signatures.py
+	$(MAKE) site
+
+# The documentation, in build/site.
+site: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Known vulnerabilities of the tested versions. Needs pip-audit, and fails where the index has no such

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import resource
 import signal
 import struct
 import subprocess
@@ -25,6 +24,7 @@ _REPLY = struct.Struct("!?Q")  # whether the worker ends now, length of the repl
 WAITING = 10
 """Most seconds of a call for each second of processor time that it may take."""
 
+_HAS_TIMERS = hasattr(signal, "setitimer")  # not on Windows
 _OUT_OF_MEMORY = 77  # exit status
 _NEAR = 0.75  # share of the limit of memory
 _KEPT_BYTES = 2**28  # of memory; a worker that has taken more ends after its call
@@ -54,7 +54,8 @@ class WorkerPool:
         """
         self._script, self._size = script, size
         self._forget()
-        os.register_at_fork(after_in_child=self._forget)  # a pipe has one writer
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)  # a pipe has one writer
         atexit.register(self.close)
 
     def _forget(self) -> None:
@@ -118,6 +119,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
             start_new_session=True,  # Ctrl-C is for the parent
         )
+        self._was_late = False
 
     def call(
         self, payload: bytes, seconds: float, wall_seconds: float, memory: int
@@ -126,13 +128,17 @@ class _Worker:
         source, sink = self.process.stdin, self.process.stdout
         assert source is not None
         assert sink is not None
+        timer = None if _HAS_TIMERS else self._end_after(wall_seconds)
         try:
             source.write(_CALL.pack(seconds, wall_seconds, memory, len(payload)))
             source.write(payload)
             source.flush()
             head = sink.read(_REPLY.size)
-        except BrokenPipeError:
+        except OSError:  # a broken pipe, which Windows calls an invalid argument
             head = b""
+        finally:
+            if timer is not None:
+                timer.cancel()
         if len(head) == _REPLY.size:
             ends, length = _REPLY.unpack(head)
             reply = sink.read(length)
@@ -140,10 +146,24 @@ class _Worker:
                 return reply, ends
         raise self._failure(seconds, wall_seconds, memory)
 
+    def _end_after(self, seconds: float) -> threading.Timer:
+        """End the process after some seconds, where it cannot end itself."""
+
+        def end() -> None:
+            self._was_late = True
+            self.process.kill()
+
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        return timer
+
     def _failure(self, seconds: float, wall_seconds: float, memory: int) -> WorkerFailed:
         status = self.process.wait()
-        if status in (-signal.SIGPROF, -signal.SIGALRM):
-            limit = seconds if status == -signal.SIGPROF else wall_seconds
+        clocks = {"SIGPROF": seconds, "SIGALRM": wall_seconds}
+        ended_by = {-getattr(signal, name, 0): limit for name, limit in clocks.items()}
+        limit = wall_seconds if self._was_late else ended_by.get(status) if status < 0 else None
+        if limit is not None:
             return WorkerTimeout(f"it takes more than {limit:g} s")
         if status == _OUT_OF_MEMORY:
             return WorkerOutOfMemory(f"it takes more than {memory:,} bytes of memory")
@@ -155,7 +175,7 @@ class _Worker:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            with suppress(BrokenPipeError):  # of a payload that was not written
+            with suppress(OSError):  # a payload was not written, and its pipe is broken
                 if pipe is not None:
                     pipe.close()
 
@@ -163,9 +183,13 @@ class _Worker:
 def has_run_out_of_memory() -> bool:
     """Whether this worker has come near its limit, so that an odd error is for lack of memory.
 
-    C libraries report a failed allocation as any error. Always False where Linux's `/proc` is
-    missing.
+    C libraries report a failed allocation as any error. Always False on macOS and Windows, where
+    memory has no limit.
     """
+    if sys.platform != "linux":
+        return False
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return limit != resource.RLIM_INFINITY and _peak("VmPeak") > limit * _NEAR
 
@@ -186,7 +210,8 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
     """Serve the calls of the parent until it closes the pipe. Runs in a worker process.
 
     The process ends in the middle of a call at the call's limit of time or memory, even if the
-    parent has died.
+    parent has died. On macOS and Windows its memory has no limit. On Windows the parent ends it,
+    at the limit of `wall_seconds` alone.
 
     Args:
         handle: Returns the reply to a payload. It catches all errors but `MemoryError`.
@@ -196,18 +221,30 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
     while len(head := source.read(_CALL.size)) == _CALL.size:
         seconds, wall_seconds, memory, length = _CALL.unpack(head)
         payload = source.read(length)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+        _limit_memory(memory)
+        _limit_time(seconds, wall_seconds)
         try:
             reply = handle(payload)
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit_time(0, 0)
         ends = _peak("VmHWM") > _KEPT_BYTES
         sink.write(_REPLY.pack(ends, len(reply)))
         sink.write(reply)
         sink.flush()
         if ends:
             return
+
+
+def _limit_memory(nbytes: int) -> None:
+    if sys.platform == "linux":  # macOS refuses to lower the limit, and Windows has none
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+
+
+def _limit_time(seconds: float, wall_seconds: float) -> None:
+    """End this process after a time. 0 is no limit."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)

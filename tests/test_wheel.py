@@ -1,12 +1,17 @@
-"""The wheel: the packages with their reader, and nothing else of the repository. `.ci/wheel` tries
-in an empty environment that it installs and its demo runs."""
+"""The sdist is the whole repository, the wheel its packages with their reader and nothing else.
+`.ci/wheel` tries in an empty environment that the wheel installs and its demo runs."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -26,25 +31,54 @@ PACKAGES = {
     "ragcache_connectors": "connectors",
     "ragcache_api": "api",
 }
-LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+LEFTOVERS = shutil.ignore_patterns(
+    *".git .venv .*_cache .hypothesis .demo *.egg-info __pycache__ build dist site".split()
+)
+MOST_BYTES = 40_000_000
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """Built from a copy, so that no earlier build and no leftover comes in or stays."""
-    copy = tmp_path_factory.mktemp("repository")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, copy)
-    for folder in ("ragcache", "schemas", "connectors", "api", "tests", "examples"):
-        shutil.copytree(REPOSITORY / folder, copy / folder, ignore=LEFTOVERS)
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that was built from it.
+
+    The sdist is made from a copy, so that no earlier build and no leftover comes in or stays.
+    """
+    copy, out = tmp_path_factory.mktemp("repository") / "copy", tmp_path_factory.mktemp("dist")
+    shutil.copytree(REPOSITORY, copy, ignore=LEFTOVERS)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    [built] = out.glob("*.whl")
-    return zipfile.Path(built)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.Path:
+    [file] = built.glob("*.whl")
+    return zipfile.Path(file)
+
+
+def test_the_wheel_is_small_enough(built: Path) -> None:
+    [file] = built.glob("*.whl")
+    assert file.stat().st_size <= MOST_BYTES
+
+
+def test_the_sdist_holds_the_repository_and_its_tests_run(built: Path, tmp_path: Path) -> None:
+    [file] = built.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [unpacked] = tmp_path.iterdir()
+    missing = {each.name for each in REPOSITORY.iterdir() if each.suffix in (".md", ".toml")}
+    missing |= {"tests", "docs", "tools", "training", "benchmarks", "deploy", ".ci", ".github"}
+    assert missing - {each.name for each in unpacked.iterdir()} == set()
+    folders = {str(unpacked / home) for home in PACKAGES.values()}
+    command = [sys.executable, "-m", "pytest", "tests/schemas", "tests/ragcache/test_build.py"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], cwd=unpacked, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_the_top_level_holds_the_packages_and_the_metadata_only(wheel: zipfile.Path) -> None:
@@ -105,3 +139,29 @@ def test_the_license_goes_along(wheel: zipfile.Path) -> None:
     [metadata] = [each for each in wheel.iterdir() if each.name.endswith(".dist-info")]
     text = (metadata / "licenses" / "LICENSE").read_bytes()
     assert text == (REPOSITORY / "LICENSE").read_bytes()
+
+
+NOT_IMPORTED = {
+    "fastapi-offline": "its files are served",
+    "httptools": "uvicorn imports it",
+    "python-multipart": "fastapi imports it",
+    "uvloop": "uvicorn imports it",
+}
+"""Required libraries that no module imports, and why they are required."""
+
+
+def test_every_required_library_is_imported() -> None:
+    metadata = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    required = {re.split(r"[^\w.-]", each)[0] for each in metadata["project"]["dependencies"]}
+    sources = "\n".join(
+        file.read_text(encoding="utf-8")
+        for package, home in PACKAGES.items()
+        for file in (REPOSITORY / home / package).rglob("*.py")
+    )
+    imported = set(re.findall(r"^ *(?:import|from) ([a-z]\w*)", sources, re.MULTILINE))
+    modules: dict[str, set[str]] = {}
+    for module, distributions in packages_distributions().items():
+        for name in distributions:
+            modules.setdefault(name.lower().replace("_", "-"), set()).add(module)
+    unused = {name for name in required if not modules[name.lower()] & imported}
+    assert unused == set(NOT_IMPORTED)

@@ -18,7 +18,7 @@ from sqlalchemy import Engine, Row, Select, create_engine, event, make_url
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from ragcache.db.migrations import check_revision, create_tables, revision_of
+from ragcache.db.migrations import HEAD, migrate, revision_of
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
@@ -67,13 +67,15 @@ class Database:
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
         """Open a database: a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
 
-        Creates a file that does not exist, and the tables of an empty database.
+        Creates a file that does not exist, and the tables of an empty database. Upgrades the tables
+        of an earlier release.
 
         Raises:
             ConfigurationError: The URL names another kind of database.
             MissingExtra: PostgreSQL's driver is not installed.
             NoState: The file is not a ledger.
-            LedgerOfOtherVersion: Another version of ragcache made the tables.
+            LedgerOfOtherVersion: A later version of ragcache made the tables, or one of an earlier
+                version has them open.
             StoreError: The database cannot be read or written.
         """
         database = cls.connect(where, busy_seconds)
@@ -82,10 +84,9 @@ class Database:
         with _named_errors(database.name):
             with database._reading.connect() as connection:
                 revision = revision_of(connection)
-            check_revision(database.name, revision)
-            if revision is None:
+            if revision != HEAD:
                 with database.engine.begin() as connection:
-                    create_tables(database.name, connection)
+                    migrate(database.name, connection)
         return database
 
     @classmethod

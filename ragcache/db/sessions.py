@@ -22,16 +22,15 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
-from ragcache.db.migrations import HEAD, revision_of
+from ragcache.db.migrations import HEAD, check_revision, revision_of
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.summaries import lock_summaries, sum_up
-from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
+from ragcache.db.tables import DEAD_SECONDS, ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable, StoreError
 from ragcache.states import KVKey
 from ragcache.tiers import memory_tiers
 
 HEARTBEAT_SECONDS = 2.0
-DEAD_SECONDS = 10.0  # silence after which a session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 _LEFTOVER_SECONDS = 30.0  # between two searches for rows without a session
 _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between reads of another session's claims
@@ -121,8 +120,13 @@ class Sessions:
     """Keys whose claims ended while the ledger did not answer."""
 
     def begin(self) -> None:
-        """Write the row of this session, and end sessions whose process has died."""
+        """Write the row of this session, and end sessions whose process has died.
+
+        Raises:
+            LedgerOfOtherVersion: A later version has upgraded the ledger meanwhile.
+        """
         with self.database.transaction() as session:
+            check_revision(self.database.name, session.connection())
             session.add(self._row(session))
         self.reap_dead()
 
@@ -144,6 +148,7 @@ class Sessions:
             beaten = mine.values(heartbeat=clock(session)).returning(SessionTable.generation)
             alive = session.scalar(beaten) is not None
             if not alive:
+                check_revision(self.database.name, session.connection())
                 self.generation += 1
                 session.add(self._row(session))
             KeyLocks(self).release_within(session, late := list(self._unreleased))

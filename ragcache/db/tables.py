@@ -349,6 +349,10 @@ class RetirementTable(Base):
     """Unix seconds on the database's clock."""
 
 
+DEAD_SECONDS = 10.0
+"""Silence after which a session of another machine counts as ended."""
+
+
 class SessionTable(Base):
     """A process that has the store open, identified by machine, process number and start."""
 

@@ -34,6 +34,7 @@ from ragcache.errors import (
     NoDocuments,
     UnreadableDocument,
 )
+from ragcache.files import BINARY
 from ragcache.params import OpenConfig
 
 _INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
@@ -253,7 +254,7 @@ class _Loader:
 
     def _bytes(self, path: Path) -> bytes:
         """Return a file's content. Pipes and devices are refused before they are read."""
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        handle = os.open(path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
             mode = os.fstat(handle)
             if not stat.S_ISREG(mode.st_mode):

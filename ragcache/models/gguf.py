@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigurationError
+from ragcache.files import sync
 
 CONVERSION = 1
 """Version of the conversion. Raise it if the same file becomes another checkpoint."""
@@ -109,19 +109,11 @@ def _write_checkpoint(file: Path, folder: Path) -> None:
         tokenizer.save_pretrained(part)
         model.save_pretrained(part)
         for written in (*part.iterdir(), part):
-            _sync(written)
+            sync(written)
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     logger.info("converted %s; the checkpoint is %s", file.name, folder)
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 @contextmanager

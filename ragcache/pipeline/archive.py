@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
 import os
 import re
 import tarfile
@@ -28,6 +27,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragcache.errors import ArchiveDamaged, ArchiveMismatch, StateCorrupt
+from ragcache.files import BINARY, map_file, read_at, read_into
 from ragcache.modes import Encoding
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
@@ -228,7 +228,9 @@ def write_entries(path: Path, entries: Iterable[ArchiveEntry]) -> int:
     part = path.with_name(f"{path.name}.part")
     index, left = ArchiveIndex(), iter(entries)
     first = next(left)  # an unknown collection makes no file
-    with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+    with os.fdopen(
+        os.open(part, os.O_RDWR | os.O_CREAT | BINARY, 0o600), "r+b", buffering=0
+    ) as file:
         end, written, kept = file.seek(0, io.SEEK_END), 0, True
         for entry in chain([first], left):
             if kept:
@@ -267,7 +269,7 @@ def _find_kept(
     except (ArchiveDamaged, StateCorrupt):
         return None
     parts = entry.load() or []
-    if b"".join(parts) != os.pread(file, member.size, member.offset):
+    if b"".join(parts) != read_at(file, member.size, member.offset):
         return None
     index.add_entry(entry, parts)
     return member
@@ -314,7 +316,7 @@ class MemberStream:
     def read(self, size: int = -1, /) -> bytes:
         """Read bytes, by default all that are left."""
         left = self._member.size - self._at
-        found = os.pread(
+        found = read_at(
             self._file, left if size < 0 else min(size, left), self._member.offset + self._at
         )
         self._at += len(found)
@@ -323,7 +325,7 @@ class MemberStream:
     def readinto(self, buffer: memoryview, /) -> int:
         """Read into a buffer, and return the number of bytes."""
         room = buffer[: self._member.size - self._at]
-        count = os.preadv(self._file, [room], self._member.offset + self._at)
+        count = read_into(self._file, room, self._member.offset + self._at)
         self._at += count
         return count
 
@@ -353,7 +355,7 @@ class ArchiveReader:
         """
         self.name, self._file = name, file.fileno()
         self._members = self._scan()
-        self._content = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
+        self._content = map_file(file)
         self.manifest = self._read_manifest()
         self._checksums = self._check_index()
 
@@ -399,7 +401,7 @@ class ArchiveReader:
                 raise self._damaged(f"it holds more than {_MOST_MEMBERS:,} files")
             members[member.name] = member
             offset = member.end
-        if os.pread(self._file, len(_END) + 1, offset) != _END:
+        if read_at(self._file, len(_END) + 1, offset) != _END:
             raise self._damaged("it does not end where an archive ends")
         if list(members)[:1] != [MANIFEST] or list(members)[-1:] != [INDEX]:
             raise self._damaged("it does not begin with a manifest and end with an index")
@@ -424,7 +426,7 @@ class ArchiveReader:
         if rows.size > _LISTED * len(self._members):
             raise self._damaged("its index is longer than its list of files")
         index = ArchiveIndex()
-        raw = os.pread(self._file, rows.size, rows.offset)
+        raw = read_at(self._file, rows.size, rows.offset)
         try:
             checksums = {name: checksum for name, _, checksum in json.loads(raw)}
             for name, member in self._members.items():
@@ -448,7 +450,7 @@ class ArchiveReader:
         member = self._members[name]
         if member.size > _LONGEST_TEXT:
             raise self._damaged(f"{name} takes {member.size:,} bytes, more than any document")
-        return os.pread(self._file, member.size, member.offset)
+        return read_at(self._file, member.size, member.offset)
 
     def _parse(self, model: type[Model], name: str, raw: bytes) -> Model:
         try:
@@ -485,7 +487,7 @@ def _member_at(file: int, offset: int, end: int, where: str) -> ArchiveMember | 
         ArchiveDamaged: The header is not exactly as `_header` writes it, its name is unknown, or
             the file ends within the member.
     """
-    raw = os.pread(file, _BLOCK, offset)
+    raw = read_at(file, _BLOCK, offset)
     try:
         info = tarfile.TarInfo.frombuf(raw, "utf-8", "surrogateescape")
     except tarfile.TarError as error:
@@ -501,6 +503,6 @@ def _member_at(file: int, offset: int, end: int, where: str) -> ArchiveMember | 
     if member.end > end:
         raise damaged(where, f"it is cut off within {info.name}")
     padding = member.end - member.offset - member.size
-    if os.pread(file, padding, member.end - padding) != bytes(padding):
+    if read_at(file, padding, member.end - padding) != bytes(padding):
         raise damaged(where, f"there are other bytes than zeros after {info.name}")
     return member

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
+from ragcache.files import map_file
 from ragcache.openmp import keeps_no_workers
 from ragcache.states.kv import FORMAT_VERSION, KVKey
 from ragcache.states.quantization import StoredStates, model_dtype, rebuild, tensors_of
@@ -86,7 +87,7 @@ def map_blob(path: Path, key: KVKey) -> StoredStates:
     """
     with _open(path) as file:
         try:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            content = map_file(file)
         except ValueError as error:  # an empty file cannot be mapped
             raise StateCorrupt(f"{path} is not a readable blob of states ({error})") from error
         except OSError as error:

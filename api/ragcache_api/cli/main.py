@@ -7,11 +7,13 @@ import gc
 import sys
 from functools import cache
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 
 from ragcache import __version__
+from ragcache.build import find_commit
 from ragcache.errors import RagCacheError
 from ragcache_api.cli.console import errors, print_error
 
@@ -126,7 +128,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ragcache {__version__}")
+        commit, _, changed = (find_commit() or "").partition("+")
+        told = f" ({', '.join(filter(None, (commit[:12], changed)))})" if commit else ""
+        typer.echo(f"ragcache {__version__}{told}")
         raise typer.Exit
 
 
@@ -136,7 +140,10 @@ def root(
     version: Annotated[
         bool | None,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and the commit, and end.",
         ),
     ] = None,
 ) -> None:
@@ -156,6 +163,8 @@ def _leave_heap() -> None:
 def main() -> None:
     """Run a command. Prints a ragcache error as one line, and exits with status 1."""
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # encodings of Windows lack letters of documents
     atexit.register(_leave_heap)
     try:
         app()

@@ -25,6 +25,7 @@ from ragcache.errors import (
     StoreFull,
     StoreUnwritable,
 )
+from ragcache.files import allocated, sync
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.states.serialization import Allocate
@@ -217,11 +218,7 @@ def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
     return nbytes
 
 
@@ -240,18 +237,13 @@ def write_through(path: Path, parts: Sequence[memoryview]) -> None:
 
 def _allocate(file: int, nbytes: int) -> None:
     """Allocate the blocks of a file. Raises `OSError` if the disk is full."""
-    if not hasattr(os, "posix_fallocate"):  # macOS
+    if not hasattr(os, "posix_fallocate"):  # macOS and Windows
         return
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-
-
-def allocated(path: Path) -> int:
-    """Return the bytes that a file occupies on its disk."""
-    return 512 * path.stat().st_blocks
 
 
 def named_os_error(error: Exception, where: object) -> StoreError:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ragcache.files import allocated
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import Allocate, blob_parts, load_blob, map_blob
@@ -16,7 +17,6 @@ from ragcache.store.tiers.base import (
     PART,
     SUFFIX,
     Tier,
-    allocated,
     check_budget,
     key_of,
     named_os_error,

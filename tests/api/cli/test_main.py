@@ -30,8 +30,19 @@ def test_named_errors_are_one_line_on_standard_error(
     error_of(run("chat", "-c", "absent"), "UnknownCollection")
 
 
-def test_the_version_is_printed(run: Run) -> None:
-    assert run("--version")[:2] == (0, f"ragcache {__version__}\n")
+@pytest.mark.parametrize(
+    ("commit", "told"),
+    [
+        (None, ""),
+        ("1234567890ab" + 28 * "c", " (1234567890ab)"),
+        ("1234567890ab" + 28 * "c" + "+changed", " (1234567890ab, changed)"),
+    ],
+)
+def test_the_version_is_printed_with_its_commit(
+    commit: str | None, told: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_api.cli.main.find_commit", lambda: commit)
+    assert run("--version")[:2] == (0, f"ragcache {__version__}{told}\n")
 
 
 def test_a_full_disk_is_named(run: Run, ingested: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import select, text
 
 from ragcache.db import Database, ledger_status, migrations
+from ragcache.db import database as database_module
 from ragcache.db.database import APPLICATION_NAME, CONNECTIONS_KEPT, StaleCache, Unchanged
 from ragcache.db.migrations import HEAD
-from ragcache.db.sessions import Sessions
+from ragcache.db.sessions import Sessions, end_sessions
 from ragcache.db.tables import Base, NamespaceTable, SessionTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
@@ -104,6 +107,75 @@ def _tables(path: Path) -> set[str]:
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     connection.close()
     return names
+
+
+NEXT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision = "next", "0.1.0"
+
+def upgrade():
+    op.add_column("namespaces", sa.Column("color", sa.String, server_default="red"))
+"""
+
+
+@pytest.fixture
+def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the code in this process one of a release with one more migration."""
+    scripts = tmp_path / "migrations"
+    shutil.copytree(Path(migrations.__file__).parent, scripts)
+    (scripts / "versions" / "next.py").write_text(NEXT, encoding="utf-8")
+
+    def release() -> None:
+        monkeypatch.setattr(migrations, "_SCRIPTS", scripts)
+        for module in (migrations, database_module):
+            monkeypatch.setattr(module, "HEAD", "next")
+
+    return release
+
+
+def test_a_later_release_upgrades_a_closed_ledger(
+    where: Path | str, next_release: Callable[[], None]
+) -> None:
+    with closing(Database.open(where)) as database, database.transaction() as session:
+        session.add(NamespaceTable(name="tenant"))
+    next_release()
+    for _ in range(2):
+        with closing(Database.open(where)) as database, database.reading() as session:
+            rows = session.execute(text("SELECT name, color FROM namespaces ORDER BY name"))
+            assert rows.all() == [("default", "red"), ("tenant", "red")]
+            assert migrations.revision_of(session.connection()) == "next"
+
+
+def test_a_ledger_is_not_upgraded_while_it_is_open(
+    where: Path | str, next_release: Callable[[], None]
+) -> None:
+    with closing(Database.open(where)) as earlier:
+        sessions = Sessions(earlier)
+        sessions.begin()
+        next_release()
+        with pytest.raises(LedgerOfOtherVersion, match="a process of the earlier version has it"):
+            Database.open(where)
+        with earlier.transaction() as session:
+            end_sessions(session, [sessions.id])
+        Database.open(where).close()
+
+
+def test_a_session_does_not_begin_in_a_ledger_that_was_upgraded(
+    where: Path | str, next_release: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Database.open(where)) as earlier:
+        silent = Sessions(earlier)
+        silent.begin()
+        with earlier.transaction() as session:
+            end_sessions(session, [silent.id])
+        next_release()
+        Database.open(where).close()
+        monkeypatch.undo()  # this process is of the earlier release again
+        for start in (Sessions(earlier).begin, silent.heartbeat):
+            with pytest.raises(LedgerOfOtherVersion, match="has the revision next"):
+                start()
 
 
 @pytest.mark.parametrize("revision", ["0008", "0.2.0", "of nobody"])

@@ -1,0 +1,1 @@
+"""Releases that are frozen, one folder each: a state folder, recordings of REST, signatures."""
