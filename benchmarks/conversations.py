@@ -22,12 +22,12 @@ from harness import (
     JsonFile,
     PlotFile,
     describe_machine,
-    new_figure,
     plain_table,
     print_figures,
     run_benchmark,
     shaped_model,
 )
+from plots import draw_conversations
 
 from ragcache.bench.conversation_turns import AGENTS, SessionKind, Trace
 from ragcache.bench.conversations import ConversationsSetting, bench_conversations, words_of
@@ -87,26 +87,7 @@ def shape(
     rows = [(name, f"{value:.3f}") for name, value in figures]
     print_figures([plain_table(f"conversations, {shape}", "", rows=rows)], result, json_file)
     if plot is not None:
-        draw(result).savefig(plot)
-
-
-def draw(result: dict[str, Any]) -> Any:
-    """Draw the share of earlier tokens that is computed again, turn by turn, and turns a second."""
-    kinds = [name for name in ("chats", "agents") if f"{name}_by_storage" in result]
-    figure, columns = new_figure(2 * len(kinds))
-    for place, name in enumerate(kinds):
-        left, right = columns[2 * place : 2 * place + 2]
-        sides = result[f"{name}_by_storage"]
-        for storage, label in (("none", "pool alone"), ("memory", "kept states")):
-            shares = sides[storage]["computed_share_by_turn"]
-            left.plot(range(2, len(shares) + 1), shares[1:], "o-", label=label)
-            right.bar(label, sides[storage]["turns_per_second"])
-        left.set_xlabel(f"turn of a session, {name}")
-        left.set_ylabel("earlier tokens computed again, share")
-        left.set_ylim(0, 1)
-        left.legend(frameon=False)
-        right.set_ylabel("turns a second")
-    return figure
+        draw_conversations(result).savefig(plot)
 
 
 @app.command()

@@ -1,7 +1,8 @@
-"""The plots of docs/measurements/benchmarks.md, drawn from the JSON of `ragcache bench`.
+"""Plots of the figures of `ragcache bench`, drawn from its JSON.
 
 python benchmarks/plots.py decode benchmarks/results/decode-cpu.json docs/images/decode.png
 python benchmarks/plots.py serve benchmarks/results/serve-cpu.json docs/images/serve.png
+python benchmarks/plots.py conversations FILE.json FILE.png
 """
 
 from __future__ import annotations
@@ -45,10 +46,33 @@ def draw_serve(result: dict[str, Any]) -> Any:
     return figure
 
 
+def draw_conversations(result: dict[str, Any]) -> Any:
+    """Draw the share of earlier tokens that is computed again, turn by turn, and turns a second."""
+    kinds = [name for name in ("chats", "agents") if f"{name}_by_storage" in result]
+    figure, columns = new_figure(2 * len(kinds))
+    for place, name in enumerate(kinds):
+        left, right = columns[2 * place : 2 * place + 2]
+        sides = result[f"{name}_by_storage"]
+        for storage, label in (("none", "pool alone"), ("memory", "kept states")):
+            shares = sides[storage]["computed_share_by_turn"]
+            left.plot(range(2, len(shares) + 1), shares[1:], "o-", label=label)
+            right.bar(label, sides[storage]["turns_per_second"])
+        left.set_xlabel(f"turn of a session, {name}")
+        left.set_ylabel("earlier tokens computed again, share")
+        left.set_ylim(0, 1)
+        left.legend(frameon=False)
+        right.set_ylabel("turns a second")
+    return figure
+
+
+KINDS = {"decode": draw_decode, "serve": draw_serve, "conversations": draw_conversations}
+"""Functions that draw the figures of each command of `ragcache bench`."""
+
+
 def main(kind: str, result: str, image: str) -> None:
     """Draw one kind of plot from a file of figures."""
     figures = json.loads(Path(result).read_text(encoding="utf-8"))
-    {"decode": draw_decode, "serve": draw_serve}[kind](figures).savefig(image)
+    KINDS[kind](figures).savefig(image)
 
 
 if __name__ == "__main__":
