@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol
 
+from ragcache.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from torch import Tensor  # the ledger knows keys, and opens without torch
+
+    from ragcache.states.recurrent import RecurrentStates
 
 capture_lock = threading.RLock()
 """Held while a CUDA graph is captured on the compute stream, and by other threads while they queue
@@ -102,6 +106,8 @@ class KVStates:
     arrival: Arrival | None = field(default=None, kw_only=True)
     """Progress of a copy to a device, to wait for before reading. Complete states have no arrival.
     """
+    recurrent: RecurrentStates | None = field(default=None, kw_only=True)
+    """Maps of recurrent layers, if the model has such layers. L counts the other layers."""
 
     @property
     def key_scales(self) -> None:
@@ -118,11 +124,16 @@ class KVStates:
 
     @property
     def nbytes(self) -> int:
-        """Size of both tensors in bytes."""
-        return self.keys.nbytes + self.values.nbytes
+        """Size of all tensors in bytes."""
+        recurrent = 0 if self.recurrent is None else self.recurrent.nbytes
+        return self.keys.nbytes + self.values.nbytes + recurrent
 
     def part(self, begin: int, end: int, start: int) -> KVStates:
-        """Return a view of tokens begin:end, encoded from position `start`."""
+        """Return a view of tokens begin:end, encoded from position `start`.
+
+        Raises `InvalidRequest` for states of recurrent layers, which cannot be cut.
+        """
+        check_divisible(self.recurrent)
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         return KVStates(keys, values, start, arrival=self.arrival)
 
@@ -133,6 +144,15 @@ class KVStates:
     def readable(self) -> KVStates:
         """Return the states as attention reads them: this object."""
         return self
+
+
+def check_divisible(recurrent: RecurrentStates | None) -> None:
+    """Raise `InvalidRequest` for a part of states that have recurrent layers."""
+    if recurrent is not None:
+        raise InvalidRequest(
+            "the states of this module have recurrent layers, which are one map of all its tokens; "
+            "read the module as a whole, or ask in mode exact"
+        )
 
 
 FORMAT_VERSION = 3

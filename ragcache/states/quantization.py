@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import keeps_no_workers
-from ragcache.states.kv import Arrival, KVStates
+from ragcache.states.kv import Arrival, KVStates, check_divisible
+from ragcache.states.recurrent import RECURRENT_NAMES, RecurrentStates
 
 KVDtype = Literal["model", "int8"]
 """Storage format of states in a tier: the model's dtype, or int8 with scales."""
@@ -46,6 +47,8 @@ class QuantizedStates:
     """Dtype before quantization."""
     arrival: Arrival | None = field(default=None, kw_only=True)
     """As in `KVStates`."""
+    recurrent: RecurrentStates | None = field(default=None, kw_only=True)
+    """As in `KVStates`. Not quantized."""
 
     @property
     def length(self) -> int:
@@ -54,11 +57,12 @@ class QuantizedStates:
 
     @property
     def nbytes(self) -> int:
-        """Size of all four tensors in bytes."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in tensors_of(self).values())
 
     def part(self, begin: int, end: int, start: int) -> QuantizedStates:
-        """Return a view of tokens begin:end with the same scales, encoded from position `start`."""
+        """Return a view of tokens begin:end with the same scales. See `KVStates.part`."""
+        check_divisible(self.recurrent)
         keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
         scales = self.value_scales[:, :, begin:end]
         return replace(self, keys=keys, values=values, value_scales=scales, start=start)
@@ -74,7 +78,7 @@ class QuantizedStates:
         dtype = dtype or self.dtype
         keys = self.keys.float().mul_(self.key_scales).to(dtype)
         values = self.values.float().mul_(self.value_scales).to(dtype)
-        return KVStates(keys, values, self.start)
+        return KVStates(keys, values, self.start, recurrent=self.recurrent)
 
     def readable(self) -> StoredStates:
         """Return the states as attention on their device reads them: restored, except on a GPU."""
@@ -104,7 +108,15 @@ def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     values, value_scales = _scaled(plain.values, 3)
     if not (key_scales.isfinite().all() and value_scales.isfinite().all()):
         return plain
-    return QuantizedStates(keys, values, key_scales, value_scales, plain.start, plain.keys.dtype)
+    return QuantizedStates(
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        plain.start,
+        plain.keys.dtype,
+        recurrent=plain.recurrent,
+    )
 
 
 def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
@@ -113,10 +125,11 @@ def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
         return states.nbytes
     layers, heads, tokens, size = states.keys.shape
     elements = states.keys.numel() + states.values.numel()
+    recurrent = 0 if states.recurrent is None else states.recurrent.nbytes
     if kv_dtype == "model":
-        return elements * model_dtype(states).itemsize
+        return elements * model_dtype(states).itemsize + recurrent
     scales = layers * heads * (tokens + size)
-    return elements + scales * torch.float32.itemsize
+    return elements + scales * torch.float32.itemsize + recurrent
 
 
 def wait_for_arrival(states: StoredStates) -> None:
@@ -147,10 +160,12 @@ def tensors_of(states: StoredStates) -> dict[str, Tensor]:
 
     Tensors with wider elements go first, so that all tensors are aligned.
     """
-    plain = {"keys": states.keys, "values": states.values}
-    if isinstance(states, KVStates):
-        return plain
-    return {"key_scales": states.key_scales, "value_scales": states.value_scales, **plain}
+    tensors = {"keys": states.keys, "values": states.values}
+    if isinstance(states, QuantizedStates):
+        tensors |= {"key_scales": states.key_scales, "value_scales": states.value_scales}
+    if states.recurrent is not None:
+        tensors |= states.recurrent.tensors()
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
 def rebuild(
@@ -161,15 +176,27 @@ def rebuild(
     Raises `KeyError` if a tensor is missing.
     """
     keys, values = tensors["keys"], tensors["values"]
-    if len(tensors) == 2:
-        return KVStates(keys, values, start, arrival=arrival)
-    key_scales, value_scales = tensors["key_scales"], tensors["value_scales"]
-    return QuantizedStates(keys, values, key_scales, value_scales, start, dtype, arrival=arrival)
+    recurrent = None
+    if "last" in tensors:
+        recurrent = RecurrentStates(**{name: tensors[name] for name in RECURRENT_NAMES})
+    if "key_scales" not in tensors:
+        return KVStates(keys, values, start, arrival=arrival, recurrent=recurrent)
+    return QuantizedStates(
+        keys,
+        values,
+        tensors["key_scales"],
+        tensors["value_scales"],
+        start,
+        dtype,
+        arrival=arrival,
+        recurrent=recurrent,
+    )
 
 
 def layer_of(states: StoredStates, number: int) -> StoredStates:
-    """Return a view of one layer of states."""
-    layer = {name: tensor[number : number + 1] for name, tensor in tensors_of(states).items()}
+    """Return a view of one layer of keys and values."""
+    tensors = tensors_of(replace(states, recurrent=None))
+    layer = {name: tensor[number : number + 1] for name, tensor in tensors.items()}
     return rebuild(layer, states.start, model_dtype(states), states.arrival)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Self
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -60,3 +60,88 @@ class RecurrentSnapshot:
                 for number, layer in self.layers.items()
             }
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMap:
+    """Map of a text: its effect on the state of one recurrent layer, whatever the state is.
+
+    The layer's convolution sees the inputs before the text, so the first tokens are kept as inputs.
+    The state behind them, S, becomes `transition` S + `increment` behind the text.
+    """
+
+    transition: Tensor
+    """[H, dk, dk], or [H, 1, 1] of a state space. Empty for layers that are a convolution alone."""
+    increment: Tensor
+    """[H, dk, dv]. Empty for layers that are a convolution alone."""
+    decays: Tensor
+    """Decays of the first tokens, [H, f, 1], or [H, f, dk] with one for each channel."""
+    steps: Tensor
+    """Sizes of the steps of the first tokens, [H, f, 1]."""
+    first: Tensor
+    """Inputs of the convolution at the first tokens, [1, channels, f]."""
+    last: Tensor
+    """Inputs of the convolution at the last tokens, [1, channels, at most kernel]."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentStates:
+    """Effect of a text on the states of all recurrent layers: a `LayerMap` for each.
+
+    The fields are the fields of `LayerMap` with the R recurrent layers as the first axis.
+    """
+
+    transition: Tensor
+    """[R, H, dk, dk], or [R, H, 1, 1]."""
+    increment: Tensor
+    """[R, H, dk, dv]."""
+    decays: Tensor
+    """[R, H, f, 1 or dk], float32."""
+    steps: Tensor
+    """[R, H, f, 1], float32."""
+    first: Tensor
+    """[R, 1, channels, f]."""
+    last: Tensor
+    """[R, 1, channels, at most kernel]."""
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerMap], dtype: torch.dtype) -> Self:
+        """Join the maps of all recurrent layers, in order. See `to`."""
+        columns = zip(*(each.tensors() for each in layers), strict=True)
+        return cls(*map(torch.stack, columns)).to(dtype)
+
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """Return all in a dtype, except for decays and steps, and on a device."""
+        exact = ("decays", "steps")
+        return type(self)(
+            **{
+                name: each.to(device, None if name in exact else dtype)
+                for name, each in self.tensors().items()
+            }
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of recurrent layers (R)."""
+        return int(self.last.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(each.nbytes for each in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: getattr(self, name) for name in RECURRENT_NAMES}
+
+    def layer(self, number: int) -> LayerMap:
+        """Return the map of one recurrent layer, counted from 0."""
+        return LayerMap(*(each[number] for each in self.tensors().values()))
+
+
+RECURRENT_NAMES = tuple(each.name for each in fields(LayerMap))
+"""Names of the tensors of `RecurrentStates`."""

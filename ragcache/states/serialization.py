@@ -26,6 +26,7 @@ from ragcache.files import map_file
 from ragcache.openmp import keeps_no_workers
 from ragcache.states.kv import FORMAT_VERSION, KVKey
 from ragcache.states.quantization import StoredStates, model_dtype, rebuild, tensors_of
+from ragcache.states.recurrent import RECURRENT_NAMES
 
 Allocate = Callable[[int], Tensor]
 """Allocates main memory of a size in bytes: uint8 [N]."""
@@ -41,6 +42,7 @@ _NAMES = {
     torch.int8: "I8",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_SCALES, _RECURRENT = {"key_scales", "value_scales"}, set(RECURRENT_NAMES)
 
 
 @keeps_no_workers
@@ -238,8 +240,11 @@ def _total(table: Mapping[str, Mapping[str, Any]]) -> int:
     Raises `ValueError` unless each tensor has four axes, the size of its shape, and starts where
     the tensor before it ends.
     """
-    scales = set(table) - {"keys", "values"}
-    if len(table) != 2 + len(scales) or scales not in (set(), {"key_scales", "value_scales"}):
+    names = set(table)
+    for together in (_SCALES, _RECURRENT):
+        if names >= together:
+            names -= together
+    if names != {"keys", "values"}:
         raise ValueError("it holds other tensors than states do")
     end = 0
     for row in table.values():

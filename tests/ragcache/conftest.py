@@ -16,6 +16,7 @@ from ragcache.db import Database, Ledger
 from ragcache.db.ledger import StateRow
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVKey, KVStates
+from ragcache.states.recurrent import RecurrentStates
 from ragcache.store import KVStore, Lease, LeaseRequest
 from tests.tiny_models import FAMILY_PARAMS, tiny_model
 
@@ -28,6 +29,14 @@ Produce = Callable[[Sequence[KVKey]], Iterable[KVStates]]
 
 def make_key(number: int) -> KVKey:
     return KVKey(f"{number:02x}" * 32)
+
+
+def make_maps(dtype: torch.dtype = torch.float32, heads: int = 2) -> RecurrentStates:
+    """Maps of five recurrent layers. Without heads, the layers are convolutions alone."""
+    decays, steps = torch.randn(2, 5, heads, 3, 1)
+    shapes = (5, heads, 4, 4), (5, heads, 4, 7), (5, 1, 9, 3), (5, 1, 9, 4)
+    transition, increment, first, last = (torch.randn(shape).to(dtype) for shape in shapes)
+    return RecurrentStates(transition, increment, decays, steps, first, last)
 
 
 def make_states(number: int, tokens: int = 1) -> KVStates:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragcache.config import parse_optional_bytes
 from ragcache.errors import StoreBudgetExceeded, StoreFull
-from ragcache.states import Arrival, KVKey, KVStates
+from ragcache.states import Arrival, KVKey
 from ragcache.states.kv import CopyEvent, capture_lock
 from ragcache.states.quantization import (
     KVDtype,
@@ -84,8 +84,15 @@ class _Copy:
         return self.source.keys.nbytes // max(1, self.num_layers)
 
     def copy_layers(self, begin: int, end: int) -> None:
-        """Queue the copy of layers begin:end. Restores int8 states on the device if needed."""
+        """Queue the copy of layers begin:end. Restores int8 states on the device if needed.
+
+        The states of recurrent layers are copied with the first layer.
+        """
         layers, source = slice(begin, end), self.source
+        if source.recurrent is not None and begin == 0:
+            for name, tensor in source.recurrent.tensors().items():
+                self.target[name].copy_(tensor, non_blocking=True)
+        source = replace(source, recurrent=None)
         parts = {name: tensor[layers] for name, tensor in tensors_of(source).items()}
         if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
             device = self.target["keys"].device
@@ -195,6 +202,8 @@ class DeviceTier(MemoryTier):
         kept = states.keys, states.values
         itemsize = model_dtype(states).itemsize if self.kv_dtype == "model" else 1
         numbers = sum(rounded(itemsize * each.numel()) for each in kept)
+        if states.recurrent is not None:
+            numbers += sum(rounded(each.nbytes) for each in states.recurrent.tensors().values())
         if self.kv_dtype == "model":
             return max(ALIGNMENT, numbers)
         layers, heads, tokens, size = states.keys.shape
@@ -363,7 +372,11 @@ _Shape = tuple[torch.Size, torch.dtype, int]
 
 def _target_shapes(states: StoredStates, kv_dtype: KVDtype) -> dict[str, _Shape]:
     """Return shape, dtype and bytes of each tensor that a tier of this `kv_dtype` stores."""
-    if kv_dtype == "model" or isinstance(states, KVStates):
-        dtype, kept = model_dtype(states), {"keys": states.keys, "values": states.values}
-        return {name: (t.shape, dtype, t.numel() * dtype.itemsize) for name, t in kept.items()}
-    return {name: (t.shape, t.dtype, t.nbytes) for name, t in tensors_of(states).items()}
+    shapes = {name: (t.shape, t.dtype, t.nbytes) for name, t in tensors_of(states).items()}
+    if kv_dtype == "int8" and isinstance(states, QuantizedStates):
+        return shapes
+    dtype = model_dtype(states)
+    for name in ("keys", "values"):
+        kept = getattr(states, name)
+        shapes[name] = (kept.shape, dtype, kept.numel() * dtype.itemsize)
+    return {name: shape for name, shape in shapes.items() if not name.endswith("_scales")}

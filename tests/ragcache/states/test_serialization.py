@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,15 @@ from safetensors.torch import load, save
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates, serialization
-from ragcache.states.quantization import StoredStates, quantize, tensors_of
+from ragcache.states.quantization import (
+    StoredStates,
+    quantize,
+    quantized_nbytes,
+    tensors_of,
+)
 from ragcache.states.serialization import load_blob, map_blob, read_blob, to_blob
 from tests.conftest import scaled
+from tests.ragcache.conftest import make_maps
 
 KEY = KVKey("ab" * 32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,6 +35,11 @@ def draw(dtype: torch.dtype = torch.float32, tokens: int = 3, start: int = 40) -
     generator = torch.Generator().manual_seed(tokens)
     keys, values = torch.randn(2, 2, 2, tokens, 4, generator=generator).to(dtype)
     return KVStates(keys, values, start)
+
+
+def draw_hybrid(dtype: torch.dtype = torch.bfloat16, *, convolution: bool = False) -> KVStates:
+    """States with maps of three recurrent layers, or of three convolutions."""
+    return replace(draw(dtype), recurrent=make_maps(dtype, heads=0 if convolution else 2))
 
 
 def plain(nbytes: int) -> torch.Tensor:
@@ -73,6 +86,29 @@ def test_a_round_trip_is_exact_to_the_bit(dtype: torch.dtype, tmp_path: Path) ->
     assert not part.keys.is_contiguous()
     for kept in (states, part, quantize(draw(dtype), "int8"), draw(dtype, tokens=0)):
         assert_same(read_bytes(to_blob(KEY, kept), tmp_path), kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_maps_of_recurrent_layers_are_kept_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    for states in (draw_hybrid(dtype), draw_hybrid(dtype, convolution=True)):
+        eight = quantize(states, "int8")
+        for kept in (states, eight):
+            read = read_bytes(to_blob(KEY, kept), tmp_path)
+            assert_same(read, kept)
+            assert read.nbytes == kept.nbytes
+        assert eight.recurrent is states.recurrent
+        assert quantized_nbytes(states, "int8") == eight.nbytes
+        assert quantized_nbytes(eight, "model") == states.nbytes
+
+
+def test_a_blob_with_some_maps_is_corrupt() -> None:
+    states = draw_hybrid()
+    assert states.recurrent is not None
+    tensors = {f"{name}": each for name, each in tensors_of(states).items() if name != "steps"}
+    blob = to_blob(KEY, states)
+    facts = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]
+    with pytest.raises(StateCorrupt):
+        read_blob(io.BytesIO(save(tensors, facts)), KEY, "blob", plain)
 
 
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, QuantizedStates, kv_dtype_of, quantize
 from ragcache.store.tiers import DeviceTier, HostTier
 from tests.conftest import scaled
-from tests.ragcache.conftest import make_key, make_states, same
+from tests.ragcache.conftest import make_key, make_maps, make_states, same
 from tests.ragcache.store.tiers.conftest import Make
 
 
@@ -55,6 +56,21 @@ def test_latents_are_kept_once(make: Make, kv_dtype: str) -> None:
     back = found(tier, 1)
     assert back.values.shape == (2, 1, 500, 0)
     torch.testing.assert_close(back.keys, keys, rtol=0, atol=0.05 if kv_dtype == "int8" else 0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_maps_of_recurrent_layers_are_kept_as_they_are(make: Make, kv_dtype: str) -> None:
+    """More recurrent layers than others, and in eight bits the maps as they were."""
+    tier = make(kv_dtype=kv_dtype)
+    states = replace(make_states(1, 40), recurrent=make_maps(torch.bfloat16))
+    assert tier.put(make_key(1), states) <= tier.size_of(states)
+    assert tier.size_of(states) > states.recurrent.nbytes
+    for source in (states, quantize(states, "int8")):
+        tier.put(make_key(2), source)
+        back = tier.get(make_key(2)).restore().recurrent
+        assert back is not None
+        for name, tensor in states.recurrent.tensors().items():
+            assert torch.equal(back.tensors()[name], tensor)
 
 
 def test_a_put_beyond_the_budget_changes_nothing(make: Make) -> None:

@@ -1,0 +1,112 @@
+"""Maps of recurrent layers, against the recurrences token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache.attention.recurrent_maps import (
+    DELTA_RULE,
+    STATE_SPACE,
+    Recurrence,
+    RecurrentInputs,
+    apply_map,
+)
+
+HEADS, KEY, VALUE = 3, 5, 7
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def draw(
+    length: int, channels: int = 1, *, seed: int = 0, strongest: float = 2.0
+) -> RecurrentInputs:
+    """Inputs with keys of length one, steps up to `strongest`, and slow and fast decays."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(size: int) -> Tensor:
+        return torch.rand(HEADS, length, size, generator=generator)
+
+    keys = torch.nn.functional.normalize(uniform(KEY) - 0.5, dim=-1)
+    values = torch.randn(HEADS, length, VALUE, generator=generator)
+    return RecurrentInputs(keys, values, -(uniform(channels) ** 4), strongest * uniform(1))
+
+
+def delta_loop(state: Tensor, inputs: RecurrentInputs) -> Tensor:
+    """S <- (I - b k k^T) exp(g) S + b k v^T, for one token after the other."""
+    for t in range(inputs.length):
+        key, value = inputs.keys[:, t, :, None], inputs.values[:, t, None]  # [H, dk, 1], [H, 1, dv]
+        state = inputs.decays[:, t, :, None].exp() * state
+        state = state + inputs.steps[:, t, :, None] * key @ (value - key.mT @ state)
+    return state
+
+
+def space_loop(state: Tensor, inputs: RecurrentInputs) -> Tensor:
+    """S <- exp(g) S + b x k^T, for one token after the other."""
+    for t in range(inputs.length):
+        key, value = inputs.keys[:, t, None], inputs.values[:, t, :, None]  # [H, 1, N], [H, P, 1]
+        state = inputs.decays[:, t, :, None].exp() * state
+        state = state + inputs.steps[:, t, :, None] * value @ key
+    return state
+
+
+RULES = {
+    "delta": (DELTA_RULE, delta_loop, 1),
+    "delta by channel": (DELTA_RULE, delta_loop, KEY),
+    "space": (STATE_SPACE, space_loop, 1),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("length", [1, 2, 16, 63, 64, 65, 300])
+def test_a_map_is_its_text_token_by_token(name: str, length: int) -> None:
+    rule, loop, channels = RULES[name]
+    inputs = draw(length, channels)
+    state = 3 * torch.randn(rule.empty_state(inputs).shape)
+    expected = loop(state, inputs)
+    torch.testing.assert_close(rule.advance(state, inputs), expected, **CLOSE)
+    empty = rule.empty_state(inputs)
+    found = rule.extend(rule.identity(empty), empty, inputs)
+    torch.testing.assert_close(apply_map(*found, state), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_map_grows_by_portions(name: str) -> None:
+    rule, _, channels = RULES[name]
+    inputs = draw(90, channels)
+    empty = rule.empty_state(inputs)
+    whole = rule.extend(rule.identity(empty), empty, inputs)
+    found = rule.identity(empty), empty
+    for begin, end in ((0, 1), (1, 40), (40, 90)):
+        found = rule.extend(*found, inputs.part(begin, end))
+    for one, other in zip(found, whole, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["delta", "delta by channel"])
+def test_transitions_shrink_states_without_steps_beyond_one(name: str) -> None:
+    """Rounding errors of earlier documents therefore do not grow."""
+    rule, _, channels = RULES[name]
+    inputs = draw(100, channels, strongest=1.0)
+    empty = rule.empty_state(inputs)
+    transition, _ = rule.extend(rule.identity(empty), empty, inputs)
+    assert torch.linalg.matrix_norm(transition, 2).max() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rule", "channels"), [(DELTA_RULE, 2 * 2 * KEY), (STATE_SPACE, 2 * 2 * KEY)]
+)
+def test_channels_of_the_convolution_are_split(rule: Recurrence, channels: int) -> None:
+    """Keys of two groups serve four heads."""
+    heads, length = 4, 3
+    width = heads * VALUE
+    mixed = torch.arange(float((channels + width) * length)).view(-1, length)
+    decays = steps = torch.zeros(heads, length, 1)
+    shape = (heads, KEY, VALUE) if rule is DELTA_RULE else (heads, VALUE, KEY)
+    found = rule.inputs(mixed, torch.zeros(shape), decays, steps)
+    keys = mixed[channels // 2 : channels] if rule is DELTA_RULE else mixed[width:][: channels // 2]
+    values = mixed[channels:] if rule is DELTA_RULE else mixed[:width]
+    torch.testing.assert_close(found.values[1], values[VALUE : 2 * VALUE].T)
+    expected = keys[KEY:].T if rule is STATE_SPACE else torch.nn.functional.normalize(keys[KEY:].T)
+    torch.testing.assert_close(found.keys[2], expected)
+    torch.testing.assert_close(found.keys[3], expected)
