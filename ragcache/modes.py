@@ -14,6 +14,13 @@ from ragcache.errors import ConfigurationError
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
+Compose = Literal["order", "both"]
+"""How documents compose in recurrent layers: in the order of the prompt, or as the mean of the
+states behind this order and behind its reverse."""
+
+COMPOSITIONS: Final[tuple[Compose, ...]] = ("order", "both")
+"""All ways in which documents compose."""
+
 Encoding = Literal["rooted", "primed", "isolated"]
 """How the states of a module are encoded."""
 
@@ -180,6 +187,11 @@ class ReuseMode:
     def blend_percent(self) -> int:
         """Percentage of the modules' tokens that are computed again."""
         return self.amount if self.kind.unit == "percent" else 0
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether parts of modules are read, and their other tokens computed."""
+        return bool(self.linked_tokens or self.blend_percent)
 
     def leading_tokens(self, size: int, *, follows_preamble: bool = False) -> int:
         """Return the number of tokens at the front of a module that are computed instead of read.

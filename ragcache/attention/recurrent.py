@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ragcache.states.recurrent import RecurrentSnapshot
+from ragcache.states.recurrent import LayerMap, RecurrentSnapshot, RecurrentStates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedMaps:
+    """The map of a text that is encoded, for each recurrent layer, by the layer's number."""
+
+    before: dict[int, LayerMap] = field(default_factory=dict)
+    """Map of the text before the rows. Empty at its beginning."""
+    after: dict[int, LayerMap] = field(default_factory=dict)
+    """Map of the text up to the end of the rows, which the step fills."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,9 +29,21 @@ class RecurrentRun:
     begin: int
     end: int
     before: RecurrentSnapshot | None
-    """States before the rows. None begins a text."""
+    """States before the documents and the rows. None begins a text."""
     after: RecurrentSnapshot
     """States behind the rows, which the step fills."""
+    documents: tuple[RecurrentStates, ...] = ()
+    """Maps of the documents right before the rows, in order, which are not in `before`."""
+    both: bool = False
+    """Whether the state behind the documents is the mean over their order and its reverse."""
+    maps: RecordedMaps | None = None
+    """Maps of the text, if it is encoded."""
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the run is one token that continues a state, and nothing else."""
+        plain = self.before is not None and not self.documents and self.maps is None
+        return plain and self.end - self.begin == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +59,7 @@ class RecurrentBatch:
     def steps(self) -> list[RecurrentRun]:
         """Runs of one token whose states are known before the step: one call computes them."""
         made = {id(run.after) for run in self.runs}
-        return [
-            run
-            for run in self.runs
-            if run.end - run.begin == 1 and run.before is not None and id(run.before) not in made
-        ]
+        return [run for run in self.runs if run.is_step and id(run.before) not in made]
 
     @cached_property
     def texts(self) -> list[RecurrentRun]:

@@ -34,7 +34,7 @@ from ragcache.attention import (
 )
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
-from ragcache.engine.recurrent import RecurrentTable
+from ragcache.engine.recurrent import EncodedKV, RecurrentTable
 from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, ForwardBatch
 
@@ -348,7 +348,7 @@ class _Frame:
         """The rows of each request, which recurrent layers read one by one."""
         runs: list[RecurrentRun] = []
         for chunk, rows in zip(chunks, self.layout.rows, strict=True):
-            assert isinstance(chunk.private, RecurrentTable)
+            assert isinstance(chunk.private, EncodedKV | RecurrentTable)
             runs += chunk.private.runs(*rows)
         return RecurrentBatch(runs, self.model.device)
 

@@ -13,6 +13,7 @@ import torch
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.recurrent import EncodedKV
 from ragcache.engine.request import Segment, check_composes, check_tokens
 from ragcache.errors import EncodingOutOfMemory, InvalidRequest
 from ragcache.machine import new_event
@@ -50,13 +51,18 @@ class EncodeJob:
         """Memory of the states while they are computed."""
         layers = model.num_layers
         nbytes = len(self.token_ids) * model.computed_bytes_per_token
-        return nbytes * (self.layers or layers) // layers
+        return nbytes * (self.layers or layers) // layers + model.map_bytes
 
 
 def check_job(job: EncodeJob, model: CausalLM) -> None:
     """Raise `InvalidRequest`, `PromptTooLong` or `UnsupportedModel` for a job that the model cannot
     compute."""
     check_composes(model)
+    if job.layers is not None and not model.divides:
+        raise InvalidRequest(
+            "the states of some layers were asked for, and the model has recurrent layers, whose "
+            "states are not compared; leave out `layers`"
+        )
     if job.layers is not None and not 1 <= job.layers <= model.num_layers:
         raise InvalidRequest(
             f"the states of {job.layers} layers were asked for; the model has {model.num_layers}"
@@ -69,12 +75,13 @@ class Encoding:
 
     def __init__(self, model: CausalLM, job: EncodeJob) -> None:
         self.job = job
-        self.kv = ContiguousKV.allocate(model, len(job.token_ids), job.layers)
+        kind = EncodedKV if model.recurrent_bytes else ContiguousKV
+        self.kv = kind.allocate(model, len(job.token_ids), job.layers)
+        root = None if job.root is None else job.root.states.recurrent
+        if isinstance(self.kv, EncodedKV) and root is not None:
+            self.kv.root = (root,)
+        self.nbytes = job.computed_bytes(model)
         self._steps = 0  # under way
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.keys.nbytes + self.kv.values.nbytes
 
     @property
     def pending(self) -> int:

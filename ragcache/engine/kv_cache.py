@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -424,7 +424,7 @@ class ContiguousKV:
         self.positions: list[int] = []
 
     @classmethod
-    def allocate(cls, model: CausalLM, capacity: int, layers: int | None = None) -> ContiguousKV:
+    def allocate(cls, model: CausalLM, capacity: int, layers: int | None = None) -> Self:
         """Allocate memory for `capacity` tokens in all layers, or in the first `layers`."""
         return cls(*model.new_states(capacity, layers=layers), model.states_dtype)
 

@@ -9,7 +9,7 @@ import torch
 
 from ragcache.engine.config import EngineConfig
 from ragcache.engine.kv_cache import BlockPool, BlockTable, NodePath, RadixCache
-from ragcache.engine.recurrent import RecurrentTable, SnapshotCache
+from ragcache.engine.recurrent import PlacedDocuments, RecurrentTable, SnapshotCache
 from ragcache.engine.runner import ModelRunner
 from ragcache.engine.sequence import Sequence
 from ragcache.states import KVStates
@@ -151,7 +151,8 @@ class KVCacheManager:
 class HybridCacheManager(KVCacheManager):
     """The cache manager of a model with recurrent layers.
 
-    A sequence starts from the deepest block behind which recurrent states are kept.
+    A sequence starts from the deepest block behind which recurrent states are kept. Recurrent
+    layers compose the documents of a prompt in the steps that compute the tokens behind them.
     """
 
     def __init__(self, pool: BlockPool, radix_cache: SnapshotCache, ahead: int = 0) -> None:
@@ -172,7 +173,8 @@ class HybridCacheManager(KVCacheManager):
             every_block_from = last + 1
         if sequence.index == 0 and sequence.request.n > 1 and not sequence.generated:
             stops.add(last)  # the other answers continue there
-        table = RecurrentTable(self.pool, states, frozenset(stops), every_block_from)
+        documents = PlacedDocuments.of(sequence.request.context)
+        table = RecurrentTable(self.pool, states, frozenset(stops), every_block_from, documents)
         return self._begin(sequence, path, table)
 
     def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:

@@ -9,12 +9,51 @@ block of an answer so far.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Self
 
-from ragcache.attention.recurrent import RecurrentRun
-from ragcache.engine.kv_cache import BlockPool, BlockTable, NodePath, RadixCache, RadixNode
-from ragcache.states.recurrent import RecurrentSnapshot
+import torch
+from torch import Tensor
+
+from ragcache.attention.recurrent import RecordedMaps, RecurrentRun
+from ragcache.engine.kv_cache import (
+    BlockPool,
+    BlockTable,
+    ContiguousKV,
+    NodePath,
+    RadixCache,
+    RadixNode,
+)
+from ragcache.engine.request import Context
+from ragcache.states import KVStates
+from ragcache.states.recurrent import RecurrentSnapshot, RecurrentStates
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDocuments:
+    """The documents of a prompt, as recurrent layers read them: between its own tokens."""
+
+    before: Mapping[int, tuple[RecurrentStates, ...]] = field(default_factory=dict)
+    """Maps of the documents right before an own token, in order, by the number of the token."""
+    both: bool = False
+    """Whether states behind documents are means over their order and its reverse."""
+
+    @classmethod
+    def of(cls, context: Context) -> Self:
+        """Find the place of each segment of a context."""
+        before = defaultdict[int, tuple[RecurrentStates, ...]](tuple)
+        for segment in sorted(context.segments, key=attrgetter("start")):
+            if segment.states.recurrent is not None:
+                token = bisect_left(context.position_ids, segment.start)
+                before[token] += (segment.states.recurrent,)
+        return cls(before, context.compose == "both")
+
+
+NO_DOCUMENTS = PlacedDocuments()
 
 
 class RecurrentTable(BlockTable):
@@ -33,6 +72,7 @@ class RecurrentTable(BlockTable):
         states: RecurrentSnapshot | None,
         stops: frozenset[int],
         every_block_from: int,
+        documents: PlacedDocuments = NO_DOCUMENTS,
     ) -> None:
         """Create the table of a sequence.
 
@@ -41,8 +81,10 @@ class RecurrentTable(BlockTable):
             states: States behind the tokens with which the sequence starts.
             stops: Lengths in tokens at which states are taken.
             every_block_from: Length from which states are taken at the end of every block.
+            documents: The documents between the tokens.
         """
         super().__init__(pool)
+        self._documents = documents
         self.states, self.taken = states, dict[int, RecurrentSnapshot]()
         self.last_node: RadixNode | None = None  # of the answer, that the last states went to
         self.every_block_from = every_block_from
@@ -50,15 +92,16 @@ class RecurrentTable(BlockTable):
         self._launched: list[tuple[int, RecurrentSnapshot]] = []
 
     def runs(self, begin: int, end: int) -> list[RecurrentRun]:
-        """Runs of the step's rows begin:end, cut where states are taken."""
-        before, runs = self.states, list[RecurrentRun]()
+        """Runs of the step's rows begin:end, cut where states are taken and before documents."""
+        before, runs, placed = self.states, list[RecurrentRun](), self._documents
         self._launched = []
-        first = begin - self.length
+        first, done = begin - self.length, self.length
         for length in self._cuts(self.length, self.length + end - begin):
-            after = RecurrentSnapshot()
-            runs.append(RecurrentRun(begin, first + length, before, after))
+            after, documents = RecurrentSnapshot(), placed.before.get(done, ())
+            rows = first + done, first + length
+            runs.append(RecurrentRun(*rows, before, after, documents, placed.both))
             self._launched.append((length, after))
-            begin, before = first + length, after
+            done, before = length, after
         return runs
 
     def advance(self, positions: Sequence[int]) -> None:
@@ -74,13 +117,50 @@ class RecurrentTable(BlockTable):
         size = self.pool.block_size
         blocks = range((begin // size + 1) * size, end, size)
         cuts = {length for length in blocks if self._is_stop(length)}
-        cuts |= {length for length in self._stops if begin < length < end}
+        inner = (*self._stops, *self._documents.before)
+        cuts |= {length for length in inner if begin < length < end}
         return [*sorted(cuts), end]
 
     def _is_stop(self, length: int) -> bool:
         if length in self._stops:
             return True
         return length >= self.every_block_from and length % self.pool.block_size == 0
+
+
+class EncodedKV(ContiguousKV):
+    """Memory for a module that is encoded, with the map of its tokens so far.
+
+    A step writes new states and maps, which `advance` takes over.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, states_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(keys, values, states_dtype)
+        self.root: tuple[RecurrentStates, ...] = ()
+        """Map of the text before the module."""
+        self._states: RecurrentSnapshot | None = None
+        self._maps = RecordedMaps()
+        self._launched: tuple[RecurrentSnapshot, RecordedMaps] | None = None
+
+    def runs(self, begin: int, end: int) -> list[RecurrentRun]:
+        """The run of the step's rows begin:end."""
+        maps, after = RecordedMaps(self._maps.after), RecurrentSnapshot()
+        self._launched = after, maps
+        documents = () if self.length else self.root
+        return [RecurrentRun(begin, end, self._states, after, documents, maps=maps)]
+
+    def advance(self, positions: Sequence[int]) -> None:
+        super().advance(positions)
+        if self._launched is not None:
+            self._states, self._maps = self._launched
+            self._launched = None
+
+    def as_states(self, start: int) -> KVStates:
+        """See `ContiguousKV.as_states`. Adds the map of the tokens."""
+        maps = [each for _, each in sorted(self._maps.after.items())]
+        recurrent = RecurrentStates.of(maps, self.states_dtype)
+        return replace(super().as_states(start), recurrent=recurrent)
 
 
 class SnapshotCache(RadixCache):

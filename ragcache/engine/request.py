@@ -14,6 +14,7 @@ from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, UnsupportedModel
 from ragcache.models import CausalLM
+from ragcache.modes import Compose
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, model_dtype
 
@@ -78,6 +79,8 @@ class Context:
     token_ids: tuple[int, ...]
     position_ids: tuple[int, ...]
     next_position: int
+    compose: Compose = "order"
+    """How documents compose in recurrent layers."""
 
     @property
     def cached_tokens(self) -> int:
@@ -186,7 +189,7 @@ class Request:
         names = tuple((segment.name, segment.start) for segment in self.context.segments)
         if self.tenant is None or self.prompt_logprobs or any(name is None for name, _ in names):
             return None
-        return (self.tenant, names)
+        return (self.tenant, names, self.context.compose)
 
 
 def _check_known_tokens(context: Context) -> None:
@@ -344,8 +347,8 @@ def check_composes(model: CausalLM) -> None:
     """Raise `UnsupportedModel` if a model cannot read states of modules."""
     if not model.composes:
         raise UnsupportedModel(
-            "this model has recurrent layers, whose states are sums over a whole text: states of "
-            "single documents are neither encoded nor read; ask in mode exact"
+            "this model has recurrent layers that are not known to be affine in their states: "
+            "states of single documents are neither encoded nor read; ask in mode exact"
         )
 
 
@@ -363,6 +366,9 @@ def check_states(states: StoredStates, model: CausalLM, *, by_address: bool) -> 
             "are not those of this model, which are [{}, {}, S, {}] of ".format(*sizes)
             + f"{model.states_dtype} on {model.device}"
         )
+    if (states.recurrent is None) == bool(model.recurrent_bytes):
+        kept = "none are kept" if states.recurrent is None else "the model has none"
+        raise InvalidRequest(f"states of recurrent layers do not fit this model: {kept}")
     packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
     if by_address and not packed:
         raise InvalidRequest(

@@ -29,12 +29,15 @@ from ragcache.attention.recurrent import RecurrentBatch
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.errors import EngineFailed
 from ragcache.models.positions import PositionScheme, changes_at_length
+from ragcache.states.recurrent import RecurrentStates
 
 if TYPE_CHECKING:
     from ragcache.models.hf_patch import SegmentCache  # imports transformers
 
 _PIECE_BYTES = 64 * 2**20  # of a weight, hashed at once
 _MOST_HASHERS = 8
+MODULE_TOKENS, MOST_MODULE_TOKENS = 384, 2048
+"""Default limit of a module in tokens, and the highest default of models with recurrent layers."""
 VOLATILE = (
     *("transformers_version", "_name_or_path", "_attn_implementation"),
     *("architectures", "dtype", "torch_dtype"),
@@ -106,11 +109,13 @@ class CausalLM:
         kernels: Whether the kernels of a GPU compute the attention.
         recurrent_bytes: Bytes of the recurrent states of one text. 0 if all layers are attention.
         composes: Whether prompts can be made of states of modules that were encoded one by one.
-            False for models with recurrent layers.
+            False for models whose recurrent layers are not known to be affine.
+        divides: Whether any part of a module's states can be read. Recurrent layers keep one map
+            of the whole module.
     """
 
     recurrent_bytes = 0
-    composes = True
+    composes = divides = True
     ranks = 1
     """Number of processes that compute the model together."""
     host_memory: Callable[[int], NDArray[np.uint8]] | None = None
@@ -172,6 +177,41 @@ class CausalLM:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers, as they are kept."""
         return self._elements_per_token * self.states_dtype.itemsize
+
+    def module_bytes(self, tokens: int) -> int:
+        """Bytes of the states of a module, as they are kept.
+
+        Args:
+            tokens: Number of tokens of the module.
+        """
+        return tokens * self.bytes_per_token + self.map_bytes
+
+    @property
+    def map_shape(self) -> RecurrentStates | None:
+        """Shapes of the maps of recurrent layers in a module's states, on the meta device. Unset if
+        all layers are attention."""
+        return None
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the maps of recurrent layers in a module's states."""
+        return 0 if self.map_shape is None else self.map_shape.nbytes
+
+    @property
+    def map_tokens(self) -> int:
+        """Tokens whose keys and values take as many bytes as the maps of recurrent layers."""
+        return -(-self.map_bytes // self.bytes_per_token)
+
+    def module_limit(self, given: int | None) -> int:
+        """Return the most tokens of a module.
+
+        Args:
+            given: The limit that the user has set. See `OpenConfig.module_tokens`.
+        """
+        if given is not None:
+            return given
+        wanted = min(self.map_tokens, MOST_MODULE_TOKENS, self.window // 4)
+        return max(MODULE_TOKENS, wanted)
 
     @property
     def computed_bytes_per_token(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any
 
@@ -26,10 +26,12 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.attention.triton.operator import OperatorMetadata
+from ragcache.models.composition import compose_layer, is_affine, record_mixer
 from ragcache.models.hf_patch import SegmentCache
 from ragcache.models.model import CausalLM, ForwardBatch
-from ragcache.states.recurrent import LayerState, RecurrentSnapshot
+from ragcache.states.recurrent import LayerMap, LayerState, RecurrentSnapshot, RecurrentStates
 
+_WIDEST = 8  # tokens of a text whose map has its full size; convolutions see fewer
 _CACHE_NAMES = ("cache_params", "past_key_values")  # under which mixers take their cache
 
 
@@ -66,6 +68,11 @@ class HybridCache(SegmentCache):
         super().__init__(metadata, backend)
         self.recurrent = recurrent
         self._number = {layer: number for number, layer in enumerate(kinds.keys)}
+        self._recurrent = {layer: number for number, layer in enumerate(kinds.recurrent)}
+
+    def map_of(self, document: RecurrentStates, layer_idx: int) -> LayerMap:
+        """Return the map of a document for one layer."""
+        return document.layer(self._recurrent[layer_idx])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -82,6 +89,14 @@ class _CallCache:
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
+        self._inputs: Tensor | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        """Inputs of the convolution in this call, [B, channels, T]."""
+        if self._inputs is None:  # a step of one token, whose input is the last kept one
+            return self.state.convolution[0][..., -1:]
+        return self._inputs
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
         return self.state.convolution.get(state_idx)
@@ -104,7 +119,7 @@ class _CallCache:
         conv_kernel_size: int | None = None,
     ) -> Tensor:
         """Add inputs [B, channels, T]. Returns them behind the kept ones."""
-        kept = self.state.convolution.get(state_idx)
+        kept, self._inputs = self.state.convolution.get(state_idx), conv_states
         whole = conv_states if kept is None else torch.cat([kept, conv_states], -1)
         width = conv_kernel_size or (conv_states if kept is None else kept).shape[-1]
         missing = max(0, width - whole.shape[-1])
@@ -122,26 +137,60 @@ class _CallCache:
         return recurrent_states
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecurrentSizes:
+    """Sizes of the states and of the maps of a text."""
+
+    states: int
+    """Bytes of the states behind it."""
+    maps: RecurrentStates | None
+    """Shapes of its maps, in float32. None if some recurrence is not known to be affine."""
+
+
 class HybridLM(CausalLM):
     """A patched Hugging Face model with recurrent layers. See `CausalLM`."""
 
-    composes = False
+    divides = False
 
     def __init__(self, *args: Any, kinds: LayerKinds, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kinds = kinds
 
-    @cached_property
-    def recurrent_bytes(self) -> int:  # type: ignore[override]  # a number that the base knows
+    @property
+    def composes(self) -> bool:  # type: ignore[override]  # a number that the base knows
+        """See `CausalLM`. False for recurrences that are not known to be affine."""
+        return self._sizes.maps is not None
+
+    @property
+    def recurrent_bytes(self) -> int:  # type: ignore[override]
         """See `CausalLM`."""
+        return self._sizes.states
+
+    @property
+    def map_shape(self) -> RecurrentStates | None:
+        """See `CausalLM.map_shape`."""
+        maps = self._sizes.maps
+        return None if maps is None else maps.to(self.states_dtype)
+
+    @cached_property
+    def _sizes(self) -> _RecurrentSizes:
+        hidden = torch.zeros(1, _WIDEST, self.hidden_size, dtype=self.dtype, device=self.device)
+        mixers = list(recurrent_mixers(self.model))
+        states, maps = [LayerState() for _ in mixers], list[LayerMap]()
         with torch.inference_mode():
-            hidden = torch.zeros(
-                1, 1, self.hidden_size, dtype=self.dtype, device=self.device
-            )  # [B, T, hidden size]
-            states = [LayerState() for _ in self.kinds.recurrent]
-            for module, state in zip(recurrent_mixers(self.model), states, strict=True):
+            for module, state in zip(mixers, states, strict=True):
                 _call_mixer(module, hidden, state)
-        return RecurrentSnapshot(dict(enumerate(states))).nbytes
+            if all(map(is_affine, mixers, states)):
+                for module in mixers:
+                    call = partial(_call_mixer, module, hidden, LayerState())
+                    maps.append(record_mixer(module, call, None)[1])
+        nbytes = RecurrentSnapshot(dict(enumerate(states))).nbytes
+        shapes = {tuple(tensor.shape for tensor in each.tensors()) for each in maps}
+        if len(shapes) != 1:
+            return _RecurrentSizes(nbytes, None)
+        return _RecurrentSizes(
+            nbytes, RecurrentStates.of(maps, torch.float32).to(torch.float32, "meta")
+        )
 
     def _call(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM._call`."""
@@ -181,24 +230,50 @@ def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
         before = [run.before.layers[layer] for run in batch.steps if run.before is not None]
         state = _stacked(before)
         rows = hidden_states[0, batch.step_rows][:, None]  # [n, 1, hidden size]
-        found.append(_call_mixer(module, rows, state)[:, 0])
+        output, _ = _call_mixer(module, rows, state)
+        found.append(output[:, 0])
         for number, run in enumerate(batch.steps):
             run.after.layers[layer] = _row_of(state, number)
     for run in batch.texts:
         state = _state_before(run, layer)
+        if run.documents:
+            maps = [cache.map_of(each, layer) for each in run.documents]
+            state = compose_layer(module, state, maps, both=run.both)
         rows = hidden_states[:, run.begin : run.end]
-        found.append(_call_mixer(module, rows, state)[0])
+        if run.maps is None:
+            output, _ = _call_mixer(module, rows, state)
+        else:
+            call = partial(_call_mixer, module, rows, state)
+            output, run.maps.after[layer] = record_mixer(module, call, run.maps.before.get(layer))
+        found.append(output[0])
         run.after.layers[layer] = state
     out = torch.cat(found)
     return (out if batch.row_order is None else out[batch.row_order])[None]
 
 
-def _call_mixer(module: Any, hidden_states: Tensor, state: LayerState) -> Tensor:
-    """Run a mixer's own forward over [B, T, hidden size]. Leaves the states behind in `state`."""
-    forward: Callable[..., Any] = type(module).forward
+def _call_mixer(
+    module: Any,
+    hidden_states: Tensor,
+    state: LayerState,
+    forward: Callable[..., Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run a mixer over [B, T, hidden size]. Leaves the states behind in `state`.
+
+    Args:
+        module: The mixer.
+        hidden_states: Its inputs.
+        state: The states before.
+        forward: Forward to call. Defaults to the mixer's own.
+
+    Returns:
+        The output [B, T, hidden size], and the inputs of the convolution [B, channels, T].
+    """
+    forward = type(module).forward if forward is None else forward
+    assert forward is not None
     name = next(each for each in _CACHE_NAMES if each in inspect.signature(forward).parameters)
-    out: Tensor = forward(module, hidden_states, **{name: _CallCache(state)})
-    return out
+    cache = _CallCache(state)
+    out: Tensor = forward(module, hidden_states, **{name: cache})
+    return out, cache.inputs
 
 
 def _stacked(states: Sequence[LayerState]) -> LayerState:

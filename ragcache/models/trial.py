@@ -12,36 +12,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragcache.attention import (
-    AttentionMetadata,
-    CausalBlock,
-    ContiguousWrite,
-    SharedKV,
-    SharedQueries,
-    over_heads,
-    read_values,
-)
-from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import Family, family_of, wrap_causal
-from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.models.hybrid_trial import hybrid_difference
+from ragcache.models.model import CausalLM
 from ragcache.models.recurrent import LayerKinds
+from ragcache.models.single_pass import forward_text
 from ragcache.states import KVStates
-from ragcache.states.recurrent import RecurrentSnapshot
 
 HEADS, LAYERS, EXPERTS, WIDTH, VOCABULARY = 4, 2, 4, 64, 320
 """Sizes of the tiny model; a head keeps its own."""
 WINDOW = 7  # of sliding windows: the first of the own tokens sees into both modules
 MODULES, OWN = (24, 5), 15  # tokens of the modules at the beginning of the text, and after them
-PORTIONS = (24, 1, 1, 9), (3, 30, 1, 1)
-"""Tokens of two texts in each pass that computes both, for models with recurrent layers."""
 ELSEWHERE = (33, 9)  # where the modules are encoded, if they can move
 BEHIND = (0, 9)  # tokens right before each module that it sees and that prompts do not contain
 NOISE = 0.3  # on the weights of norms, and on biases
@@ -136,12 +124,12 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 def trial_difference(model: Any) -> float:
     """Largest difference from Hugging Face's log-probabilities, as a share of their spread.
 
-    Compares every token after two moved modules, which do not see each other. Of a model with
-    recurrent layers, compares every token of two texts that are computed together, in portions.
+    Compares every token after two moved modules, which do not see each other. Models with recurrent
+    layers: see `hybrid_difference`.
     """
     with torch.device("cpu"):
         if LayerKinds.of(model.config).recurrent:
-            return _difference_in_portions(model)
+            return hybrid_difference(model, wrap_causal, SEEDS[0])
         return _difference(model)
 
 
@@ -159,86 +147,14 @@ def _difference(model: Any) -> float:
         seen = []
         if len(other):
             states = causal.new_states(len(other))
-            _forward(causal, other, start - len(other), *states)
+            forward_text(causal, other, start - len(other), *states)
             seen.append((KVStates(*states, start - len(other)), start - len(other)))
         keys, values = causal.new_states(len(module))
-        _forward(causal, module, start, keys, values, seen)
+        forward_text(causal, module, start, keys, values, seen)
         placed.append((KVStates(keys, values, start), at))
         at += len(module)
-    logits = _forward(causal, own, at, *causal.new_states(len(own)), placed)
+    logits = forward_text(causal, own, at, *causal.new_states(len(own)), placed)
     return float((logits.log_softmax(-1) - expected).abs().max() / expected.std())
-
-
-def _difference_in_portions(model: Any) -> float:
-    generator = torch.Generator().manual_seed(SEEDS[0])
-    vocabulary = model.get_input_embeddings().num_embeddings
-    lengths = [sum(portions) for portions in PORTIONS]
-    texts = [torch.randint(vocabulary, (count,), generator=generator) for count in lengths]
-    expected = [model(text[None], use_cache=False).logits[0].log_softmax(-1) for text in texts]
-    causal = wrap_causal(model)
-    states = [causal.new_states(count) for count in lengths]
-    snapshots: list[RecurrentSnapshot | None] = [None] * len(texts)
-    done, differences = [0] * len(texts), []
-    for counts in zip(*PORTIONS, strict=True):
-        parts = [
-            _Portion(text[begin : begin + count], begin, *kept, before)
-            for text, begin, count, kept, before in zip(
-                texts, done, counts, states, snapshots, strict=True
-            )
-        ]
-        logits = torch.split(_forward_portions(causal, parts).log_softmax(-1), list(counts))
-        for number, found in enumerate(logits):
-            begin, done[number] = done[number], done[number] + counts[number]
-            wanted = expected[number][begin : done[number]]
-            differences.append(float((found - wanted).abs().max() / wanted.std()))
-            snapshots[number] = parts[number].after
-    return max(differences)
-
-
-@dataclass(frozen=True, eq=False)
-class _Portion:
-    """The next tokens of a text, whose states so far are kept."""
-
-    token_ids: Tensor
-    begin: int
-    keys: Tensor
-    values: Tensor
-    before: RecurrentSnapshot | None
-    after: RecurrentSnapshot = field(default_factory=RecurrentSnapshot)
-
-
-def _forward_portions(causal: CausalLM, portions: Sequence[_Portion]) -> Tensor:
-    """Logits of all tokens of several texts, which one flat pass continues: [T, vocabulary]."""
-    row, seen, shared, blocks, writes, runs = 0, list[int](), [], [], [], []
-    for each in portions:
-        rows = range(row, row + len(each.token_ids))
-        if each.begin:
-            keys, values = each.keys[:, :, : each.begin], each.values[:, :, : each.begin]
-            values = read_values(keys, values)
-            shared.append(SharedKV(keys, values, len(seen), len(seen) + len(rows)))
-            seen += rows
-        row = rows.stop
-        blocks.append(CausalBlock(rows.start, row))
-        writes.append(ContiguousWrite(each.keys, each.values, each.begin, rows.start, row))
-        runs.append(RecurrentRun(rows.start, row, each.before, each.after))
-    index = torch.full((1 if seen else 0, row), len(seen))
-    index[:, seen] = torch.arange(len(seen))
-    positions = torch.cat([each.begin + torch.arange(len(each.token_ids)) for each in portions])
-    metadata = AttentionMetadata(
-        shared_queries=SharedQueries(torch.tensor(seen)) if seen else None,
-        shared_kv=tuple(shared),
-        causal_blocks=tuple(blocks),
-        paged_queries=None,
-        writes=tuple(writes),
-        shared_index=index,
-        slopes=causal.scheme.slopes,
-        positions=positions.float(),
-        windows=causal.windows,
-        softcap=causal.softcap,
-    )
-    token_ids = torch.cat([each.token_ids for each in portions])
-    batch = RecurrentBatch(runs, causal.device)
-    return causal.forward(ForwardBatch(token_ids, positions, torch.arange(row), metadata, batch))
 
 
 def expected_logits(
@@ -263,46 +179,6 @@ def _call(model: Any, token_ids: Tensor, start: int, cache: DynamicCache) -> Ten
     out = model(token_ids[None], position_ids=positions, past_key_values=cache, use_cache=True)
     logits: Tensor = out.logits[0]
     return logits
-
-
-def _forward(
-    causal: CausalLM,
-    token_ids: Tensor,
-    start: int,
-    keys: Tensor,
-    values: Tensor,
-    modules: Sequence[tuple[KVStates, int]] = (),
-) -> Tensor:
-    """Logits of all tokens, [T, vocabulary]. keys, values: where the tokens' states go; modules:
-    states that all tokens read, with the positions to which they are moved."""
-    count, rows = len(token_ids), torch.arange(len(token_ids))
-    positions = rows + start
-    queries: SharedQueries | None = None
-    shared = tuple(
-        SharedKV(each.keys, read_values(each.keys, each.values), n * count, (n + 1) * count)
-        for n, (each, _) in enumerate(modules)
-    )
-    if modules:
-        begin = torch.tensor([at for _, at in modules]).repeat_interleave(count)
-        moved = begin - torch.tensor([each.start for each, _ in modules]).repeat_interleave(count)
-        repeated = rows.repeat(len(modules))
-        turning = causal.scheme.relocation(moved)
-        queries = SharedQueries(
-            repeated, over_heads(turning), (begin - positions[repeated]).float()
-        )
-    metadata = AttentionMetadata(
-        shared_queries=queries,
-        shared_kv=shared,
-        causal_blocks=(CausalBlock(0, count),),
-        paged_queries=None,
-        writes=(ContiguousWrite(keys, values, 0, 0, count),),
-        shared_index=torch.arange(len(modules) * count).view(len(modules), count),
-        slopes=causal.scheme.slopes,
-        positions=positions.float(),
-        windows=causal.windows,
-        softcap=causal.softcap,
-    )
-    return causal.forward(ForwardBatch(token_ids, positions, rows, metadata))
 
 
 def _chosen_layers(config: Any) -> list[int]:

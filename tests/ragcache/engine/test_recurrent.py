@@ -15,7 +15,7 @@ from ragcache.engine import EncodeJob, EngineConfig, Request, Segment, encode
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.kv_cache_manager import HybridCacheManager
 from ragcache.errors import UnsupportedModel
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import CausalLM, composition, wrap_causal
 from ragcache.states import KVStates
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
@@ -237,16 +237,20 @@ def test_a_step_that_failed_leaves_the_states(mamba: Pair) -> None:
     assert core.stats.preempted > 0
 
 
-def test_states_of_modules_are_refused(mamba: Pair) -> None:
-    causal = mamba.causal
-    with pytest.raises(UnsupportedModel, match="recurrent layers"):
-        list(encode(causal, [EncodeJob(PROMPT)]))
-    keys, values = causal.new_states(3)
+def test_unknown_recurrences_read_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may not be affine in their states."""
+    monkeypatch.setattr(composition, "_FUNCTIONS", {})
+    bamba = Pair("bamba")
+    assert not bamba.causal.composes
+    assert Pair("lfm2").causal.composes, "a short convolution keeps its inputs alone"
+    with pytest.raises(UnsupportedModel, match="not known to be affine"):
+        list(encode(bamba.causal, [EncodeJob(PROMPT)]))
+    keys, values = bamba.causal.new_states(3)
     context = plain_context(PROMPT)
     segments = (Segment(KVStates(keys, values, 0), 0),)
     moved = type(context)(segments, context.token_ids, tuple(range(3, 25)), 25)
     with pytest.raises(UnsupportedModel, match="ask in mode exact"):
-        mamba.core().submit(Request(moved, 1))
+        bamba.core().submit(Request(moved, 1))
 
 
 def play(pair: Pair, seed: int, steps: int) -> None:

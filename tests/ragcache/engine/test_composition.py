@@ -1,0 +1,329 @@
+"""Documents that compose in hybrid models, against mixers of Hugging Face that are fed again."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    Segment,
+    encode,
+    engine,
+)
+from ragcache.errors import InvalidRequest
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.hybrid_trial import MixerInputs, MixerOracle
+from ragcache.modes import Compose
+from ragcache.states import KVStates
+from ragcache.states.quantization import quantize
+from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
+    SmallBlockRunner,
+    SteppedCore,
+    assert_all_blocks_free,
+)
+from tests.tiny_hybrids import HYBRID_PARAMS, tiny_hybrid
+from tests.tiny_models import random_tokens
+
+NEAR = {"rtol": 0.0, "atol": 1e-4}  # of log-probabilities
+LIMIT = 4
+PREAMBLE = random_tokens(11, seed=99)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that were read right behind the preamble."""
+
+    token_ids: list[int]
+
+
+Piece = Document | list[int]
+
+
+class Composed:
+    """A model with documents: patched, and as Hugging Face computes it."""
+
+    def __init__(self, family: str) -> None:
+        plain = tiny_hybrid(family)
+        self.oracle = MixerOracle(plain, torch.tensor(PREAMBLE))
+        self.causal: CausalLM = wrap_causal(copy.deepcopy(plain))
+        [self.root] = encode(self.causal, [EncodeJob(PREAMBLE)])
+        self._states: dict[tuple[int, ...], KVStates] = {}
+        self._noted: dict[tuple[int, ...], MixerInputs] = {}
+
+    def states(self, document: Document) -> KVStates:
+        key = tuple(document.token_ids)
+        if key not in self._states:
+            job = EncodeJob(document.token_ids, len(PREAMBLE), Segment(self.root, 0))
+            [self._states[key]] = encode(self.causal, [job])
+        return self._states[key]
+
+    def context(self, pieces: Sequence[Piece], compose: Compose = "order") -> Context:
+        """The preamble, then the pieces: documents are read, texts computed."""
+        segments, own, at = [Segment(self.root, 0, "root")], list[tuple[int, int]](), len(PREAMBLE)
+        for piece in pieces:
+            if isinstance(piece, Document):
+                segments.append(Segment(self.states(piece), at, str(piece.token_ids)))
+                at += len(piece.token_ids)
+            else:
+                own += enumerate(piece, at)
+                at += len(piece)
+        positions, tokens = zip(*own, strict=True)
+        return Context(tuple(segments), tokens, positions, at, compose)
+
+    @torch.no_grad()
+    def log_probs(
+        self, pieces: Sequence[Piece], answer: Sequence[int], compose: Compose = "order"
+    ) -> Tensor:
+        """Log-probabilities before each token of an answer to pieces, the last of which is text."""
+        oracle, at, waiting = self.oracle, len(PREAMBLE), list[MixerInputs]()
+        cache, found = oracle.start(), torch.empty(0)
+        feed = oracle.feed_both if compose == "both" else oracle.feed
+        for piece in [*pieces, list(answer)]:
+            if isinstance(piece, Document):
+                waiting.append(self._inputs(piece))
+                continue
+            if waiting:
+                at, waiting = feed(cache, waiting, at), []
+            behind = found[-1:]
+            found = oracle.read(cache, torch.tensor(piece), at)
+            at += len(piece)
+        return torch.cat([behind, found[:-1]])
+
+    def _inputs(self, document: Document) -> MixerInputs:
+        key = tuple(document.token_ids)
+        if key not in self._noted:
+            self._noted[key] = self.oracle.note_document(torch.tensor(document.token_ids))
+        return self._noted[key]
+
+    def request(
+        self, pieces: Sequence[Piece], compose: Compose = "order", n: int = 1, new: int = LIMIT
+    ) -> Request:
+        sampling = SamplingParams(logprobs=0)
+        return Request(self.context(pieces, compose), new, n=n, sampling=sampling, tenant="a")
+
+    def check(
+        self, core: SteppedCore, pieces: Sequence[Piece], compose: Compose = "order", n: int = 1
+    ) -> None:
+        """Ask a core, and assert that the tokens of the answers are as likely as by the oracle."""
+        [output] = core.run(self.request(pieces, compose, n))
+        for choice in output.choices:
+            expected = self.log_probs(pieces, choice.token_ids, compose)
+            chosen = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+            found = torch.tensor([each.logprob for each in choice.chosen])
+            torch.testing.assert_close(found, chosen, **NEAR)
+            torch.testing.assert_close(chosen, expected.max(-1).values, **NEAR)
+
+    def core(self, blocks: int = 200, states: int = 60, **limits: int) -> SteppedCore:
+        nbytes = blocks * BLOCK_SIZE * self.causal.computed_bytes_per_token
+        nbytes += states * self.causal.recurrent_bytes
+        return SteppedCore(SmallBlockRunner(self.causal), EngineConfig(nbytes, **limits))
+
+
+@pytest.fixture(scope="module", params=HYBRID_PARAMS)
+def composed(request: pytest.FixtureRequest) -> Composed:
+    return Composed(str(request.param))
+
+
+@pytest.fixture(scope="module")
+def mamba() -> Composed:
+    return Composed("bamba")
+
+
+@pytest.fixture(scope="module")
+def delta() -> Composed:
+    return Composed("qwen3_5_text")
+
+
+def documents(*lengths: int) -> list[Document]:
+    return [Document(random_tokens(length, seed=length)) for length in lengths]
+
+
+QUESTION = random_tokens(9, seed=5)
+
+
+@pytest.mark.parametrize("compose", ["order", "both"])
+def test_documents_in_any_order_are_as_fed_again(composed: Composed, compose: Compose) -> None:
+    choose = random.Random(3)
+    core = composed.core()
+    for count in (1, 2, 5, 12):
+        found = documents(*(choose.choice((1, 2, 3, 4, 17, 64, 70)) + n for n in range(count)))
+        composed.check(core, [*choose.sample(found, count), QUESTION], compose)
+    assert_all_blocks_free(core)
+
+
+def test_one_document_is_an_ordinary_prefill(composed: Composed) -> None:
+    core = composed.core()
+    for length in (1, 3, 40):
+        [document] = documents(length)
+        [output] = core.run(composed.request([document, QUESTION]))
+        prompt = [*PREAMBLE, *document.token_ids, *QUESTION]
+        with torch.no_grad():
+            text = torch.tensor([[*prompt, *output.token_ids]])
+            expected = composed.oracle.model(text).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        chosen = torch.tensor([each.logprob for each in output.choices[0].chosen])
+        torch.testing.assert_close(chosen, expected.max(-1).values, **NEAR)
+
+
+def test_own_tokens_stand_between_documents(mamba: Composed, delta: Composed) -> None:
+    """A token of its own, a block and more; behind the last document and before the first."""
+    first, second, third = documents(20, 3, 9)
+    between, lead = random_tokens(1, seed=8), random_tokens(6, seed=9)
+    for model in (mamba, delta):
+        core = model.core(step_tokens=4, prefill_tokens=4)
+        pieces = [lead, first, between, second, third, QUESTION]
+        model.check(core, pieces)
+        model.check(core, pieces, "both")
+        model.check(core, [first, lead, second, between])
+
+
+def test_documents_are_encoded_in_portions(
+    mamba: Composed, delta: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Portions of one token and of fewer than the convolution sees."""
+    [document] = documents(12)
+    for model in (mamba, delta):
+        whole = model.states(document)
+        for size in (1, 2, 5):
+            monkeypatch.setattr(engine, "MAX_TOKENS_PER_PASS", size)
+            job = EncodeJob(document.token_ids, len(PREAMBLE), Segment(model.root, 0))
+            [found] = encode(model.causal, [job])
+            assert found.recurrent is not None
+            assert whole.recurrent is not None
+            for name, tensor in found.recurrent.tensors().items():
+                expected = whole.recurrent.tensors()[name]
+                torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_share_the_tokens_behind_their_documents(mamba: Composed) -> None:
+    core = mamba.core()
+    first, second = documents(20, 7)
+    lead = random_tokens(10, seed=4)
+    for end, shared in ((3, 0), (6, 0), (5, 8)):  # kept where the second left the first
+        pieces = [first, second, [*lead, *random_tokens(end, seed=end)]]
+        [output] = core.run(mamba.request(pieces))
+        assert output.shared_tokens == shared
+        mamba.check(mamba.core(), pieces)
+        expected = mamba.log_probs(pieces, output.token_ids).argmax(-1)
+        assert output.token_ids == tuple(expected.tolist())
+
+
+def test_orders_do_not_share(mamba: Composed) -> None:
+    core, [first, second] = mamba.core(), documents(20, 7)
+    for compose in ("order", "both"):
+        [output] = core.run(mamba.request([first, second, QUESTION], compose))  # type: ignore[arg-type]
+        assert output.shared_tokens == 0
+
+
+def test_several_answers_continue_composed_documents(mamba: Composed) -> None:
+    core, [first, second] = mamba.core(), documents(20, 7)
+    mamba.check(core, [first, second, QUESTION], n=3)
+    mamba.check(core, [first, QUESTION, second, QUESTION[:1]], n=3)
+
+
+def test_preempted_answers_compose_again(mamba: Composed) -> None:
+    core = mamba.core(running=4)
+    core.pool.allocate_blocks(core.pool.free_count - 15)
+    found = documents(20, 7, 3, 30)
+    prompts = [[*found[n:], *found[:n], QUESTION] for n in range(4)]
+    outputs = core.run(*(mamba.request(pieces, new=12) for pieces in prompts))
+    for pieces, output in zip(prompts, outputs, strict=True):
+        expected = mamba.log_probs(pieces, output.token_ids).argmax(-1)
+        assert output.token_ids == tuple(expected.tolist())
+    assert core.stats.preempted > 0
+
+
+def test_wrong_compositions_are_far_from_the_oracle(delta: Composed) -> None:
+    """Another order, a document left out, the mean of two orders."""
+    first, second = documents(20, 7)
+    prompt = [first, second, QUESTION]
+    expected = delta.log_probs(prompt, [5])
+    for wrong in ([second, first, QUESTION], [first, QUESTION]):
+        assert (delta.log_probs(wrong, [5]) - expected).abs().max() > 0.1
+    assert (delta.log_probs(prompt, [5], "both") - expected).abs().max() > 0.01
+
+
+def test_the_states_of_a_text_are_counted(composed: Composed) -> None:
+    [states] = [composed.states(each) for each in documents(40)]
+    assert states.nbytes == composed.causal.module_bytes(40)
+
+
+def test_states_in_eight_bits_keep_their_maps(mamba: Composed) -> None:
+    [document] = documents(40)
+    states = mamba.states(document)
+    assert quantize(states, "int8").restore().recurrent is states.recurrent
+
+
+def test_states_without_maps_are_refused(mamba: Composed) -> None:
+    states = mamba.states(documents(20)[0])
+    bare = KVStates(states.keys, states.values, states.start)
+    context = Context((Segment(bare, 0),), (5,), (20,), 21)
+    with pytest.raises(InvalidRequest, match=r"recurrent layers do not fit .* none are kept"):
+        mamba.core().submit(Request(context, 1))
+
+
+def test_a_part_of_a_document_is_refused(mamba: Composed) -> None:
+    states = mamba.states(documents(20)[0])
+    for each in (states, quantize(states, "int8")):
+        with pytest.raises(InvalidRequest, match="read the module as a whole"):
+            each.part(0, 5, 0)
+
+
+def test_states_of_some_layers_are_refused(mamba: Composed) -> None:
+    with pytest.raises(InvalidRequest, match="leave out `layers`"):
+        list(encode(mamba.causal, [EncodeJob(PREAMBLE, layers=1)]))
+
+
+def play(model: Composed, seed: int, steps: int) -> None:
+    """Let prompts over documents join, be canceled and preempted at random."""
+    choose = random.Random(seed)
+    core = model.core(
+        blocks=choose.choice((30, 60)),
+        states=choose.choice((12, 30)),
+        step_tokens=9,
+        prefill_tokens=choose.choice((9, 40)),
+        running=4,
+    )
+    core.pool.allocate_blocks(max(0, core.pool.free_count - choose.choice((16, 40))))
+    known = documents(1, 2, 5, 17, 30)
+    asked = []
+    for _ in range(steps):
+        if choose.random() < 0.4:
+            pieces: list[Piece] = list(choose.sample(known, choose.randrange(4)))
+            for _ in range(choose.randrange(3)):
+                own = random_tokens(choose.randrange(1, 7), seed=choose.randrange(5))
+                pieces.insert(choose.randrange(len(pieces) + 1), own)
+            pieces.append(random_tokens(choose.randrange(1, 9), seed=choose.randrange(5)))
+            compose: Compose = choose.choice(("order", "both"))
+            n, new = choose.choice((1, 1, 3)), choose.randrange(1, 7)
+            asked.append((pieces, compose, core.submit(model.request(pieces, compose, n, new))))
+        if asked and choose.random() < 0.05:
+            asked.pop(choose.randrange(len(asked)))[2].cancel()
+        core.step()
+    core.drain()
+    for pieces, compose, handle in asked:
+        for answer in {choice.token_ids for choice in handle.result(0).choices}:
+            expected = model.log_probs(pieces, answer, compose)
+            chosen = expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            torch.testing.assert_close(chosen, expected.max(-1).values, **NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_batches_are_as_fed_again(composed: Composed, seed: int) -> None:
+    play(composed, seed, 60)
+
+
+def test_a_short_mixed_batch_is_as_fed_again(mamba: Composed) -> None:
+    play(mamba, 12, 15)
