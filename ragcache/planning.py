@@ -31,7 +31,7 @@ from ragcache.engine import EncodeJob, LLMEngine, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import CausalLM, LoadedModel, prompt_frame
 from ragcache.pipeline.chat_template import resolve_instruction
-from ragcache.pipeline.gate import GateResult, measure_int8
+from ragcache.pipeline.gate_measurement import GateResult, measure_int8
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
@@ -122,8 +122,10 @@ class TierSize:
 
 def shape_of(model: CausalLM, tokens: int) -> KVStates:
     """Return states of `tokens` tokens on the meta device: a shape without memory."""
-    keys, values = model.new_states(tokens, torch.device("meta"))
-    return KVStates(keys.to(model.states_dtype), values.to(model.states_dtype), 0)
+    keys, values = (
+        each.to(model.states_dtype) for each in model.new_states(tokens, torch.device("meta"))
+    )
+    return KVStates(keys, values, 0, recurrent=model.map_shape)
 
 
 def bytes_per_token(model: CausalLM) -> dict[str, int]:
@@ -264,6 +266,8 @@ class CachePlan:
     """Bytes per second below which a module in the model's dtype is computed faster than loaded."""
     int8: GateResult | None = None
     """Distance of answers over states in eight bits from `exact`. None if it was not measured."""
+    map_bytes: int = 0
+    """Bytes that each module keeps of the recurrent layers, in addition to its tokens."""
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
         """Return the sizes of the corpus in a tier of the plan by `kv_dtype`."""
@@ -334,6 +338,7 @@ def make_plan(
         },
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
         int8=_measure_int8(model, progress),
+        map_bytes=model.causal.map_bytes,
     )
 
 
@@ -382,7 +387,7 @@ def measure_sample(
     progress(f"encoding {len(sample)} modules of the corpus")
     encode_s = median_seconds(model, lambda: encode_modules(model, root, sample))
     lengths = sorted({max(1, len(longest) // share) for share in _SHARES})
-    host_bytes = 2 * len(longest) * model.bytes_per_token + 2**20
+    host_bytes = 2 * model.module_bytes(len(longest)) + 2**20
     host = HostTier(host_bytes, pinned=model.device.type == "cuda")
     cuts: list[Cut] = []
     try:
@@ -483,13 +488,29 @@ def advise(plan: CachePlan) -> list[str]:
             f"Modules of less than about {tokens:.0f} tokens are computed sooner than loaded: "
             "leave module_tokens well above it."
         )
-    advice += _advise_int8(plan)
+    advice += [*_advise_length(plan), *_advise_int8(plan)]
     advice.append(
         f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
         f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
         f"{plan.modules:,} modules took."
     )
     return advice
+
+
+def _advise_length(plan: CachePlan) -> list[str]:
+    """Return from how many tokens a module of a hybrid model is worth its maps."""
+    if not plan.map_bytes:
+        return []
+    tokens = -(-plan.map_bytes // plan.bytes_per_token["model"])
+    average = plan.tokens / plan.modules
+    advice = (
+        f"Each module keeps {plan.map_bytes / 2**20:,.1f} MiB of the recurrent layers, whatever "
+        f"its length: as much as keys and values of {tokens:,} tokens, where modules have "
+        f"{average:,.0f} on average."
+    )
+    if average < tokens:
+        advice += f" Longer modules take less in all: raise module_tokens to {tokens:,}."
+    return [advice]
 
 
 def _advise_int8(plan: CachePlan) -> list[str]:

@@ -47,14 +47,19 @@ class OpenConfig(TierOptions, Params):
     (`ragcache.models.INSTRUCTION`)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the model's chat template for every prompt. A call may override them."""
-    module_tokens: Annotated[int, Field(ge=1)] = 384
-    """Most tokens of a module."""
+    module_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of a module. Defaults to 384, and with recurrent layers to the length from which
+    keys and values take more bytes than the maps of these layers, at most 2,048."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Most tokens of an answer, if the request sets no limit. Chats over OpenAI's API have the
     service's setting `chat_max_tokens`."""
     force_modes: bool = False
     """Serve every mode, even a mode that is far from `exact` on the model. By default, each mode is
     measured once per folder, before its first question."""
+    compose: Literal["auto", "order", "both"] = "auto"
+    """How documents compose in the recurrent layers of a hybrid model: in the `order` of the
+    prompt, or as the mean of `both` this order and its reverse, in which later documents do not
+    outweigh earlier ones. `auto` takes the one that is nearer to `exact` on the model."""
     recognize_recurring: bool = True
     """Read texts that recur in prompts from states, without any ingestion. A text is read from its
     third prompt on."""

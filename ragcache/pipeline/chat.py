@@ -169,7 +169,7 @@ class ChatPipeline:
         encoder = self.encoder
         if chat.selection is not None:  # the states that questions to the collection read
             encoder = encoder.with_instruction(chat.selection.version.instruction)
-        layout = PromptLayout(encoder.preamble_ids)
+        layout = PromptLayout(encoder.preamble_ids, divides=encoder.model.causal.divides)
         groups = lay_out_chat(
             layout,
             replace(chat, found=read),
@@ -291,7 +291,7 @@ class ChatPipeline:
 
 
 def select_given(
-    documents: Sequence[SourceDocument], model: LoadedModel, module_tokens: int
+    documents: Sequence[SourceDocument], model: LoadedModel, module_tokens: int | None
 ) -> Selection:
     """Return all modules of documents that come with a conversation, in their order.
 
@@ -300,12 +300,12 @@ def select_given(
     Args:
         documents: The documents. Blank ones have no module.
         model: The model, whose tokens are counted.
-        module_tokens: Most tokens of a module.
+        module_tokens: Most tokens of a module. See `OpenConfig.module_tokens`.
     """
-    hits = []
+    hits, limit = [], model.causal.module_limit(module_tokens)
     for document in documents:
         for number, each in enumerate(
-            split_document(document, module_tokens, model.encode_untrusted), start=1
+            split_document(document, limit, model.encode_untrusted), start=1
         ):
             name = f"{document.id}#{number}"
             digest = sha256(repr((name, document.uri, each.text, each.places)).encode("utf-8"))
@@ -420,7 +420,9 @@ def _place(
     layout.compute(agreed.before)
     start = layout.length - agreed.begin
     begin = agreed.begin + mode.leading_tokens(agreed.end - agreed.begin)
-    if agreed.end - begin < MIN_READ_TOKENS or not fits_at(start, len(token_ids)):
+    size = len(token_ids)
+    whole = layout.divides or (begin, agreed.end) == (0, size)
+    if agreed.end - begin < MIN_READ_TOKENS or not (whole and fits_at(start, size)):
         begin = agreed.end
     layout.compute(token_ids[agreed.begin : begin])
     group = None

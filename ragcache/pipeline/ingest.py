@@ -376,7 +376,7 @@ class Ingestor:
                 preparing("splitting", done, total)
 
         tokenize = self.encoder.model.encode_untrusted
-        limit = self.config.module_tokens
+        limit = self.encoder.model.causal.module_limit(self.config.module_tokens)
         return [(d, split_document(d, limit, tokenize, note)) for d in documents]
 
     def _encode(
@@ -441,7 +441,7 @@ class Ingestor:
     def _digest(self, document: SourceDocument) -> str:
         """Return a digest of the text, the metadata and all settings of the splitter."""
         metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
-        size = str(self.config.module_tokens)
+        size = str(self.encoder.model.causal.module_limit(self.config.module_tokens))
         parts = (document.digest, metadata, str(SPLIT_VERSION), size)
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 

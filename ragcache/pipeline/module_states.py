@@ -118,7 +118,7 @@ class StateEncoder:
         causal = self.model.causal
 
         def size_of(key: KVKey) -> int:
-            return lengths.get(key, 0) * causal.bytes_per_token
+            return causal.module_bytes(lengths[key]) if key in lengths else 0
 
         return LeaseRequest(origin, mode, root, causal.fingerprint, patience, size_of)
 

@@ -144,7 +144,7 @@ class SharedServices:
             instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
             IngestionWorkers(store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)),
-            ModeGate(model, engine, store.ledger, config.force_modes),
+            ModeGate(model, engine, store.ledger, config.force_modes, config.compose),
             ModelCalibration(model, instruction, store.ledger),
             reranker,
         )
@@ -324,7 +324,7 @@ def _observed_modules(shared: SharedServices, encoder: ModuleEncoder, name: str)
         shared.gate,
         shared.observing,
         budget_bytes=_observed_bytes(shared.config, shared.store),
-        module_tokens=shared.config.module_tokens,
+        module_tokens=shared.model.causal.module_limit(shared.config.module_tokens),
         is_idle=lambda: not shared.engine.core.busy,
         rows=ObservedTexts(shared.database, name) if stored else None,
     )

@@ -323,7 +323,7 @@ class ObservedModules:
     def _module_of(self, text: str, mode: ReuseMode) -> ObservedModule | None:
         """Return a text as a module. A text that is too short or too long is none."""
         ids, encodings = self._tokens(text), mode.encodings
-        nbytes = len(ids) * self._model.causal.bytes_per_token * len(encodings)
+        nbytes = self._model.causal.module_bytes(len(ids)) * len(encodings)
         if len(ids) < MIN_TOKENS or nbytes > self._budget_bytes:
             return None
         name = sha256(text.encode()).hexdigest()[:16]

@@ -123,6 +123,8 @@ class PmlPipeline:
             if tokens.token_ids:
                 self._check_window(schema.name, scopes[0].path, tokens)
                 groups.append(tokens)
+        if not self.encoder.model.causal.divides:  # prompts are answered in exact
+            groups = []
         keys = [self.encoder.key(group) for group in groups]
         store = self.encoder.store
         jobs = store.jobs.within(self.texts.namespace)

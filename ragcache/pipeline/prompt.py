@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
-from ragcache.modes import AFTER_PREAMBLE, EXACT, ROOTED, Encoding, ReuseMode
+from ragcache.modes import AFTER_PREAMBLE, EXACT, ROOTED, Compose, Encoding, ReuseMode
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.keeper import Keeper
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
@@ -266,7 +266,10 @@ class TokenPrompt:
 
 
 def build_context(
-    prompt: TokenPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
+    prompt: TokenPrompt,
+    keys: Sequence[KVKey] = (),
+    states: Sequence[StoredStates] = (),
+    compose: Compose = "order",
 ) -> Context:
     """Return the context that the engine attends to.
 
@@ -274,6 +277,7 @@ def build_context(
         prompt: The prompt.
         keys: Keys of the prompt's lease, in order.
         states: States of these keys.
+        compose: How documents compose in recurrent layers.
     """
     known = None if prompt.states is None else prompt.states.token_ids
     segments = [
@@ -283,13 +287,15 @@ def build_context(
         for span in prompt.spans
     ]
     positions, own = zip(*prompt.computed_tokens, strict=True)
-    return Context(tuple(segments), own, positions, prompt.end)
+    return Context(tuple(segments), own, positions, prompt.end, compose)
 
 
 class PromptLayout:
     """Lays out a prompt without gaps, from front to back."""
 
-    def __init__(self, preamble: Iterable[int] = ()) -> None:
+    def __init__(self, preamble: Iterable[int] = (), *, divides: bool = True) -> None:
+        """Create an empty layout. `divides`: whether parts of modules can be read."""
+        self.divides = divides
         self.groups = [ModuleGroup((), tuple(preamble), 0)]
         """The preamble, then the groups that were added."""
         self.spans: list[CachedSpan] = []
@@ -317,11 +323,17 @@ class PromptLayout:
         self.length += len(token_ids)
 
     def close(self) -> None:
-        """Compute the last token, so that the answer has a token to follow."""
+        """Compute the last token, so that the answer has a token to follow.
+
+        All tokens of a module at the end are computed if modules cannot be divided.
+        """
         if self.spans and (not self.own or self.own[-1][0] < self.length - 1):
             last = self.spans.pop()
-            self.spans.append(last.shortened())
-            self.own.append((self.length - 1, self.groups[last.group].token_ids[last.end - 1]))
+            begin = last.end - 1 if self.divides else last.begin
+            if begin > last.begin:
+                self.spans.append(last.shortened())
+            token_ids = self.groups[last.group].token_ids[begin : last.end]
+            self.own += enumerate(token_ids, self.length - len(token_ids))
 
     def prompt(self) -> TokenPrompt:
         """Return the prompt. The caller adds its question, its states and its sources."""

@@ -32,7 +32,7 @@ from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import RepetitionRule, check_options, check_stop_strings
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
-from ragcache.modes import EXACT, ReuseMode
+from ragcache.modes import EXACT, Compose, ReuseMode
 from ragcache.params import GenerationParams, OpenConfig
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.blend import blend_prompt, most_blended
@@ -241,7 +241,8 @@ class Submitter:
         """Build prompts in a mode, and submit them; see `run`.
 
         Prompts that would read states are built in `exact` instead while the gate measures the mode
-        in the background, and always on a model whose states do not compose.
+        in the background, on a model whose states do not compose, and if they read parts of modules
+        that cannot be divided.
 
         Args:
             build: Builds the prompts in a mode. Leases nothing.
@@ -249,7 +250,7 @@ class Submitter:
             generation: How the answers are generated.
         """
         prompts = build(mode)
-        if _modes_read(prompts) and self._replaces(mode):
+        if _modes_read(prompts) and (self._replaces(mode) or self._are_cut(prompts)):
             prompts = [
                 replace(each, question=replace(each.question, replaced_mode=mode))
                 for each in build(EXACT)
@@ -261,6 +262,14 @@ class Submitter:
         if not self.model.causal.composes:
             return True
         return self.gate is not None and self.gate.defers(mode)
+
+    def _are_cut(self, prompts: Sequence[TokenPrompt]) -> bool:
+        """Tell whether PML prompts read texts of modules that cannot be divided."""
+        return not self.model.causal.divides and any(each.kind == "prompt" for each in prompts)
+
+    def _composition(self, prompt: TokenPrompt) -> Compose:
+        """Return how the documents of a prompt compose in recurrent layers."""
+        return "order" if self.gate is None else self.gate.composition(prompt.question.mode)
 
     def check_sizes(self, own: int, documents: int) -> None:
         """Raise `PromptTooLong` for a prompt that leaves no room for an answer.
@@ -339,7 +348,8 @@ class Submitter:
                         prompt, percent, lease.states, token_ids, causal, self.engine
                     )
             found = ((), ()) if lease is None else (lease.keys, lease.states)
-            resumed = self._resume(prompt, build_context(prompt, *found), generation)
+            context = build_context(prompt, *found, self._composition(prompt))
+            resumed = self._resume(prompt, context, generation)
             prepared = prepare_answer(prompt, lease, time.perf_counter(), policies, resumed.tokens)
             request = replace(make_request(resumed.context), keep=resumed.keep)
             if timeout is not None:
@@ -358,7 +368,7 @@ class Submitter:
     ) -> ResumedContext:
         """Start a chat from the kept states of its earlier turns, if there are any."""
         shared = generation.share and prompt.cacheable and not generation.prompt_logprobs
-        shared = shared and self.model.causal.composes
+        shared = shared and self.model.causal.divides
         if self.conversations is None or prompt.kind != "chat" or not shared:
             return ResumedContext(context)
         name, seconds = generation.prompt_cache_key, generation.retention_seconds

@@ -16,7 +16,7 @@ from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from ragcache.modes import ROOTED
-from ragcache.pipeline.gate import GateResult, measure_int8, measure_modes
+from ragcache.pipeline.gate_measurement import GateResult, measure_int8, measure_modes
 from ragcache.planning import (
     Budgets,
     CachePlan,

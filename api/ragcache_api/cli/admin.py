@@ -435,13 +435,17 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     if settings.force_modes:
         return "all serve, as force_modes is set; nothing was measured"
     if not model.causal.composes:
-        return "every question is answered in exact: recurrent layers read no states of documents"
+        return (
+            "every question is answered in exact: recurrent layers that are not known to be affine "
+            "read no states of documents"
+        )
     with ExitStack() as stack:
         ledger = None
         with suppress(StoreError):  # reported by the check of the state folder
             ledger = Ledger(stack.enter_context(ui.open_ledger(settings)))
         engine = stack.enter_context(LLMEngine(model.causal))
-        results = [each for each in ModeGate(model, engine, ledger).measure() if each is not None]
+        gate = ModeGate(model, engine, ledger, compose=settings.compose)
+        results = [each for each in gate.measure() if each is not None]
     if not results:
         return f"not measured: a window of {model.causal.window} tokens is too small"
     proposed = propose_mode(results)

@@ -410,7 +410,8 @@ def _corpus(
 
     with progress_bar("reading the corpus") as progress:
         if collection is None:
-            return corpus_of_sources(model, paths, settings.module_tokens, progress)
+            limit = model.causal.module_limit(settings.module_tokens)
+            return corpus_of_sources(model, paths, limit, progress)
         with ui.open_ledger(settings) as database:
             catalog = Catalog(database, model.tokenizer_fingerprint, None)
             return corpus_of_collection(model, catalog, collection, progress)

@@ -19,7 +19,7 @@ from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import GateResult
+from ragcache.pipeline.gate_measurement import GateResult
 from ragcache.store import KVStore, RemoteTier, admin
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.ragcache.conftest import make_key, make_states, postgres_schema, record_row

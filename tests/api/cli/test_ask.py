@@ -8,7 +8,7 @@ import pytest
 
 from ragcache.params import REFUSAL
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import GateResult
+from ragcache.pipeline.gate_measurement import GateResult
 from ragcache_api.cli import ask
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.conftest import REPOSITORY, write_notes

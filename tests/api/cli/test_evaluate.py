@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import GateResult
+from ragcache.pipeline.gate_measurement import GateResult
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 
 

@@ -19,7 +19,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.db.tables import EvictionTable
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import GateResult
+from ragcache.pipeline.gate_measurement import GateResult
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.stats_recorder import SOURCES
 from ragcache_api.http.telemetry import Metrics

@@ -22,7 +22,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.contents import Collections
 from ragcache.models import LoadedModel
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import GateResult
+from ragcache.pipeline.gate_measurement import GateResult
 from ragcache_api.http.browser import PAGE
 from ragcache_api.http.service import Service
 from tests.api.page import seeding

@@ -20,13 +20,13 @@ from ragcache.errors import ConfigurationError, EngineFailed, LedgerUnavailable,
 from ragcache.models import LoadedModel, Rotary, wrap_causal
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate import (
+from ragcache.pipeline.gate import ModeGate, propose_mode
+from ragcache.pipeline.gate_measurement import (
     DOCUMENTS,
+    LEAST_LIMIT,
     ORDERS,
     GateResult,
-    ModeGate,
     measure_modes,
-    propose_mode,
 )
 from tests.tiny_models import tiny_model
 
@@ -129,7 +129,7 @@ def test_a_model_that_is_unsure_of_everything_passes(family: str, reader: Loaded
         [result] = ModeGate(model, engine, None).measure(["isolated"])
     assert result is not None
     assert result.passes
-    assert result.limit == gate.LEAST_LIMIT
+    assert result.limit == LEAST_LIMIT
 
 
 @pytest.mark.parametrize(("window", "prompts"), [(175, 12), (100, 0)])

@@ -410,7 +410,8 @@ def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
     shared = context.service.shared
     if body.texts is not None and body.collection is None:
         texts = [SourceDocument(str(n), text) for n, text in enumerate(body.texts, start=1)]
-        corpus = corpus_of_sources(shared.model, texts, context.service.settings.module_tokens)
+        limit = shared.model.causal.module_limit(context.service.settings.module_tokens)
+        corpus = corpus_of_sources(shared.model, texts, limit)
     elif body.collection is not None and body.texts is None:
         corpus = corpus_of_collection(shared.model, context.rag.internals.catalog, body.collection)
     else:
