@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import eviction
+import hybrid
 import numpy as np
 import plots
 import pml
@@ -254,6 +255,20 @@ def test_the_theory_is_relay_attentions(tmp_path: Path) -> None:
     json.dumps(result)
     plot_relay(result, tmp_path / "relay.png")
     assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_composition_is_timed_beside_its_products() -> None:
+    sizes = {
+        **hybrid.SIZES, "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    setting = hybrid.HybridSetting(sizes, composed=2, modules=2, module_tokens=24, runs=1)
+    result = hybrid.bench_hybrid(setting, lambda _: None)
+    composed, first = result["composition"], result["first_token"]
+    assert result["composition_over_products"] == composed["order"] / composed["products"] > 0
+    assert result["speedup"]["both"] == first["prefill"] / first["both"] > 0
+    json.dumps(result)
 
 
 def test_ndcg_by_hand() -> None:

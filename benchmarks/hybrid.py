@@ -1,0 +1,209 @@
+"""Documents that compose in a hybrid model, beside their own arithmetic and an ordinary prefill.
+
+python benchmarks/hybrid.py --json FILE
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import typer
+from harness import (
+    JsonFile,
+    Progress,
+    describe_machine,
+    plain_table,
+    print_figures,
+    run_benchmark,
+    seconds,
+)
+
+from ragcache.bench.harness import prefill
+from ragcache.engine import Context, EncodeJob, EngineConfig, LLMEngine, Request, Segment, encode
+from ragcache.machine import keep_freed_memory
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.composition import compose_layer
+from ragcache.models.recurrent import recurrent_mixers
+from ragcache.modes import Compose
+from ragcache.states.recurrent import LayerState, RecurrentStates
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+}
+"""Shape of Qwen3.5-0.8B: 18 layers of Gated DeltaNet and 6 of attention; a smaller vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridSetting:
+    """A hybrid model, and prompts over modules."""
+
+    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
+    composed: int = 8
+    """Modules whose composition is measured alone."""
+    modules: int = 4
+    """Modules of the prompt whose first token is measured."""
+    module_tokens: int = 1024
+    preamble_tokens: int = 32
+    question_tokens: int = 24
+    runs: int = 5
+
+
+def build_model(setting: HybridSetting) -> Any:
+    """Return a Hugging Face model with random weights in float32."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    keep_freed_memory()
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(**setting.sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def bench_composition(causal: CausalLM, setting: HybridSetting) -> dict[str, float]:
+    """Return median seconds of composing random maps in all layers, and of the products alone."""
+    torch.manual_seed(1)
+    shape = causal.map_shape
+    assert shape is not None
+    documents = [_random_maps(shape) for _ in range(setting.composed)]
+    layers = [[each.layer(n) for each in documents] for n in range(shape.num_layers)]
+    mixers = list(recurrent_mixers(causal.model))
+    states = [
+        LayerState(
+            {0: torch.zeros(maps[0].last.shape)}, {0: torch.zeros(maps[0].increment.shape)[None]}
+        )
+        for maps in layers
+    ]
+
+    def compose(*, both: bool = False) -> None:
+        for mixer, state, maps in zip(mixers, states, layers, strict=True):
+            compose_layer(mixer, state, maps, both=both)
+
+    def products() -> None:
+        for state, maps in zip(states, layers, strict=True):
+            found = state.recurrent[0][0]
+            for each in maps:
+                found = torch.baddbmm(each.increment, each.transition, found)
+
+    ways: dict[str, Callable[[], None]] = {
+        "products": products,
+        "order": compose,
+        "both": lambda: compose(both=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for run in range(setting.runs + 1):
+        for name, way in ways.items():
+            taken = seconds(way)
+            if run:  # the first one warms up
+                times[name].append(taken)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _random_maps(shape: RecurrentStates) -> RecurrentStates:
+    """Maps of a size at which states stay finite."""
+    drawn = {name: torch.randn(each.shape) for name, each in shape.tensors().items()}
+    drawn["transition"] /= shape.transition.shape[-1]
+    drawn["decays"] = -drawn["decays"].abs()
+    drawn["steps"] = drawn["steps"].sigmoid()
+    return RecurrentStates(**drawn)
+
+
+def bench_first_token(
+    causal: CausalLM, setting: HybridSetting, progress: Progress
+) -> dict[str, float]:
+    """Return seconds to the first token over modules: composed, and by Hugging Face's prefill.
+
+    The prompt over other modules comes first, so that both are warm.
+    """
+    rng = random.Random(1)
+    count = setting.modules
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(3, setting.sizes["vocab_size"]) for _ in range(length)]
+
+    preamble, question = draw(setting.preamble_tokens), draw(setting.question_tokens)
+    modules = [draw(setting.module_tokens) for _ in range(count)]
+    progress(f"encoding {count} modules of {setting.module_tokens} tokens")
+    [root] = encode(causal, [EncodeJob(preamble)])
+    before = Segment(root, 0)
+    found = [next(iter(encode(causal, [EncodeJob(m, root.length, before)]))) for m in modules]
+    times: dict[Compose, list[float]] = {"order": [], "both": []}
+    with LLMEngine(causal, EngineConfig(2**28)) as engine:
+        for run in range(setting.runs + 1):
+            for compose, taken in times.items():
+                at, segments = root.length, [before]
+                for number in rng.sample(range(count), count):
+                    segments.append(Segment(found[number], at))
+                    at += found[number].length
+                end = at + len(question)
+                placed = tuple(segments), tuple(question), tuple(range(at, end)), end, compose
+                request = Request(Context(*placed), 1)
+                begin = time.perf_counter()
+                engine.submit_request(request).result()
+                if run:
+                    taken.append(time.perf_counter() - begin)
+    progress("prefill by Hugging Face, once")
+    prompt = [*preamble, *(token for each in modules for token in each), *question]
+    prefill(causal.model, prompt[:64])
+    medians = {str(name): statistics.median(each) for name, each in times.items()}
+    return {"prefill": seconds(lambda: prefill(causal.model, prompt)), **medians}
+
+
+def bench_hybrid(setting: HybridSetting, progress: Progress) -> dict[str, Any]:
+    """Return the figures, in seconds and as ratios of figures of this run."""
+    progress("drawing the model")
+    causal = wrap_causal(build_model(setting))
+    progress(f"composing {setting.composed} modules")
+    composition = bench_composition(causal, setting)
+    first = bench_first_token(causal, setting, progress)
+    return {
+        "composition": composition,
+        "composition_over_products": composition["order"] / composition["products"],
+        "first_token": first,
+        "speedup": {way: first["prefill"] / first[way] for way in ("order", "both")},
+        "map_bytes": causal.map_bytes,
+        "bytes_per_token": causal.bytes_per_token,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main(json_file: JsonFile = None, module_tokens: int = 1024, runs: int = 5) -> None:
+    """Compose modules of the shape of Qwen3.5-0.8B, beside products alone and a prefill."""
+    setting = HybridSetting(module_tokens=module_tokens, runs=runs)
+    found = run_benchmark(lambda progress: bench_hybrid(setting, progress))
+    result = {**found, "setting": asdict(setting), "machine": describe_machine()}
+    composed, first = found["composition"], found["first_token"]
+    table = plain_table("", "order", "both", "beside")
+    table.add_row(
+        f"{setting.composed} modules composed",
+        f"{1000 * composed['order']:.0f} ms",
+        f"{1000 * composed['both']:.0f} ms",
+        f"products alone {1000 * composed['products']:.0f} ms",
+    )
+    table.add_row(
+        f"first token over {setting.modules} x {setting.module_tokens}",
+        f"{first['order']:.2f} s",
+        f"{first['both']:.2f} s",
+        f"prefill {first['prefill']:.1f} s",
+    )
+    print_figures([table], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
