@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from ragcache.models.parallel.collectives import GlooCollectives, SignsOfLife
 from ragcache.models.parallel.memory import SharedArena
 from ragcache.models.parallel.messages import MessageWriter
 from ragcache.models.parallel.passes import RankModel
-from ragcache.models.parallel.plans import attach, check_model, shard_model
+from ragcache.models.parallel.plans import attach, check_model, shard_model, weights_of
 from ragcache.models.parallel.ranks import FollowerProcesses
-
-_Weight: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class Followers(Protocol):
@@ -42,9 +40,9 @@ class ParallelLM(CausalLM):
     ranks and lie in memory that all ranks map.
 
     Args:
-        whole: The model that was split, whose weights are not kept.
+        whole: The model that was split.
         leader: The leader's part.
-        weights: Weights of all ranks.
+        parts: The models of all ranks, whose weights the other ranks read.
         writer: Writes messages to the other ranks.
         followers: The other ranks.
     """
@@ -53,7 +51,7 @@ class ParallelLM(CausalLM):
         self,
         whole: CausalLM,
         leader: RankModel,
-        weights: SharedWeights,
+        parts: Sequence[Any],
         writer: MessageWriter,
         followers: Followers,
     ) -> None:
@@ -73,7 +71,7 @@ class ParallelLM(CausalLM):
         self.states_dtype, self.fingerprint = whole.states_dtype, whole.fingerprint
         self.logits_width, self.ranks = leader.logits_width, leader.collectives.ranks
         self._leader, self._followers = leader, followers
-        self._weights, self._writer, self._arena = weights, writer, writer.arena
+        self._parts, self._writer, self._arena = tuple(parts), writer, writer.arena
         self._lock = threading.Lock()  # steps of an engine, and of scripts beside it
 
     @property
@@ -115,7 +113,7 @@ class ParallelLM(CausalLM):
 def split_model(whole: CausalLM, ranks: int) -> ParallelLM:
     """Split a model over `ranks` processes, of which this one is the leader.
 
-    The weights are copied once to memory that all ranks map. `ParallelLM.close` ends the others.
+    The weights are moved to memory that all ranks map. `ParallelLM.close` ends the others.
 
     Args:
         whole: A model on a CPU, which stays usable.
@@ -135,14 +133,13 @@ def split_model(whole: CausalLM, ranks: int) -> ParallelLM:
         raise ConfigurationError("the model is split already; give the model that it was made from")
     check_model(whole.model, ranks)
     arena = SharedArena.create()
-    signs, weights, writer = SignsOfLife(arena, ranks), SharedWeights(arena), MessageWriter(arena)
+    signs, writer = SignsOfLife(arena, ranks), MessageWriter(arena)
     followers = FollowerProcesses(ranks, arena, signs)
     try:
-        leader = _distribute(whole, ranks, weights, writer, followers, signs)
+        return _distribute(whole, writer, followers, signs)
     except BaseException:
         followers.close()
         raise
-    return ParallelLM(whole, leader, weights, writer, followers)
 
 
 def check_device(device: torch.device, ranks: int) -> None:
@@ -154,43 +151,39 @@ def check_device(device: torch.device, ranks: int) -> None:
         )
 
 
-class SharedWeights:
-    """Weights of all ranks, each of them once, in memory that the ranks map."""
+def split_parts(
+    whole: CausalLM, ranks: int, writer: MessageWriter
+) -> tuple[list[Any], list[slice], list[bytes]]:
+    """Move the weights of a model to shared memory, and split it there.
 
-    def __init__(self, arena: SharedArena) -> None:
-        self._arena = arena
-        self._copies: dict[tuple[_Weight, ...], Tensor] = {}
+    Returns:
+        Of each rank the Hugging Face model, its key heads, and the first message to it.
+    """
+    arena, model = writer.arena, whole.model
+    for weight in weights_of(model):  # one by one, so that memory holds one more at most
+        weight.data = arena.copy(weight.detach())
 
-    def place(self, *parts: Tensor) -> Tensor:
-        """Copy a weight, or parts of one joined by rows. The weight stays where it is until all
-        have been copied."""
-        given = [part.detach() for part in parts]
-        key = tuple(
-            (each.data_ptr(), each.dtype, tuple(each.shape), each.stride()) for each in given
-        )
-        if key not in self._copies:
-            joined = given[0] if len(given) == 1 else torch.cat(given)
-            self._copies[key] = self._arena.copy(joined)
-        return self._copies[key]
+    def join(parts: list[Tensor]) -> Tensor:
+        return arena.copy(torch.cat(parts))
+
+    shards = [shard_model(model, rank, ranks, join) for rank in range(ranks)]
+    heads = [parts.key_heads(rank) for rank, (_, parts) in enumerate(shards)]
+    models = [shard for shard, _ in shards]
+    width = whole.logits_width
+    return models, heads, [writer.dumps((*each, width)) for each in zip(models, heads, strict=True)]
 
 
 def _distribute(
-    whole: CausalLM,
-    ranks: int,
-    weights: SharedWeights,
-    writer: MessageWriter,
-    followers: FollowerProcesses,
-    signs: SignsOfLife,
-) -> RankModel:
-    """Send each follower its part, and return the leader's."""
-    place = weights.place
-    width = whole.logits_width
+    whole: CausalLM, writer: MessageWriter, followers: FollowerProcesses, signs: SignsOfLife
+) -> ParallelLM:
+    """Send each follower its part, and connect the ranks."""
+    ranks = followers.ranks
+    models, heads, messages = split_parts(whole, ranks, writer)
     for rank in range(1, ranks):
-        shard, parts = shard_model(whole.model, rank, ranks, place)
-        followers.send(rank, writer.dumps((shard, parts.key_heads(rank), width)))
-    shard, parts = shard_model(whole.model, 0, ranks, place)
-    causal = wrap_causal(shard)
+        followers.send(rank, messages[rank])
+    causal = wrap_causal(models[0])
     followers.wait_until_ready()
     collectives = GlooCollectives(followers.folder, 0, ranks, signs)
-    attach(shard, collectives)
-    return RankModel(causal, parts.key_heads(0), width, collectives)
+    attach(models[0], collectives)
+    leader = RankModel(causal, heads[0], whole.logits_width, collectives)
+    return ParallelLM(whole, leader, models, writer, followers)

@@ -35,8 +35,8 @@ ragcache splits it by its sections."""
 _KEY_HEADS, _QUERIES_TOO, _TWO_HALVES = frozenset({"k_proj", "v_proj"}), "qkv_proj", "gate_up_proj"
 _HEAD_COUNTS = "num_heads", "num_attention_heads"
 
-Place = Callable[..., Tensor]
-"""Copies a weight, or some parts of one joined by rows, to where the ranks read it."""
+Join = Callable[[list[Tensor]], Tensor]
+"""Joins parts of a weight by rows."""
 
 
 class RowParallel(nn.Module):
@@ -48,7 +48,7 @@ class RowParallel(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., in_features / ranks]; returns [..., out_features]."""
@@ -115,14 +115,14 @@ def check_model(model: Any, ranks: int) -> None:
     _check_layers(model, _plan_of(model.config, ranks), _head_parts(model.config, ranks))
 
 
-def shard_model(model: Any, rank: int, ranks: int, place: Place) -> tuple[Any, HeadParts]:
-    """Copy the part of a model that a rank computes.
+def shard_model(model: Any, rank: int, ranks: int, join: Join = torch.cat) -> tuple[Any, HeadParts]:
+    """Make the part of a model that a rank computes. Its weights are views of the model's.
 
     Args:
         model: The Hugging Face model, which stays as it is.
         rank: Number of the rank.
         ranks: Number of ranks.
-        place: Called for each weight, or part of one, that the rank has.
+        join: Joins the parts of a merged projection, which are no view.
 
     Returns:
         The model of the rank, and how its heads are split.
@@ -132,23 +132,20 @@ def shard_model(model: Any, rank: int, ranks: int, place: Place) -> tuple[Any, H
     """
     plan, parts = _plan_of(model.config, ranks), _head_parts(model.config, ranks)
     split = _check_layers(model, plan, parts)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    memo: dict[int, Any] = {id(each): _empty(each) for each in _weights([*split.values(), head])}
-    memo |= {
-        id(each): _like(each, place(each)) for each in _weights([model]) if id(each) not in memo
-    }
-    tied = head.weight is embedding.weight
-    if tied:
-        memo[id(head.weight)] = _like(head.weight, place(head.weight))
-    shard = copy.deepcopy(model, memo)
+    shard = copy.deepcopy(model, {id(each): _alias(each) for each in weights_of(model)})
     for name, linear in split.items():
-        shard.base_model.set_submodule(name, _part(name, linear, plan, rank, parts, place))
+        shard.base_model.set_submodule(name, _part(name, linear, plan, rank, parts, join))
+    head = model.get_output_embeddings()
     rows = _token_rows(head.out_features, rank, ranks)
-    weight = shard.get_input_embeddings().weight[rows] if tied else place(head.weight[rows])
-    bias = None if head.bias is None else place(head.bias[rows])
-    shard.set_output_embeddings(_linear(weight, bias))
+    shard.set_output_embeddings(_linear(head, lambda weight: weight[rows]))
     _count_heads(shard, parts)
     return shard, parts
+
+
+def weights_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a model, each of them once."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def attach(shard: Any, collectives: Collectives) -> None:
@@ -233,16 +230,16 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _part(
-    name: str, linear: nn.Linear, plan: Mapping[str, str], rank: int, parts: HeadParts, place: Place
+    name: str, linear: nn.Linear, plan: Mapping[str, str], rank: int, parts: HeadParts, join: Join
 ) -> nn.Module:
     """The part of a linear layer that a rank has."""
-    ranks, bias = parts.ranks, linear.bias
     if _style(name, plan) == ROWS:
-        here = _even_part(linear.in_features, rank, ranks)
-        return RowParallel(place(linear.weight[:, here]), None if bias is None else place(bias))
+        here = _even_part(linear.in_features, rank, parts.ranks)
+        return RowParallel(linear.weight.detach()[:, here], linear.bias)
     columns = _columns(name, linear.out_features, rank, parts)
-    weight = place(*(linear.weight[here] for here in columns))
-    return _linear(weight, None if bias is None else place(*(bias[here] for here in columns)))
+    if len(columns) == 1:
+        return _linear(linear, lambda weight: weight[columns[0]])
+    return _linear(linear, lambda weight: join([weight[here] for here in columns]))
 
 
 def _columns(name: str, width: int, rank: int, parts: HeadParts) -> list[slice]:
@@ -271,29 +268,20 @@ def _token_rows(vocabulary: int, rank: int, ranks: int) -> slice:
     return slice(rank * most, min((rank + 1) * most, vocabulary))
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor over the same memory, so that a model may move its weights and a rank not."""
+    alias = tensor.detach()
+    return nn.Parameter(alias, requires_grad=False) if isinstance(tensor, nn.Parameter) else alias
+
+
+def _linear(whole: nn.Linear, part: Callable[[Tensor], Tensor]) -> nn.Linear:
+    """A linear layer with a part of the rows of another's weight and bias."""
+    weight, bias = part(whole.weight.detach()), whole.bias
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.bias = nn.Parameter(part(bias.detach()), requires_grad=False)
     return layer
-
-
-def _weights(modules: list[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
-
-
-def _like(tensor: Tensor, content: Tensor) -> Tensor:
-    """The content as a parameter, if the tensor is one."""
-    return (
-        nn.Parameter(content, requires_grad=False) if isinstance(tensor, nn.Parameter) else content
-    )
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return _like(tensor, tensor.new_empty(0))
 
 
 def _count_heads(shard: Any, parts: HeadParts) -> None:

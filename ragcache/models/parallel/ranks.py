@@ -94,6 +94,7 @@ class FollowerProcesses:
     `close`.
 
     Attributes:
+        ranks: Number of ranks, with the leader.
         failure: Why the ranks have ended. None while they work.
         on_failure: Functions called with the failure, in any thread.
     """
@@ -108,7 +109,7 @@ class FollowerProcesses:
         """
         self.failure: EngineFailed | None = None
         self.on_failure: list[Callable[[EngineFailed], object]] = []
-        self._ranks, self._signs = ranks, signs
+        self.ranks, self._signs = ranks, signs
         self._folder = TemporaryDirectory(prefix="ragcache-ranks-")
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -199,21 +200,21 @@ class FollowerProcesses:
     def _first_failure(self) -> str:
         for follower in self._followers:
             if reason := follower.failure():
-                return f"rank {follower.rank} of {self._ranks} {reason}"
+                return f"rank {follower.rank} of {self.ranks} {reason}"
         return ""
 
     def _first_hanging(self, now: float) -> str:
         """Name a rank without a heartbeat, or one for which the leader waits for much longer than
         its own part took."""
         signs = self._signs
-        for rank in range(1, self._ranks):
+        for rank in range(1, self.ranks):
             if now - signs.beats[rank] > PATIENCE:
-                return f"rank {rank} of {self._ranks} gives no sign of life"
+                return f"rank {rank} of {self.ranks} gives no sign of life"
         began = signs.waiting[0]
         if began and now - began > max(PATIENCE, 3 * signs.worked[0]):
-            for rank in range(1, self._ranks):
+            for rank in range(1, self.ranks):
                 if signs.meetings[rank] < signs.meetings[0]:
-                    return f"rank {rank} of {self._ranks} hangs in a pass"
+                    return f"rank {rank} of {self.ranks} hangs in a pass"
         return ""
 
     def _fail(self, reason: str, cause: BaseException | None) -> None:

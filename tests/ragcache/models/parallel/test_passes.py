@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +19,7 @@ from ragcache.models import CausalLM, trial, wrap_causal
 from ragcache.models.checkpoint import text_class
 from ragcache.models.families import FAMILIES, family_of
 from ragcache.models.parallel.leader import ParallelLM
-from ragcache.models.parallel.plans import check_split
+from ragcache.models.parallel.plans import check_split, weights_of
 from ragcache.states import KVStates
 from tests.ragcache.models.parallel.thread_ranks import split_in_threads
 from tests.ragcache.models.test_trial import CHANGES
@@ -44,7 +45,7 @@ def answers(causal: CausalLM) -> tuple[list[KVStates], list[Any]]:
 
     [root] = encode(causal, [EncodeJob(draw(16))])
     under = Segment(root, 0)
-    states = list(encode(causal, [EncodeJob(draw(length), 16, under) for length in (70, 33, 128)]))
+    states = list(encode(causal, [EncodeJob(draw(length), 16, under) for length in (70, 33, 50)]))
     requests = []
     for number, order in enumerate([(0, 1, 2), (2, 0), (), (1, 2, 0, 1)]):
         at, segments = 16, [Segment(root, 0)]
@@ -56,7 +57,7 @@ def answers(causal: CausalLM) -> tuple[list[KVStates], list[Any]]:
             tuple(segments), tuple(own), tuple(range(at, at + len(own))), at + len(own)
         )
         for sampling in (SamplingParams(logprobs=3), SamplingParams(temperature=0.8, seed=number)):
-            requests.append(Request(context, 12, sampling=sampling, n=1 + number % 2))
+            requests.append(Request(context, 8, sampling=sampling, n=1 + number % 2))
     outputs = complete(causal, requests)
     return states, [[list(each.token_ids) for each in output.choices] for output in outputs]
 
@@ -144,6 +145,20 @@ def test_the_first_layers_alone_are_written_by_all_ranks(parallel: ParallelLM) -
     [found] = encode(parallel, [job])
     torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
     torch.testing.assert_close(found.values, expected.values, **CLOSE)
+
+
+@pytest.mark.slow
+def test_one_model_is_split_several_times_and_stays_usable() -> None:
+    """Its weights move, and the ranks of the first split keep theirs."""
+    whole = wrap_causal(tiny_model("llama"))
+    _, tokens = answers(whole)
+    with closing(split_in_threads(whole, 2)) as first:
+        for weight in weights_of(whole.model):
+            assert first._arena.place_of(weight) is not None
+        with closing(split_in_threads(whole, 4)) as second:
+            for _ in range(2):
+                gc.collect()
+                assert [answers(each)[1] for each in (first, second, whole)] == [tokens] * 3
 
 
 @pytest.mark.parametrize("parallel", [("llama", 2, {})], indirect=True)

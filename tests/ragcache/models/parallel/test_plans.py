@@ -23,15 +23,11 @@ from ragcache.models.parallel.plans import (
 from tests.tiny_models import LATENT, tiny_config, tiny_model
 
 
-def placed(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts).detach().clone() if len(parts) > 1 else parts[0].detach().clone()
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_parts_of_all_ranks_are_the_whole(ranks: int) -> None:
     whole = tiny_model("qwen2", vocab_size=321)
     before = copy.deepcopy(whole.state_dict())
-    parts = [shard_model(whole, rank, ranks, placed)[0] for rank in range(ranks)]
+    parts = [shard_model(whole, rank, ranks)[0] for rank in range(ranks)]
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, before[name]), "the whole stays as it was"
         here = [part.state_dict()[name] for part in parts]
@@ -53,7 +49,7 @@ def test_the_parts_of_all_ranks_are_the_whole(ranks: int) -> None:
 
 def test_a_tied_head_is_a_part_of_the_embedding() -> None:
     whole = tiny_model("llama", tie_word_embeddings=True)
-    part, _ = shard_model(whole, 1, 2, placed)
+    part, _ = shard_model(whole, 1, 2)
     embedding, head = part.get_input_embeddings().weight, part.get_output_embeddings().weight
     assert embedding.shape[0] == 2 * head.shape[0]
     assert head.data_ptr() == embedding[head.shape[0] :].data_ptr()

@@ -13,11 +13,11 @@ from torch import Tensor
 from ragcache.errors import EngineFailed
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.parallel.follower import follow
-from ragcache.models.parallel.leader import ParallelLM, SharedWeights
+from ragcache.models.parallel.leader import ParallelLM, split_parts
 from ragcache.models.parallel.memory import MappedMemory, SharedArena
 from ragcache.models.parallel.messages import MessageWriter, read_message
 from ragcache.models.parallel.passes import RankModel
-from ragcache.models.parallel.plans import attach, shard_model
+from ragcache.models.parallel.plans import attach
 
 
 class Meeting:
@@ -118,14 +118,11 @@ class ThreadFollowers:
 def split_in_threads(whole: CausalLM, ranks: int) -> ParallelLM:
     """Split a model over threads. Close it to end them."""
     arena, followers = SharedArena.create(), ThreadFollowers(ranks)
-    weights, writer = SharedWeights(arena), MessageWriter(arena)
-    logits_width = whole.logits_width
+    writer = MessageWriter(arena)
+    models, heads, messages = split_parts(whole, ranks, writer)
     for rank in range(1, ranks):
-        shard, parts = shard_model(whole.model, rank, ranks, weights.place)
-        first = writer.dumps((shard, parts.key_heads(rank), logits_width))
-        followers.start(rank, first, arena)
-    shard, parts = shard_model(whole.model, 0, ranks, weights.place)
+        followers.start(rank, messages[rank], arena)
     collectives = ThreadCollectives(0, followers.meeting)
-    attach(shard, collectives)
-    leader = RankModel(wrap_causal(shard), parts.key_heads(0), logits_width, collectives)
-    return ParallelLM(whole, leader, weights, writer, followers)
+    attach(models[0], collectives)
+    leader = RankModel(wrap_causal(models[0]), heads[0], whole.logits_width, collectives)
+    return ParallelLM(whole, leader, models, writer, followers)
