@@ -1,15 +1,10 @@
-"""Merged projections and compiled layers: one graph for all decoder layers and numbers of rows.
+"""Compiled layers: one graph for all decoder layers and numbers of rows.
 
 Eager modules launch 37 kernels a Llama layer, most of them elementwise. `prepare_for_device` merges
 the projections and compiles each decoder layer, which leaves the products, the attention and a few
 fused kernels. A trial step makes the graph at once, because none can be made while a CUDA graph is
 captured. Only steps whose attention goes through the operator `ragcache::attend` are compiled; any
 other call of the model takes the eager modules.
-
-A decoder layer multiplies one input by the weights of queries, keys and values, and another by the
-weights of gate and up. With few rows, reading the weights dominates a product, and a small matrix
-does not occupy a GPU; one merged product does. `merge_projections` therefore replaces each of these
-linear layers by one that returns its columns of the product. The model's own code stays.
 """
 
 from __future__ import annotations
@@ -24,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
 from ragcache.machine import prefer_cublaslt
 from ragcache.models.hf_patch import SegmentCache, number_layers
 from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.models.projections import merge_projections
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +33,6 @@ TRACED_ROWS = 61
 that equal a model's size would be compiled for that number only. Inductor tunes for this number."""
 FEWEST_ROWS = 2
 """Rows that the same graph still serves; one row would be compiled apart."""
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers that a module calls with the same input."""
 
 Backend = str | Callable[..., Any]
 """Compiler of a traced graph: a name that `torch.compile` knows, or a function."""
@@ -186,93 +178,3 @@ def _try_step(causal: CausalLM, rows: int) -> None:
     positions = torch.arange(rows, device=causal.device)
     metadata = OperatorMetadata(register_step(step), causal.softcap)
     causal.forward(ForwardBatch(zeros, positions, zeros[:1], metadata))
-
-
-class MergedLinear(nn.Module):
-    """Linear layers over the same input, multiplied at once. Keeps the last input with its product
-    until the last of them was handed out. Threads may call it at once: they see both or neither.
-    """
-
-    def __init__(self, parts: list[nn.Linear]) -> None:
-        super().__init__()
-        weight = torch.cat([part.weight.detach() for part in parts])
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if parts[0].bias is not None:
-            bias = torch.cat([part.bias.detach() for part in parts])
-            self.bias = nn.Parameter(bias, requires_grad=False)
-        self.kept: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The product, [..., all columns]; computed where the input is another than before."""
-        kept = self.kept
-        if kept is None or kept[0] is not hidden:
-            self.kept = kept = hidden, F.linear(hidden, self.weight, self.bias)
-        return kept[1]
-
-
-class ProjectionSlice(nn.Module):
-    """Columns begin:end of a `MergedLinear`, in place of a linear layer."""
-
-    merged: MergedLinear
-
-    def __init__(self, merged: MergedLinear, begin: int, end: int, *, last: bool) -> None:
-        super().__init__()
-        object.__setattr__(self, "merged", merged)  # not registered: its weights count once
-        self.begin, self.end, self.last = begin, end, last
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        product: Tensor = self.merged(hidden)
-        if self.last:
-            self.merged.kept = None
-        return product[..., self.begin : self.end]
-
-
-def merge_projections(language: CausalLM) -> int:
-    """Merges the projections of a model, in place. Memory for one merged weight is needed beyond
-    the model. A second call changes nothing.
-
-    The fingerprint is taken first, because it names the parameters that end here.
-
-    Returns: How many groups were merged.
-    """
-    assert language.fingerprint
-    merged = 0
-    first = tuple(names[0] for names in GROUPS)
-    # owners alone: a list of all modules would keep all weights until its end
-    owners = [m for m in language.model.modules() if any(hasattr(m, name) for name in first)]
-    for owner in owners:
-        for names in GROUPS:
-            if parts := _plain_linears(owner, names):
-                _merge(owner, names, parts)
-                merged += 1
-    return merged
-
-
-def _plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
-    """The owner's layers of these names, where all are plain, without hooks, and fit each other."""
-    found = [getattr(owner, name, None) for name in names]
-    parts = [p for p in found if type(p) is nn.Linear and not _is_hooked(p)]
-    kinds = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
-    return parts if len(parts) == len(names) and len(kinds) == 1 else []
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether calling a layer may do more than its class does, as where weights are offloaded."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
-
-
-def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    """Replaces the owner's linear layers. The memory of their weights is freed."""
-    merged = MergedLinear(parts)
-    owner.add_module("merged_" + "_".join(names), merged)
-    widths = [part.out_features for part in parts]
-    device = merged.weight.device
-    begin = 0
-    for name, width in zip(names, widths, strict=True):
-        setattr(owner, name, ProjectionSlice(merged, begin, begin + width, last=name == names[-1]))
-        begin += width
-    parts.clear()
-    if device.type == "cuda":
-        # freed weights lie in segments too small for the next merged one
-        torch.cuda.empty_cache()

@@ -123,8 +123,8 @@ def load_model(
         long_context: Use the long-context factors of LongRoPE (Phi-3.5, Phi-4-mini) for every
             text. The window becomes the whole context.
         quantization: `int8` or `int4` quantizes the weights of linear layers, for a CPU. `auto`
-            does so where it makes decoding quicker: in 8 bits, or in 4 where 8 do not fit the
-            memory.
+            does so where it makes decoding quicker: in 8 bits, but in 4 the layers whose weights 4
+            bits hold no worse, or all where 8 do not fit the memory.
         tensor_parallel: Number of processes that the model will be split over (`split_model`).
             A model that cannot be split is refused before its weights are read.
         recall: Keeps the times behind `auto` for later processes, as `Ledger.recall_fact` does.

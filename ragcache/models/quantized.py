@@ -4,15 +4,16 @@
 decoding takes, multiplies packed weights in bfloat16, which reads half to a quarter of the bytes. A
 step of many rows multiplies a piece of the weights out at a time, in the dtype of the computation.
 The number of rows from which the second is quicker is timed. `int8` has a scale per row; `int4` has
-a scale and a zero for 32 numbers of a row, and the head in 8 bits. Embeddings, norms, activations
-and states stay as they are.
+a scale and a zero for 32 numbers of a row, and the head in 8 bits. `auto` takes 4 bits for a layer
+if they hold it no worse than 8, as where a GGUF file stored it in 4 bits. Layers over the same
+input are packed as one. Embeddings, norms, activations and states stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -37,11 +38,12 @@ from ragcache.models.dtype import (
     vocabulary_weights,
 )
 from ragcache.models.families import family_of
+from ragcache.models.projections import GROUPS, plain_linears, replace_linears
 from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
 
 logger = logging.getLogger(__name__)
 
-PACKING = 1
+PACKING = 2
 """Version of packed weights. Raise it if the same weights are packed in another way."""
 KEPT_FROM = 2**26  # weights of a model from which its packed weights are kept on disk
 
@@ -53,6 +55,8 @@ _SHARE = 0.5  # of the layers' weights, which must become small, or else nothing
 _SIDE = 2048  # size of the layer that is timed
 _LEAST = 1e-30  # scale of a row of zeros
 _ROWS = (4, 8, 16, 32, 64)
+_STEPS = (15, 14, 13, 12)  # of a group from its least to its largest number, most likely first
+_SAMPLE = 128  # rows of a weight that choose its bits
 
 
 class PackedLinear(nn.Module):
@@ -146,18 +150,18 @@ class Int4Linear(PackedLinear):
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None = None, few_rows: int = 0) -> Int4Linear:
-        """Quantize a weight [out, in] between the least and the largest number of each group."""
-        groups = weight.float().view(len(weight), -1, GROUP)  # [out, in / 32, 32]
-        least, most = groups.aminmax(dim=2)
-        scale = ((most - least) / 15).clamp_(min=_LEAST).bfloat16()
-        zero = (least + 8 * scale.float()).bfloat16()
-        numbers = (groups - zero.float()[..., None]).div_(scale.float()[..., None])
-        numbers = numbers.add_(8).round_().clamp_(0, 15).to(torch.int32).flatten(1)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
-        scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
-        half = packed_block() // 2
+        """Quantize a weight [out, in], group by group (`four_bits`)."""
         rows, columns = weight.shape
-        return cls((rows, columns), packed.view(-1, columns, half), scales, bias, few_rows)
+        packed, grids = [], []
+        size = max(1, _PIECE // columns // _BLOCK) * _BLOCK
+        for piece in torch.split(weight, size):
+            numbers, grid = four_bits(piece)
+            whole = numbers.to(torch.int32).flatten(1)
+            packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1))
+            grids.append(grid.transpose(0, 1))
+        half = packed_block() // 2
+        joined = torch.cat(packed).view(-1, columns, half)
+        return cls((rows, columns), joined, torch.cat(grids, 1), bias, few_rows)
 
     def multiply(self, rows: Tensor) -> Tensor:
         packed = self.weight.view(self.out_features, -1)
@@ -177,6 +181,43 @@ class Int4Linear(PackedLinear):
         groups = out.view(-1, GROUP, end - begin)
         torch.addcmul(zero, groups.sub_(8), scale, out=groups)
         return out.t()
+
+
+def four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of a weight [out, in] in 4 bits, by the grid with the least error of each group.
+
+    Weights that were stored in 4 bits lie on such a grid, of which a group may leave out the first
+    or last steps. The grid from the least to the largest number is then found by its steps.
+
+    Returns:
+        Whole numbers 0 to 15, float32 [out, in / 32, 32], and scales and zeros, bfloat16
+            [out, in / 32, 2]: a weight is (number - 8) * scale + zero.
+    """
+    groups = weight.float().view(len(weight), -1, GROUP)
+    least, most = groups.aminmax(dim=2)
+    kept: tuple[Tensor, Tensor] | None = None
+    errors = torch.empty_like(least)
+    for steps in _STEPS:
+        scale = ((most - least) / steps).clamp_(min=_LEAST).bfloat16()
+        zero = (least + 8 * scale.float()).bfloat16()
+        grid = torch.stack([scale, zero], -1)
+        numbers = (groups - zero.float()[..., None]).div_(scale.float()[..., None])
+        numbers.add_(8).round_().clamp_(0, 15)
+        error = (on_grid(numbers, grid) - groups).square_().sum(2)
+        if kept is None:
+            kept, errors = (numbers, grid), error
+        else:
+            better = error < errors
+            kept[0][better], kept[1][better] = numbers[better], grid[better]
+            errors = torch.minimum(errors, error)
+    assert kept is not None
+    return kept
+
+
+def on_grid(numbers: Tensor, grid: Tensor) -> Tensor:
+    """The weights of numbers in 4 bits, float32 [out, in / 32, 32] (`four_bits`)."""
+    scale, zero = grid.float()[..., None].unbind(-2)
+    return torch.addcmul(zero, numbers - 8, scale)
 
 
 @cache
@@ -208,19 +249,19 @@ def quantize_model(model: Any, quantization: str, dtype: torch.dtype) -> None:
 
     Args:
         model: A model of transformers on a CPU, whose family passed `check_family`.
-        quantization: `int8` or `int4`.
+        quantization: `int8`, `int4`, or `auto`: 4 bits for layers that they hold no worse than 8.
         dtype: Dtype of the computation.
     """
     places = _places(model, quantization)
     limits = {kind: few_rows(kind, dtype) for kind in _KINDS}
-    if sum(each.layer.weight.numel() for each in places) < KEPT_FROM:
+    if sum(layer.weight.numel() for each in places for layer in each.layers) < KEPT_FROM:
         _pack(places, limits)
         return
     digest = _digest(places)
     kept = _read_packed(digest)
-    _pack(places, limits, kept)
+    packed = _pack(places, limits, kept)
     if not kept:
-        _keep_packed(places, digest)
+        _keep_packed(packed, digest)
 
 
 def packed_folder() -> Path:
@@ -230,52 +271,89 @@ def packed_folder() -> Path:
 
 
 class _Place(NamedTuple):
-    """A linear layer that is packed, and the class that packs it."""
+    """Linear layers over the same input that are packed as one, and the class that packs them."""
 
     owner: nn.Module
-    name: str
+    names: tuple[str, ...]
     kind: str
 
     @property
-    def layer(self) -> Any:
-        return getattr(self.owner, self.name)
+    def layers(self) -> list[Any]:
+        return [getattr(self.owner, name) for name in self.names]
 
 
 def _places(model: Any, quantization: str) -> list[_Place]:
     head = model.get_output_embeddings()
-    return [
-        _Place(owner, name, quantization if each is not head and _divides(each) else INT8)
-        for owner in model.modules()
-        for name, each in owner.named_children()
-        if _packs(each)
-    ]
+    places = []
+    for owner in model.modules():
+        for names in _groups(owner):
+            layers = [getattr(owner, name) for name in names]
+            kind = _kind(layers, quantization, is_head=layers[0] is head)
+            places.append(_Place(owner, names, kind))
+    return places
+
+
+def _kind(layers: Sequence[nn.Linear], quantization: str, *, is_head: bool) -> str:
+    """The kind that packs layers as one."""
+    if quantization == INT8 or not _divides(layers):
+        return INT8
+    if quantization == INT4:
+        return INT8 if is_head else INT4
+    return INT4 if _held_in_four(layers) else INT8
+
+
+def _groups(owner: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Names of the linear layers of a module, those over the same input together."""
+    single = [name for name, each in owner.named_children() if _packs(each)]
+    for names in GROUPS:
+        if set(names) <= set(single) and plain_linears(owner, names):
+            yield names
+            single = [name for name in single if name not in names]
+    yield from ((name,) for name in single)
+
+
+def _held_in_four(layers: Sequence[nn.Linear]) -> bool:
+    """Whether 4 bits hold some rows of layers no worse than 8 bits do."""
+    rows = torch.cat([layer.weight.detach() for layer in layers])
+    sample = rows[:: max(1, len(rows) // _SAMPLE)].float()
+    eight = Int8Linear.pack(sample).dequantize(0, len(sample), torch.empty_like(sample))
+    four = on_grid(*four_bits(sample)).view_as(sample)
+    return bool((four - sample).norm() <= (eight - sample).norm())
 
 
 def _pack(
     places: Sequence[_Place], limits: Mapping[str, int], kept: Mapping[str, Tensor] | None = None
-) -> None:
-    """Replace each layer by a packed one. kept: weights that were packed before."""
+) -> list[PackedLinear]:
+    """Replace the layers of each place by a packed one, and return these. kept: weights that were
+    packed before."""
+    packed: list[PackedLinear] = []
     for number, place in enumerate(places):
-        layer, kind = place.layer, _KINDS[place.kind]
-        bias = None if layer.bias is None else layer.bias.detach()
-        limit = limits[place.kind]
+        layers, kind, limit = place.layers, _KINDS[place.kind], limits[place.kind]
+        widths, first = [each.out_features for each in layers], layers[0]
+        bias = None if first.bias is None else torch.cat([each.bias.detach() for each in layers])
         if kept:
-            shape = (layer.out_features, layer.in_features)
-            packed: PackedLinear = kind(
-                shape, kept[f"{number}.weight"], kept[f"{number}.scales"], bias, limit
-            )
+            numbers, scales = kept[f"{number}.weight"], kept[f"{number}.scales"]
+            one: PackedLinear = kind((sum(widths), first.in_features), numbers, scales, bias, limit)
         else:
-            packed = kind.pack(layer.weight.detach(), bias, limit)
-        setattr(place.owner, place.name, packed)
+            weights = [each.weight.detach() for each in layers]
+            one = kind.pack(torch.cat(weights) if len(weights) > 1 else weights[0], bias, limit)
+        if len(layers) > 1:
+            replace_linears(place.owner, place.names, one, widths)
+        else:
+            setattr(place.owner, place.names[0], one)
+        packed.append(one)
+    return packed
 
 
 def _digest(places: Sequence[_Place]) -> str:
     """Digest of the weights to pack, and of all that packed weights depend on."""
     digest = xxhash.xxh3_128(f"{PACKING}|{packed_block()}".encode())
     for place in places:
-        weight = place.layer.weight.detach()
-        digest.update(f"|{place.kind}|{tuple(weight.shape)}|{weight.dtype}|".encode())
-        digest.update(weight.contiguous().view(torch.uint8).numpy())
+        digest.update(f"|{place.kind}".encode())
+        for layer in place.layers:
+            weight = layer.weight.detach()
+            digest.update(f"|{tuple(weight.shape)}|{weight.dtype}|".encode())
+            digest.update(weight.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -293,11 +371,11 @@ def _read_packed(digest: str) -> dict[str, Tensor]:
         return {}
 
 
-def _keep_packed(places: Sequence[_Place], digest: str) -> None:
+def _keep_packed(packed: Sequence[PackedLinear], digest: str) -> None:
     """Write packed weights under another name first. Where that fails, nothing is kept."""
     tensors = {
-        f"{number}.{name}": getattr(place.layer, name)
-        for number, place in enumerate(places)
+        f"{number}.{name}": getattr(layer, name)
+        for number, layer in enumerate(packed)
         for name in ("weight", "scales")
     }
     try:
@@ -317,17 +395,18 @@ def _packs(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.in_features % _WORD == 0
 
 
-def _divides(layer: nn.Linear) -> bool:
-    """Whether the kernel for 4 bits packs a layer in whole blocks."""
-    whole = layer.in_features % GROUP == 0 and layer.out_features % _BLOCK == 0
+def _divides(layers: Sequence[nn.Linear]) -> bool:
+    """Whether the kernel for 4 bits packs layers as one in whole blocks."""
+    rows = sum(each.out_features for each in layers)
+    whole = layers[0].in_features % GROUP == 0 and rows % _BLOCK == 0
     return whole and packed_block() > 0
 
 
 def choose_quantization(
     model: Any, quantization: str | None, dtype: torch.dtype, recall: Recall = measure_anew
 ) -> str | None:
-    """The quantization that `auto` stands for: 8 bits, 4 where 8 do not fit the memory, none where
-    packed weights are not quicker on this machine or the family is not served with them."""
+    """The quantization that `auto` stands for: itself, 4 bits where 8 do not fit the memory, none
+    where packed weights are not quicker on this machine or the family is not served with them."""
     if quantization != AUTO:
         return quantization
     if getattr(model, "is_quantized", False):
@@ -340,7 +419,7 @@ def choose_quantization(
     except UnsupportedModel:
         return None
     size = sum(each.numel() for each in model.parameters())
-    return INT8 if size <= MEMORY_SHARE * available_memory() else INT4
+    return AUTO if size <= MEMORY_SHARE * available_memory() else INT4
 
 
 def check_family(kind: type[Any], config: Any) -> None:

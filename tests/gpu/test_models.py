@@ -14,11 +14,11 @@ from ragcache.models import CausalLM, ForwardBatch, wrap_causal
 from ragcache.models.compiled import (
     CompiledForward,
     decoder_layers,
-    merge_projections,
     no_recompiles,
     prepare_for_device,
 )
 from ragcache.models.hf_patch import number_layers
+from ragcache.models.projections import merge_projections
 from tests.ragcache.attention.triton.own_tokens import OwnTokens
 from tests.ragcache.models.reference import tiny_gemma
 from tests.tiny_models import FAMILIES, random_tokens, tiny_model

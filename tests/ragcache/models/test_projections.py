@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ragcache.models import compiled, wrap_causal
-from ragcache.models.compiled import MergedLinear, merge_projections
+from ragcache.models import projections, wrap_causal
+from ragcache.models.projections import MergedLinear, merge_projections
 from tests.ragcache.models.reference import Module, last_logits, prompt
 from tests.tiny_models import DEVICE, random_tokens, tiny_model
 
@@ -56,8 +56,8 @@ def test_weights_are_freed_group_by_group(monkeypatch: pytest.MonkeyPatch) -> No
         merge_group(owner, names, parts)
         left.append(len(weights))
 
-    merge_group = compiled._merge
-    monkeypatch.setattr(compiled, "_merge", merge)
+    merge_group = projections._merge
+    monkeypatch.setattr(projections, "_merge", merge)
     before = len(weights)
     merge_projections(causal)
     assert left == [before - 3, before - 5, before - 8, before - 10]

@@ -14,7 +14,6 @@ from torch import Tensor
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models import LoadedModel, load_model, quantized
-from ragcache.models.compiled import merge_projections
 from ragcache.models.dtype import check_quantization
 from ragcache.models.quantized import (
     GROUP,
@@ -23,6 +22,8 @@ from ragcache.models.quantized import (
     PackedLinear,
     check_family,
     choose_quantization,
+    four_bits,
+    on_grid,
     packed_block,
     quantize_model,
 )
@@ -172,7 +173,7 @@ def test_keys_follow_from_quantized_weights(
     assert again.causal.fingerprint == loaded.causal.fingerprint
     models = (plain, other, loaded)
     assert len({each.causal.fingerprint for each in models}) == len(models)
-    layer = again.causal.model.model.layers[1].mlp.up_proj
+    layer = packed_layers(again.causal.model)[2]
     for part in (layer.weight, layer.scales):
         number = part.view(-1)[:1]
         before = number.clone()
@@ -182,11 +183,60 @@ def test_keys_follow_from_quantized_weights(
         number.copy_(before)
 
 
-def test_quantized_projections_stay_apart(folder: str) -> None:
-    loaded = load_model(folder, **FLOAT, quantization="int8")
-    before = logits(loaded)
-    assert merge_projections(loaded.causal) == 0
-    torch.testing.assert_close(logits(loaded), before)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@torch.inference_mode()
+def test_layers_over_one_input_are_packed_as_one(quantization: str) -> None:
+    model = tiny_model("qwen2", intermediate_size=128)
+    layers = model.model.layers[0]
+    pairs = [(layers.mlp, "gate_proj"), (layers.mlp, "up_proj"), (layers.mlp, "down_proj")]
+    if quantization == "int8":  # its rows fill no block of 4 bits
+        pairs.append((layers.self_attn, "v_proj"))
+    kinds = {"int8": Int8Linear, "int4": Int4Linear}
+    torch.nn.init.normal_(layers.self_attn.v_proj.bias)
+    expected = []
+    for owner, name in pairs:
+        layer = getattr(owner, name)
+        rows = torch.randn(1, 3, layer.in_features)
+        expected.append((rows, kinds[quantization].pack(layer.weight, layer.bias)(rows)))
+    quantize_model(model, quantization, torch.float32)
+    limit_rows(model, 0)
+    for (owner, name), (rows, product) in zip(pairs, expected, strict=True):
+        torch.testing.assert_close(getattr(owner, name)(rows), product)
+    assert len(packed_layers(layers)) == 4, "inputs of a layer"
+
+
+def stored_in_four_bits(rows: int, columns: int) -> Tensor:
+    """A weight in bfloat16 as Q4_K holds it; many groups lack a first or last step."""
+    numbers = torch.randint(0, 16, (rows, columns // GROUP, GROUP))
+    scale = torch.rand(rows, columns // GROUP, 1) * 0.01 + 0.001
+    least = -8 * scale * torch.rand_like(scale)
+    return (numbers * scale + least).view(rows, columns).bfloat16()
+
+
+def test_weights_of_four_bits_are_found_again() -> None:
+    torch.manual_seed(3)
+    weight = stored_in_four_bits(64, 1024)
+    numbers, grid = four_bits(weight)
+    error = on_grid(numbers, grid).view_as(weight) - weight.float()
+    assert float(error.norm() / weight.float().norm()) < 2**-7, "roundings of scales and zeros"
+    plain = torch.randn(64, 1024)
+    between = on_grid(*four_bits(plain)).view_as(plain) - plain
+    assert float(between.norm() / plain.norm()) > 8 * 2**-7
+
+
+@pytest.mark.skipif(not packed_block(), reason="no kernel for 4 bits")
+def test_auto_takes_four_bits_where_they_hold_the_weights() -> None:
+    torch.manual_seed(4)
+    model = tiny_model("qwen3", intermediate_size=128)
+    stack = model.model.layers
+    for layer in stack:
+        weight = layer.mlp.down_proj.weight
+        weight.data.copy_(stored_in_four_bits(*weight.shape))
+    quantize_model(model, "auto", torch.float32)
+    kinds = [type(each) for each in packed_layers(model)]
+    assert [type(layer.mlp.down_proj) for layer in stack] == [Int4Linear] * len(stack)
+    assert kinds.count(Int4Linear) == len(stack)
+    assert Int8Linear in kinds
 
 
 @pytest.mark.parametrize(

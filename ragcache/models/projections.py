@@ -1,0 +1,123 @@
+"""Merged projections: linear layers over the same input become one product.
+
+A decoder layer multiplies one input by the weights of queries, keys and values, and another by the
+weights of gate and up. With few rows, reading the weights dominates a product, and a small matrix
+occupies neither a GPU nor all cores; one merged product does. Each of these linear layers is
+replaced by one that returns its columns of the product. The model's own code stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ragcache.models.model import CausalLM
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that a module calls with the same input."""
+
+
+class MergedLinear(nn.Module):
+    """Linear layers over the same input, multiplied at once. Keeps the last input with its product
+    until the last of them was handed out. Threads may call it at once: they see both or neither.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The product, [..., all columns]; computed where the input is another than before."""
+        kept = self.kept
+        if kept is None or kept[0] is not hidden:
+            self.kept = kept = hidden, self.linear(hidden)
+        return kept[1]
+
+
+class ProjectionSlice(nn.Module):
+    """Columns begin:end of a `MergedLinear`, in place of a linear layer."""
+
+    merged: MergedLinear
+
+    def __init__(self, merged: MergedLinear, begin: int, end: int, *, last: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "merged", merged)  # not registered: its weights count once
+        self.begin, self.end, self.last = begin, end, last
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product: Tensor = self.merged(hidden)
+        if self.last:
+            self.merged.kept = None
+        return product[..., self.begin : self.end]
+
+
+def merge_projections(language: CausalLM) -> int:
+    """Merges the projections of a model, in place. Memory for one merged weight is needed beyond
+    the model. A second call changes nothing.
+
+    The fingerprint is taken first, because it names the parameters that end here.
+
+    Returns: How many groups were merged.
+    """
+    assert language.fingerprint
+    merged = 0
+    first = tuple(names[0] for names in GROUPS)
+    # owners alone: a list of all modules would keep all weights until its end
+    owners = [m for m in language.model.modules() if any(hasattr(m, name) for name in first)]
+    for owner in owners:
+        for names in GROUPS:
+            if parts := plain_linears(owner, names):
+                _merge(owner, names, parts)
+                merged += 1
+    return merged
+
+
+def plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+    """The owner's layers of these names, where all are plain, without hooks, and fit each other."""
+    found = [getattr(owner, name, None) for name in names]
+    parts = [p for p in found if type(p) is nn.Linear and not _is_hooked(p)]
+    kinds = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
+    return parts if len(parts) == len(names) and len(kinds) == 1 else []
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether calling a layer may do more than its class does, as where weights are offloaded."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
+    """Replace the owner's linear layers. The memory of their weights is freed."""
+    linear, widths = joined_linear(parts), [part.out_features for part in parts]
+    parts.clear()
+    replace_linears(owner, names, linear, widths)
+    if linear.weight.device.type == "cuda":
+        # freed weights lie in segments too small for the next merged one
+        torch.cuda.empty_cache()
+
+
+def joined_linear(parts: list[nn.Linear]) -> nn.Linear:
+    """One linear layer with the rows of all parts."""
+    first = parts[0]
+    with torch.device("meta"):
+        linear = nn.Linear(first.in_features, 1, bias=first.bias is not None)
+    linear.out_features = sum(part.out_features for part in parts)
+    weight = torch.cat([part.weight.detach() for part in parts])
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if first.bias is not None:
+        bias = torch.cat([part.bias.detach() for part in parts])
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def replace_linears(
+    owner: nn.Module, names: tuple[str, ...], linear: nn.Module, widths: list[int]
+) -> None:
+    """Replace the owner's layers of these names, as wide as `widths`, by one that has the rows of
+    all of them."""
+    merged = MergedLinear(linear)
+    owner.add_module("merged_" + "_".join(names), merged)
+    begin = 0
+    for name, width in zip(names, widths, strict=True):
+        setattr(owner, name, ProjectionSlice(merged, begin, begin + width, last=name == names[-1]))
+        begin += width
