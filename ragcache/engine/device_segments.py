@@ -1,7 +1,7 @@
 """Which rows of a GPU's step read which segments.
 
-The fields of a request's segments are computed once, at its admission. The ones of a decode batch
-are kept sorted from step to step, and change where a request joins or leaves.
+The readers of a request's segments are computed once, at its admission. The ones of a decode batch
+are kept from step to step, and change where a request joins or leaves.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Final
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
 
@@ -34,10 +34,11 @@ from ragcache.states.quantization import StoredStates
 NEVER: Final = np.iinfo(np.int64).max
 """Position from which a row sees one more segment, if it sees all."""
 
-_FIELDS: Final = 4 + BASE_WIDTH + SCALES_WIDTH
-_TOKENS, _ADDRESSES, _SCALES, _DELTA, _START = 1, 2, 2 + BASE_WIDTH, _FIELDS - 2, _FIELDS - 1
-"""Rows of `_Segments.fields`: number and tokens of the base, addresses and strides, scales, then
-distance and position of the segment."""
+_BASE, _DELTA, _START = range(3)
+"""Rows of `_Segments.readers`: number of the base, distance and position of the segment."""
+
+_TOKENS, _ADDRESSES, _SCALES = 0, 1, 1 + BASE_WIDTH
+"""Columns of `_Bases.table`: tokens of the base, its addresses and strides, its scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -48,27 +49,62 @@ class _NumberedBase:
     base: KVBase
 
 
+class _Bases:
+    """The bases of states that live. Numbers are given again once all states in a memory are gone.
+
+    Attributes:
+        table: A row for each number, [N, 1 + `BASE_WIDTH` + `SCALES_WIDTH`].
+    """
+
+    def __init__(self) -> None:
+        self._of_states = WeakKeyDictionary[StoredStates, _NumberedBase]()
+        self._of_memory = WeakValueDictionary[tuple[int, int], _NumberedBase]()
+        self._free: list[int] = []
+        self.table: Ints = np.zeros((0, 1 + BASE_WIDTH + SCALES_WIDTH), dtype=np.int64)
+
+    def of(self, states: StoredStates) -> _NumberedBase:
+        """Return the base of some states. States in the same memory have one base."""
+        found = self._of_states.get(states)
+        if found is None:
+            base = KVBase(states.keys, states.values, states.key_scales, states.value_scales)
+            memory = (base.memory[0], base.tokens)
+            found = self._of_memory.get(memory) or self._add(base)
+            self._of_states[states] = self._of_memory[memory] = found
+        return found
+
+    def _add(self, base: KVBase) -> _NumberedBase:
+        if not self._free:
+            count = len(self.table)
+            self.table = np.pad(self.table, ((0, max(64, count)), (0, 0)))
+            self._free += reversed(range(count, len(self.table)))
+        number = self._free.pop()
+        self.table[number] = (base.tokens, *base.addresses, *(base.scales or NO_SCALES))
+        added = _NumberedBase(number, base)
+        finalize(added, self._free.append, number).atexit = False
+        return added
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segments:
     """The segments of a request, which stay the same in all of its steps."""
 
     segments: tuple[Segment, ...]
-    fields: Ints
-    """[`_FIELDS`, S]."""
+    readers: Ints
+    """[3, S]."""
     last_start: int
     """Position from which a token sees all of them."""
 
 
 class _DecodingSegments:
-    """The segments of a decode batch, sorted by base.
+    """The segments of a decode batch.
 
     Attributes:
-        fields: As in `_Segments`, [`_FIELDS`, N].
+        readers: As in `_Segments`, [3, N].
         row: Row that reads each segment, [N].
     """
 
     def __init__(self) -> None:
-        self.fields: Ints = np.zeros((_FIELDS, 0), dtype=np.int64)
+        self.readers: Ints = np.zeros((3, 0), dtype=np.int64)
         self.row: Ints = np.zeros(0, dtype=np.int64)
         self._owner: Ints = self.row  # serial number of the row
         self._last = 0  # serial number of the last row that has joined
@@ -94,18 +130,15 @@ class _DecodingSegments:
             self._last = 0  # all rows that there are join
         if not stays.all():
             kept = stays.nonzero()[0]
-            self.fields, owner, row = self.fields.take(kept, axis=1), owner[kept], row[kept]
+            self.readers, row = self.readers.take(kept, axis=1), row[kept]
         joined = int(serials.searchsorted(self._last, side="right"))
         new = [segments_of(each.request.context.segments) for each in batch.sequences[joined:]]
         if new:
-            fields = [each.fields for each in new]
-            rows = np.arange(joined, batch.rows).repeat([each.shape[1] for each in fields])
-            joint = np.concatenate([self.fields, *fields], axis=1)
-            order = joint[0].argsort(kind="stable")
-            row = np.concatenate([row, rows])[order]
-            self.fields, owner = joint.take(order, axis=1), serials[row]
-            self._last = int(serials[-1])
-        self.row, self._owner, self._version = row, owner, batch.version
+            readers = [each.readers for each in new]
+            rows = np.arange(joined, batch.rows).repeat([each.shape[1] for each in readers])
+            self.readers = np.concatenate([self.readers, *readers], axis=1)
+            row, self._last = np.concatenate([row, rows]), int(serials[-1])
+        self.row, self._owner, self._version = row, serials[row], batch.version
 
 
 class SegmentPlanner:
@@ -117,9 +150,7 @@ class SegmentPlanner:
 
     def __init__(self, pool: KVBase) -> None:
         self._no_reads = ReadArrays.of((), pool)
-        self._bases = WeakKeyDictionary[StoredStates, _NumberedBase]()
-        self._by_memory = WeakValueDictionary[tuple[int, int], _NumberedBase]()
-        self._numbers = count()
+        self._bases = _Bases()
         self._known: dict[int, _Segments] = {}  # of the last step's chunks, by identity
         self._decoding = _DecodingSegments()
 
@@ -147,7 +178,7 @@ class SegmentPlanner:
                     continue
                 read = by_states.get(states)
                 if read is None:
-                    base = self._base(states).base
+                    base = self._bases.of(states).base
                     read = by_memory.setdefault(
                         (base.memory[0], base.tokens), KVRead(KVRun(base, 0, base.tokens))
                     )
@@ -170,80 +201,62 @@ class SegmentPlanner:
         decoding.follow(batch, self._segments_of)
         self._known = kept
         every = [kept[id(each.chunk.segments)] for each in rows.placed]
-        fields = np.concatenate([decoding.fields, *(each.fields for each in every)], axis=1)
-        counts = [decoding.fields.shape[1], *(each.fields.shape[1] for each in every)]
+        readers = np.concatenate([decoding.readers, *(each.readers for each in every)], axis=1)
+        counts = [decoding.readers.shape[1], *(each.readers.shape[1] for each in every)]
         ends = np.cumsum(counts).tolist()
         first_row = np.concatenate([decoding.row, rows.first_row[batch.rows :].repeat(counts[1:])])
         end_row = np.concatenate([decoding.row + 1, rows.end_row[batch.rows :].repeat(counts[1:])])
         hidden = np.full(rows.rows, NEVER)
-        start = fields[_START]
-        ahead = np.flatnonzero(start[: ends[0]] > batch.position[decoding.row])
+        start = readers[_START]
+        ahead = (start[: ends[0]] > batch.position[decoding.row]).nonzero()[0]
         np.minimum.at(hidden, decoding.row[ahead], start[ahead])
         first_row[ahead] += 1
         for placed, segments, (begin, end) in zip(rows.placed, every, pairwise(ends), strict=True):
             if placed.chunk.position_ids[0] < segments.last_start:
                 _see_some(placed, start[begin:end], first_row[begin:end], hidden)
         seen_from = hidden if (hidden < NEVER).any() else None
-        return self._grouped(fields, first_row, end_row), seen_from
+        return self._grouped(readers, first_row, end_row), seen_from
 
-    def _grouped(self, fields: Ints, first_row: Ints, end_row: Ints) -> ReadArrays:
+    def _grouped(self, readers: Ints, first_row: Ints, end_row: Ints) -> ReadArrays:
         """One read for each base, by the segments that some rows see."""
         seen = first_row < end_row
         if not seen.all():
-            fields, first_row, end_row = fields[:, seen], first_row[seen], end_row[seen]
+            readers, first_row, end_row = readers[:, seen], first_row[seen], end_row[seen]
         if not len(first_row):
             return self._no_reads
-        order = fields[0].argsort(kind="stable")
-        begins = run_begins(fields[0][order])
-        bases = fields.take(order[begins], axis=1)
-        readers = run_lengths(begins, len(order))
+        number = readers[_BASE]
+        # stable sorting of 16 bits is a radix sort
+        short = number.astype(np.uint16) if len(self._bases.table) < 2**16 else number
+        order = short.argsort(kind="stable")
+        number = number[order]
+        begins = run_begins(number)
+        bases = self._bases.table[number[begins]]
         pool, numbers = self._no_reads, np.arange(1, len(begins) + 1)
+        lengths = run_lengths(begins, len(order))
         return ReadArrays(
-            np.concatenate([pool.bases, bases[_ADDRESSES:_SCALES].T]),
-            np.concatenate([pool.scales, bases[_SCALES:_DELTA].T]),
-            columns_of(len(begins), numbers, 0, bases[_TOKENS], readers),
+            np.concatenate([pool.bases, bases[:, _ADDRESSES:_SCALES]]),
+            np.concatenate([pool.scales, bases[:, _SCALES:]]),
+            columns_of(len(begins), numbers, 0, bases[:, _TOKENS], lengths),
             columns_of(
                 len(order),
                 first_row[order],
                 end_row[order],
-                fields[_DELTA][order],
-                fields[_START][order],
+                readers[_DELTA][order],
+                readers[_START][order],
                 ALL_TOKENS,
             ),
         )
 
     def _segments_of(self, segments: tuple[Segment, ...]) -> _Segments:
-        """The fields of a request's segments, computed at most once in neighboring steps."""
+        """The readers of a request's segments, computed at most once in neighboring steps."""
         found = self._known.get(id(segments))
         if found is not None:
             return found
-        rows = []
-        for segment in segments:
-            numbered = self._base(segment.states)
-            base = numbered.base
-            rows.append(
-                (
-                    numbered.number,
-                    base.tokens,
-                    *base.addresses,
-                    *(base.scales or NO_SCALES),
-                    segment.delta,
-                    segment.start,
-                )
-            )
+        readers = [
+            (self._bases.of(each.states).number, each.delta, each.start) for each in segments
+        ]
         last = max((segment.start for segment in segments), default=0)
-        return _Segments(segments, ints(rows).reshape(-1, _FIELDS).T, last)
-
-    def _base(self, states: StoredStates) -> _NumberedBase:
-        """Base of some states, kept as long as the states, since most steps share it with earlier
-        ones. States in the same memory have one base."""
-        found = self._bases.get(states)
-        if found is None:
-            base = KVBase(states.keys, states.values, states.key_scales, states.value_scales)
-            memory = (base.memory[0], base.tokens)
-            found = self._by_memory.get(memory) or _NumberedBase(next(self._numbers), base)
-            self._bases[states] = self._by_memory[memory] = found
-        return found
+        return _Segments(segments, ints(readers).reshape(-1, 3).T, last)
 
 
 def _see_some(placed: PlacedChunk, starts: Ints, first_row: Ints, hidden: Ints) -> None:
