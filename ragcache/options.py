@@ -34,7 +34,8 @@ class IngestOptions(Params):
     strict: bool = False
     """Fail if a file cannot be read. By default, the file is skipped."""
     progress: Progress | None = None
-    """Called as `progress(done, total)` with numbers of encoded modules."""
+    """Called as `progress(done, total)` with numbers of encoded modules. A bar by default in
+    notebooks, and nothing elsewhere."""
     preparing: Preparing | None = None
     """Called as `preparing(stage, done, total)` before any module is encoded: `reading` in bytes of
     files, `splitting` in characters."""

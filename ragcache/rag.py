@@ -17,6 +17,7 @@ from ragcache.documents.source import DocumentSource
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.modes import ReuseMode
+from ragcache.notebooks import notebook_progress
 from ragcache.opening import open_folder, typed_by
 from ragcache.options import AskOptions, ChatOptions, IngestOptions, PromptOptions, SearchOptions
 from ragcache.params import OpenConfig, TakesOptions
@@ -247,7 +248,11 @@ class RagCache:
         loaded = load_sources(sources, options.files, options.reading, limits)
         self._shared.deferred.release()
         return self.internals.ingestor.ingest(
-            collection, loaded, options.progress, sync=sync, preparing=options.preparing
+            collection,
+            loaded,
+            options.progress or notebook_progress("encoding modules"),
+            sync=sync,
+            preparing=options.preparing,
         )
 
     @property

@@ -6,6 +6,7 @@ model and the decision records, so that they are never behind the code.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ from ragcache_api.http.client_fields import (
 )
 from ragcache_api.http.responses import UNSERVED_IN_RESPONSES, ResponsesRequest
 from ragcache_api.settings import ServiceSettings
+from tools.notebooks import NOTEBOOKS, notebook_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 _METHODS = ("get", "post", "put", "patch", "delete")
@@ -49,9 +51,13 @@ _DIALECTS: dict[str, tuple[type[BaseModel], Mapping[str, UnservedField], Mapping
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages of `docs/reference/`."""
+    """Add the generated pages of `docs/reference/`, and the notebooks as pages."""
     for name, page in PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        text = notebook_page(json.loads(path.read_text(encoding="utf-8")))
+        linked = text.replace("\n\n", f"\n\n[Download this page as a notebook]({path.name})\n\n", 1)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=linked))
     return files
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from html import escape
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from ragcache.evaluation.metrics import (
 )
 from ragcache.fidelity import compare_first_tokens
 from ragcache.modes import EXACT, ReuseMode
+from ragcache.notebooks import notebook_progress
 from ragcache.options import AskOptions, SearchOptions
 from ragcache.params import GenerationParams
 from ragcache.pipeline import Answer
@@ -154,6 +156,20 @@ class Evaluation:
         """Return plain values, for JSON."""
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        """Return a table of the modes for notebooks."""
+        rows = "".join(
+            f"<tr><td>{escape(each.mode)}</td><td>{each.questions}</td>"
+            f"<td>{each.exact_match:.1%}</td><td>{each.f1:.1%}</td>"
+            f"<td>{'' if each.agreement is None else f'{each.agreement:.1%}'}</td>"
+            f"<td>{1000 * each.first_token_seconds:.0f} ms</td>"
+            f"<td>{each.cached_share:.1%}</td></tr>"
+            for each in self.reports
+        )
+        titles = ("mode", "questions", "exact match", "F1", "same first token", "to first token")
+        named = "".join(f"<th>{title}</th>" for title in (*titles, "read from states"))
+        return f"<table><tr>{named}</tr>{rows}</table>"
+
 
 def evaluate_modes(
     rag: RagCache,
@@ -227,7 +243,8 @@ def ask_questions(
         through: `chat` puts the `k` retrieved modules into a message.
         extractive: See `GenerationParams`.
         reference: Choices that mode `exact` gave to the same questions.
-        progress: Called with the number of marked questions and their total.
+        progress: Called with the number of marked questions and their total. A bar by default in
+            notebooks.
 
     Returns:
         The marked answers, and the choices with the distributions of their first tokens.
@@ -247,6 +264,7 @@ def ask_questions(
         mode=mode,
         generation=generation,
     )
+    progress = progress or notebook_progress(f"{mode}: questions")
     ask = partial(_ask if through == "ask" else _paste, rag, options)
     ask(questions[0])  # warm-up: builds the index and everything else that is built once
     marked, choices, reads = [], list[Choice](), ReuseMode.parse(mode).reads_states

@@ -23,6 +23,7 @@ from weakref import WeakSet
 from ragcache.answers.policy import AnswerOutput, AnswerPolicy, AnswerSpan
 from ragcache.engine import Choice, RequestHandle, RequestOutput, SampledToken, TokenDelta
 from ragcache.errors import InvalidRequest
+from ragcache.notebooks import TokenChart
 from ragcache.retrieval import Hit
 from ragcache.store import Lease
 
@@ -103,6 +104,10 @@ class Reuse:
     resumed_tokens: Mapping[str, int] = field(default_factory=dict)
     """Cached tokens of the conversation's earlier turns, by the tier of their states."""
 
+    def _repr_svg_(self) -> str:
+        """Return a bar of the tokens for notebooks."""
+        return TokenChart({"prompt": self})._repr_svg_()
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -173,7 +178,7 @@ class Answer:
         )
 
     def _repr_html_(self) -> str:
-        """Return the answer with its sources for notebooks."""
+        """Return the answer with its sources and the tokens of its prompt for notebooks."""
         named = dict.fromkeys(
             source.document if source.page is None else f"{source.document}, page {source.page}"
             for source in self.sources
@@ -183,7 +188,7 @@ class Answer:
         facts += [] if self.confidence is None else [f"confidence {self.confidence:.2f}"]
         return (
             f"<p><b>{escape(self.question)}</b></p><p>{escape(self.text)}</p><ul>{sources}</ul>"
-            f"<p><small>{escape(' · '.join(facts))}</small></p>"
+            f"<p><small>{escape(' · '.join(facts))}</small></p>{self.reuse._repr_svg_()}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -143,6 +143,13 @@ def test_modes_are_compared_over_the_same_questions(evaluation: Evaluation) -> N
     assert all(each.p_value < 0.001 for each in gains)
 
 
+def test_an_evaluation_is_a_table_in_notebooks(evaluation: Evaluation) -> None:
+    rows = evaluation._repr_html_().split("<tr>")[2:]
+    assert [row.split("</td>")[0] for row in rows] == ["<td>rooted", "<td>exact", "<td>isolated"]
+    assert f"<td>{evaluation.reports[1].exact_match:.1%}</td>" in rows[1]
+    assert "<td>100.0%</td>" in rows[1], "exact agrees with itself"
+
+
 def test_an_evaluation_is_plain_json(evaluation: Evaluation) -> None:
     plain = json.loads(json.dumps(evaluation.to_dict()))
     assert plain["setting"] == {"questions": "<notes> & more"}

@@ -155,6 +155,7 @@ def test_folders_and_answers_have_a_short_repr(rag: RagCache) -> None:
     page = long._repr_html_()
     assert "&lt;i&gt;?" in page
     assert "<b><b>" not in page
+    assert page.endswith(f"{answer.reuse._repr_svg_()}")
     assert re.fullmatch(r"RagCache\('.*', model='.*', namespace='default'\)", repr(rag))
     rag.ingest("<u>", DOCUMENTS[:1])
     assert "<td>&lt;u&gt;</td><td>1</td><td>1</td>" in rag._repr_html_()
