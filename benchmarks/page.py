@@ -267,7 +267,8 @@ def _listing(address: str, modules: int, runs: int) -> dict[str, str]:
                 cursor = str(int(max(0, total - 100) * share))
                 place = {"cursor": cursor, "descending": descending}
                 taken = [_seconds(client, query | place) for _ in range(min(3, runs))]
-                times[f"{name}, by {order}, from {cursor}"] = statistics.median(taken)
+                way = "down" if descending == "true" else "up"
+                times[f"{name}, {way} by {order}, from {cursor}"] = statistics.median(taken)
     slowest = max(times, key=lambda each: times[each])
     median, most = statistics.median(times.values()), times[slowest]
     told = f"{median * 1e3:.0f} ms of the service (most {most * 1e3:.0f}: {slowest})"

@@ -143,6 +143,7 @@ def test_dialogs_and_refusals_fit_and_can_be_read(
     asked(page, "zzqx wvvk", COLLECTION)
     page.find(".said.refused")
     fits(page, "refusal", width)
+    page.window.execute_script("sessionStorage.clear()")
     page.open_ask("none")
     page.find(".empty", "Choose a collection")
     fits(page, "choice", width)

@@ -111,11 +111,13 @@ def test_a_first_folder_is_dropped_on_the_page_itself(
         drop(page, folder, onto=".thread")
         page.find(".modal .picked", f"sheet-{FILES - 1}.md")
         assert len(page.all(".picked li")) == FILES, "without hidden files"
-        page.find("[name=into]").send_keys("quay")
+        assert page.find("[name=into]").get_attribute("value") == "sheets", "as the folder"
         page.click(".upload [type=submit]", f"Add {FILES} files")
         page.until(lambda: len(page.all(".picked .done")) == FILES)
         assert page.find(".picked li").text.startswith("sheets/part 0/sheet-00.md")
-        page.click(".modal [aria-label=Close]")
-        page.until(lambda: chosen(page) == "quay")
+        page.click(".modal [data-act=ask-now]", "Ask about them")
+        page.until(lambda: chosen(page) == "sheets")
+        focused = "return document.activeElement.name"
+        page.until(lambda: page.window.execute_script(focused) == "question")
         ask(page, "Which color is the lamp of quay 7?")
         assert "green" in page.find(".said").text

@@ -34,8 +34,9 @@ function Ask() {
   const talk = useConversation(collection, options);
   const [shown, show] = useState(null); // {collection, id, place}
   const [draft, setDraft] = useState("");
+  const begin = (close) => (close(), setTimeout(() => document.querySelector("[name=question]").focus()));
   const add = () =>
-    dialog(t("add_documents"), () => html`<div class="body"><${Upload} collection=${collection} names=${collections.names} changed=${collections.list} chose=${collections.choose} /><${Progress} /></div>`, "wide");
+    dialog(t("add_documents"), (close) => html`<div class="body"><${Upload} collection=${collection} names=${collections.names} changed=${collections.list} chose=${collections.choose} asks=${() => begin(close)} /><${Progress} /></div>`, "wide");
   useDrop(() => document.querySelector("dialog") || add());
   const edit = (exchange, at) => {
     setDraft(exchange.question);

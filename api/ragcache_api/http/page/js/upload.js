@@ -150,16 +150,19 @@ export function useDrop(taken = () => {}) {
   }, []);
 }
 
-/** The form: a collection, a zone for files and folders, and what becomes of each. */
-export function Upload({ collection, names, changed, chose = () => {} }) {
+/** The form: a collection, files and folders, and what becomes of each. asks() goes on to ask. */
+export function Upload({ collection, names, changed, chose = () => {}, asks }) {
   const listed = useStore(files);
   const [over, setOver] = useState(false);
-  const [target, setTarget] = useState(collection || "");
+  const [typed, setTyped] = useState(collection || null);
   const [busy, setBusy] = useState(false);
   const chosen = listed.filter(({ status }) => status === "chosen");
+  const target = typed ?? chosen.find(({ name }) => name.includes("/"))?.name.split("/")[0] ?? "";
+  const ready = asks && !chosen.length && listed.some(({ status }) => status === "done");
   const submit = async (event) => {
     event.preventDefault();
     if (!target.trim()) return;
+    setTyped(target);
     setBusy(true);
     chose(target.trim());
     await send(target.trim(), () => changed(target.trim()));
@@ -167,7 +170,7 @@ export function Upload({ collection, names, changed, chose = () => {} }) {
   };
   return html`<form class="upload" onSubmit=${submit}>
     <label class="field"><span>${t("collection")}</span>
-      <input name="into" required maxlength="200" list="names" autocomplete="off" placeholder=${t("collection_example")} value=${target} onInput=${({ target: node }) => setTarget(node.value)} />
+      <input name="into" required maxlength="200" list="names" autocomplete="off" placeholder=${t("collection_example")} value=${target} onInput=${({ target: node }) => setTyped(node.value)} />
       <datalist id="names">${names.map((name) => html`<option value=${name} />`)}</datalist>
     </label>
     <div class="drop ${over ? "over" : ""}" onDragOver=${() => setOver(true)} onDragLeave=${() => setOver(false)} onDrop=${() => setOver(false)}>
@@ -177,7 +180,8 @@ export function Upload({ collection, names, changed, chose = () => {} }) {
       <div class="row"><${Picker} label=${t("choose_files")} /><${Picker} label=${t("choose_folder")} folder /></div>
     </div>
     <ul class="picked" aria-label=${t("files_to_add")}>${listed.map((each) => html`<${Picked} key=${each.id} each=${each} />`)}</ul>
-    <button type="submit" class="primary" disabled=${busy || !chosen.length}>${chosen.length ? t("add_files", { n: chosen.length }) : t("add")}</button>
+    ${ready && html`<${Button} kind="primary" data-act="ask-now" onClick=${asks}>${t("ask_now")}<//>`}
+    <button type="submit" class="primary" hidden=${ready} disabled=${busy || !chosen.length}>${chosen.length ? t("add_files", { n: chosen.length }) : t("add")}</button>
   </form>`;
 }
 
