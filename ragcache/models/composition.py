@@ -230,8 +230,8 @@ def _behind(module: nn.Module, state: LayerState, documents: Sequence[LayerMap])
         if tail is None:
             tail = first.new_zeros(*first.shape[:2], kernel)
         if recurrence is not None:
-            here = each.increment.new_zeros(each.increment.shape, dtype=torch.float32)
-            here = here if recurrent is None else recurrent[0].float()
+            here = torch.zeros_like(each.increment) if recurrent is None else recurrent[0]
+            here = here.float()
             mixed = _convolved(module, torch.cat([tail[..., 1:], first], -1))
             opened = recurrence.inputs(mixed, here, each.decays, each.steps)
             here = recurrence.advance(here, opened)
