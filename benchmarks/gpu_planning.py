@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--running", default="8,64,256")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # waiting for others would count as processor time
     setting = PlanningSetting(steps=options.steps)
     document = bench_planning(setting, [int(count) for count in options.running.split(",")])
     print(json.dumps(document, indent=1))
