@@ -456,6 +456,7 @@ class OpenConfig:
     batch_seconds: float = 30.0
     chat_template_kwargs: Mapping[str, Any] | None = None
     claim_patience: float = 1.0
+    compose: Literal['auto', 'order', 'both'] = 'auto'
     conversation_bytes: Size | None = None
     conversation_seconds: float | None = None
     conversation_storage: ConversationStorage = 'memory'
@@ -482,7 +483,7 @@ class OpenConfig:
     max_tokens: int = 64
     min_prefix_tokens: int = 256
     model: Any = None
-    module_tokens: int = 384
+    module_tokens: int | None = None
     observed_bytes: Size | None = None
     observed_storage: ObservedStorage = 'memory'
     ocr: Any = None
@@ -800,6 +801,7 @@ class ReuseMode:
     measured: ReuseMode
     @classmethod
     def parse(cls, text: str | ReuseMode) -> ReuseMode: ...
+    reads_parts: bool
     reads_states: bool
 class Scaffold:
     def __init__(self, modules: tuple[Path, ...], *, location: Location | None = None) -> None: ...
@@ -935,6 +937,9 @@ class Timings:
     rerank: float = 0.0
     retrieve: float
     total: float
+class TokenChart:
+    def __init__(self, prompts: Mapping[str, PromptCounts]) -> None: ...
+    prompts: Mapping[str, PromptCounts]
 class TurnMismatch:
     def __init__(self, problem: str, location: Location | None = None, element: str | None = None, expected: str | None = None) -> None: ...
     column: int | None
