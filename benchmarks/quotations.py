@@ -173,6 +173,7 @@ class _Head:
     def __init__(self, size: int) -> None:
         head = SimpleNamespace(weight=torch.empty(size, 0))
         self.model = SimpleNamespace(get_output_embeddings=lambda: head, generation_config=None)
+        self.logits_width = size
 
 
 def _large_vocabulary(size: int, path: Path | None) -> LoadedModel:

@@ -228,7 +228,7 @@ class EngineCore:
                 item.owner.launched(item.count)
             else:
                 item.chunk.private.advance(item.chunk.position_ids)
-        filled = self._decoding.advance()
+        filled = self._decoding.advance() if self._decoding.rows else []
         sequences, states = self._sampled(work, last)
         self._launched = LaunchedStep(
             work,

@@ -44,6 +44,7 @@ class DecodeBatch:
     A sequence joins behind the last row, and the order of rows never changes.
 
     Attributes:
+        rows: Number of rows.
         sequences: Sequence of each row.
         states: Sampler state of each sequence.
         tables: Blocks of each sequence.
@@ -53,17 +54,13 @@ class DecodeBatch:
     """
 
     def __init__(self) -> None:
+        self.rows = 0
         self.sequences: list[Sequence] = []
         self.states: list[SamplerState] = []
         self.tables: list[BlockTable] = []
         self.version = next(_versions)
         self.blocks: Ints = np.zeros((0, 4), dtype=np.int64)
         self._columns: Ints = np.zeros((6, 0), dtype=np.int64)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return len(self.sequences)
 
     @property
     def serials(self) -> Ints:
@@ -101,6 +98,7 @@ class DecodeBatch:
         if len(kept) == self.rows:
             return
         rows = kept.tolist()
+        self.rows = len(rows)
         self.sequences = [self.sequences[row] for row in rows]
         self.states = [self.states[row] for row in rows]
         self.tables = [self.tables[row] for row in rows]
@@ -129,6 +127,7 @@ class DecodeBatch:
             self.tables.append(table)
         if not columns:
             return
+        self.rows = len(self.sequences)
         self._columns = np.concatenate([self._columns, np.array(columns).T], axis=1)
         room = np.zeros((len(columns), self.blocks.shape[1]), dtype=np.int64)
         self.blocks = np.concatenate([self.blocks, room])
@@ -158,10 +157,11 @@ class DecodeBatch:
                 self.version = next(_versions)
 
     def advance(self) -> list[FilledBlock]:
-        """Move every row on by one token, once the step was launched. Returns the blocks that it
-        fills."""
-        if not self.rows:
-            return []
+        """Move every row on by one token, once the step was launched. There must be a row.
+
+        Returns:
+            The blocks that the tokens fill.
+        """
         for table, position in zip(self.tables, self.position.tolist(), strict=True):
             table.advance((position,))
         size = self.tables[0].pool.block_size

@@ -21,6 +21,6 @@ def read_only_root() -> tuple[str, ...]:
     prefix = (*namespaces, "sh", "-euc", _SCRIPT, "sh")
     if shutil.which("unshare") is None or subprocess.run([*prefix, "true"]).returncode:
         return ()
-    probe = subprocess.run([*prefix, "touch", __file__], capture_output=True, text=True)
+    probe = subprocess.run([*prefix, "touch", "/probe"], capture_output=True, text=True)
     assert "Read-only file system" in probe.stderr
     return prefix

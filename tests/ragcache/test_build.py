@@ -45,7 +45,7 @@ def git(folder: Path, *arguments: str) -> str:
 def clone(tmp_path: Path) -> Path:
     """A repository of one commit, which is built as this one is."""
     folder = tmp_path / "clone"
-    for name in ("ragcache/build.py", "hatch_build.py", ".gitattributes"):
+    for name in ("ragcache/build.py", "hatch_build.py", ".gitattributes", ".gitignore"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
     (folder / "ragcache" / "__init__.py").touch()

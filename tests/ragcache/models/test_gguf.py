@@ -36,7 +36,7 @@ from ragcache.models import gguf
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 if "killed" in sys.argv:
     import os, signal
-    gguf._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    gguf.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 gguf.convert_gguf(Path(sys.argv[1]))
 """
 
@@ -148,7 +148,7 @@ def test_a_failed_conversion_leaves_no_files(
     def fail(_: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(conversion, "_sync", fail)
+    monkeypatch.setattr(conversion, "sync", fail)
     with pytest.raises(ModelNotFound, match="no space left"):
         load_model(file)
     assert not any(path.is_dir() for path in cache.iterdir())
