@@ -308,7 +308,7 @@ class DrawnBatch:
 
     def launch(self) -> None:
         """The step runs. A block that it fills may turn out to equal another."""
-        for sequence, table, length in self.batch.advance():
+        for sequence, table, length in self.batch.advance() if self.batch.rows else ():
             own = length // BLOCK_SIZE - 1
             private = self.requests.private
             shared = sum(table.block_ids[own] in each.block_ids for each in private) > 1
