@@ -174,10 +174,12 @@ def test_ctrl_c_ends_a_chat_and_its_request(socket_enabled: None) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         listening.settimeout(60)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind `&`
         chat = subprocess.Popen(
             (*command, url), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env=os.environ,
         )  # fmt: skip
+        signal.signal(signal.SIGINT, inherited)
         assert chat.stdin is not None
         chat.stdin.write("Where?\n")
         chat.stdin.flush()
