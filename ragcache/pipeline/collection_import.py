@@ -261,12 +261,14 @@ class CollectionImporter:
         total = sum(map(self.archive.states_nbytes, held))
         for key in held:
             nbytes, length = self.archive.states_nbytes(key), lengths[key]
-            if nbytes > _LONGEST_HEADER + 2 * causal.bytes_per_token * (length + 2):  # as int8
+            if nbytes > _LONGEST_HEADER + 2 * causal.module_bytes(length + 2):  # as int8
                 raise self._damaged(f"the states {key} are larger than their module's")
             states = self.archive.read_states(key)
             shape = (causal.num_layers, causal.num_kv_heads, length)
             shapes = tuple(states.keys.shape), tuple(states.values.shape)
-            if shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
+            maps, wanted = states.recurrent, causal.map_shape
+            fits = maps is wanted or (maps is not None and wanted is not None and maps.fits(wanted))
+            if not fits or shapes != ((*shape, causal.head_dim), (*shape, causal.value_dim)):
                 raise self._damaged(f"the states {key} have other shapes than their module's")
             if model_dtype(states) != causal.states_dtype:
                 raise self._damaged(f"the states {key} have another dtype than the model's")

@@ -200,7 +200,7 @@ class ObservedModules:
         encodings = {self._encoder.key(ids, each): each for each in get_args(Encoding)}
         if not stored.encodings.items() <= encodings.items():
             return None
-        nbytes = len(ids) * self._model.causal.bytes_per_token * len(stored.encodings)
+        nbytes = self._model.causal.module_bytes(len(ids)) * len(stored.encodings)
         row = ModuleRow(NO_DOCUMENT, stored.id, "", "", stored.text)
         used_at = stored.expires_at - self._seconds
         return ObservedModule(row, ids, stored.encodings, nbytes, used_at=used_at)

@@ -142,6 +142,20 @@ class RecurrentStates:
         """Return the map of one recurrent layer, counted from 0."""
         return LayerMap(*(each[number] for each in self.tensors().values()))
 
+    def fits(self, shapes: RecurrentStates) -> bool:
+        """Whether the tensors have the shapes of others, which are a long text's. The maps of a
+        short text have fewer tokens."""
+        for name, wanted in shapes.tensors().items():
+            given, most = list(getattr(self, name).shape), list(wanted.shape)
+            axis = _TOKEN_AXES.get(name)
+            if axis is not None and len(given) == len(most):
+                most[axis] = min(most[axis], given[axis])
+            if given != most:
+                return False
+        beside = [each for each in (self.decays, self.steps) if each.shape[1]]
+        return all(each.shape[2] == self.first.shape[3] for each in beside)
 
+
+_TOKEN_AXES = {"decays": 2, "steps": 2, "first": 3, "last": 3}
 RECURRENT_NAMES = tuple(each.name for each in fields(LayerMap))
 """Names of the tensors of `RecurrentStates`."""

@@ -157,7 +157,8 @@ def _report(done: Ingestion, advice: str, *, as_json: bool) -> None:
 def _advise_size(rag: RagCache, done: Ingestion) -> str:
     """Return the proposal to keep states that take much of the disk in eight bits, or nothing."""
     ingestor = rag.internals.ingestor
-    nbytes = done.tokens * ingestor.encoder.model.causal.bytes_per_token
+    causal = ingestor.encoder.model.causal
+    nbytes = done.tokens * causal.bytes_per_token + done.modules * causal.map_bytes
     if nbytes < _LARGE or ingestor.config.kv_dtype != "model":
         return ""
     return (

@@ -23,6 +23,7 @@ from ragcache.states.quantization import (
     quantized_nbytes,
     tensors_of,
 )
+from ragcache.states.recurrent import RecurrentStates
 from ragcache.states.serialization import load_blob, map_blob, read_blob, to_blob
 from tests.conftest import scaled
 from tests.ragcache.conftest import make_maps
@@ -99,6 +100,25 @@ def test_maps_of_recurrent_layers_are_kept_to_the_bit(dtype: torch.dtype, tmp_pa
         assert eight.recurrent is states.recurrent
         assert quantized_nbytes(states, "int8") == eight.nbytes
         assert quantized_nbytes(eight, "model") == states.nbytes
+
+
+def test_maps_of_other_shapes_do_not_fit() -> None:
+    shapes = {
+        "transition": (2, 3, 4, 4), "increment": (2, 3, 4, 5), "decays": (2, 3, 3, 1),
+        "steps": (2, 3, 3, 1), "first": (2, 1, 7, 3), "last": (2, 1, 7, 4),
+    }  # fmt: skip
+    long = RecurrentStates(**{name: torch.empty(shape) for name, shape in shapes.items()})
+    short = {"decays": (2, 3, 1, 1), "steps": (2, 3, 1, 1), "first": (2, 1, 7, 1)}
+    assert long.fits(long)
+    assert replace(long, **{name: torch.empty(shape) for name, shape in short.items()}).fits(long)
+    convolutions = make_maps(heads=0)
+    assert convolutions.fits(convolutions)
+    assert not convolutions.fits(long)
+    assert not replace(long, first=torch.empty(2, 1, 7, 1)).fits(long), "its decays are of three"
+    for name, shape in shapes.items():
+        for axis in range(4):
+            other = [*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]]
+            assert not replace(long, **{name: torch.empty(other)}).fits(long), (name, axis)
 
 
 def test_a_blob_with_some_maps_is_corrupt() -> None:
