@@ -166,7 +166,7 @@ class MixedLoad:
             outcome, detail = "cut off", repr(error)
         except WrongResponse as error:
             outcome, detail = error.outcome, str(error)
-        except Exception as error:
+        except Exception as error:  # a response without an expected field: the load goes on
             outcome, detail = "malformed", repr(error)
         self._note(kind, outcome, detail, begun)
 

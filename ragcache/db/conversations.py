@@ -10,11 +10,10 @@ from sqlalchemy import ColumnElement, and_, delete, func, select, true
 
 from ragcache.db.database import Database
 from ragcache.db.references import retire
-from ragcache.db.sql import namespace_id, upsert
+from ragcache.db.sql import namespace_id, namespace_number, upsert
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
     ConversationStateTable,
-    NamespaceTable,
     StateTable,
 )
 from ragcache.states import KVKey
@@ -63,9 +62,8 @@ class ConversationStates:
             dry_run: Count what would be deleted, and change nothing.
         """
         table = ConversationStateTable
-        mine = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
         named = true() if conversation is None else table.conversation == conversation
-        chosen = and_(table.namespace_id.in_(mine), named)
+        chosen = and_(self._own(), named)
         kept = select(table.key).where(~chosen)
         ended = select(table.key).where(chosen, table.key.not_in(kept))
         sizes = select(StateTable.tier, func.sum(StateTable.nbytes)).group_by(StateTable.tier)
@@ -82,12 +80,14 @@ class ConversationStates:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of the namespace's conversations by tier, on all machines."""
         table = ConversationStateTable
-        mine = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        owned = select(table.key).where(table.namespace_id.in_(mine))
+        owned = select(table.key).where(self._own())
         sizes = select(StateTable.tier, func.sum(StateTable.nbytes)).group_by(StateTable.tier)
         return {
             tier: int(n) for tier, n in self._database.fetch(sizes.where(StateTable.key.in_(owned)))
         }
+
+    def _own(self) -> ColumnElement[bool]:
+        return ConversationStateTable.namespace_id == namespace_number(self._namespace)
 
 
 def expire_conversations(database: Database) -> list[KVKey]:

@@ -22,6 +22,7 @@ from ragcache.db.sql import (
     chunks,
     collection_id,
     from_modules,
+    namespace_number,
     read_page,
 )
 from ragcache.db.summaries import TIER_BITS
@@ -203,7 +204,7 @@ def _owners(namespace: str) -> tuple[ColumnElement[Any], Condition]:
     Only owners within the namespace count. The query finds the owners of each key first: `+ 0`
     keeps SQLite from an index by which it would read the whole namespace.
     """
-    number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
+    number = namespace_number(namespace)
     names = from_modules(ModuleTable.name).join(EncodingTable)
     mine = (EncodingTable.key == EvictionTable.key, CollectionTable.namespace_id + 0 == number)
     module = names.where(*mine).order_by(ModuleTable.id).limit(1).scalar_subquery()

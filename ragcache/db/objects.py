@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, delete, or_, select, update
 
 from ragcache.db.database import Database
-from ragcache.db.sql import namespace_id, upsert
-from ragcache.db.tables import NamespaceTable, ObjectTable
+from ragcache.db.sql import namespace_id, namespace_number, upsert
+from ragcache.db.tables import ObjectTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +138,4 @@ class StoredObjects:
         return self._own() & (ObjectTable.kind == kind) & alive
 
     def _own(self) -> ColumnElement[bool]:
-        named = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        return ObjectTable.namespace_id == named.scalar_subquery()
+        return ObjectTable.namespace_id == namespace_number(self._namespace)

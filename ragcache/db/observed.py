@@ -14,10 +14,9 @@ from sqlalchemy import ColumnElement, and_, delete, select, true, update
 
 from ragcache.db.database import Database
 from ragcache.db.references import retire
-from ragcache.db.sql import insert_new, namespace_id, upsert
+from ragcache.db.sql import insert_new, namespace_id, namespace_number, upsert
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
-    NamespaceTable,
     ObservedModuleTable,
     ObservedStateTable,
     StateTable,
@@ -92,8 +91,7 @@ class ObservedTexts:
         return _delete(self._database, and_(self._own(), named))
 
     def _own(self) -> ColumnElement[bool]:
-        mine = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        return ObservedModuleTable.namespace_id.in_(mine)
+        return ObservedModuleTable.namespace_id == namespace_number(self._namespace)
 
 
 def expire_observed(database: Database) -> list[KVKey]:

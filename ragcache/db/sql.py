@@ -13,6 +13,7 @@ from sqlalchemy import (
     ColumnElement,
     Double,
     Row,
+    ScalarSelect,
     Select,
     String,
     cast,
@@ -62,6 +63,11 @@ def namespace_id(session: Session, name: str) -> int:
     """Return the id of a namespace, and create the namespace if it does not exist."""
     insert_new(session, NamespaceTable, {"name": name})
     return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
+
+
+def namespace_number(name: str) -> ScalarSelect[int]:
+    """Return a subquery for the id of a namespace. It is NULL if the namespace does not exist."""
+    return select(NamespaceTable.id).where(NamespaceTable.name == name).scalar_subquery()
 
 
 def upsert(
