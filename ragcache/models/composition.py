@@ -186,7 +186,8 @@ def _extended(
         before = _empty_map(inputs, tokens, recurrence)
     open_tokens = min(inputs.shape[-1], kernel - 1 - before.first.shape[-1])
     first = torch.cat([before.first, inputs[..., :open_tokens]], -1)
-    last = torch.cat([before.last, inputs], -1)[..., -kernel:]
+    # a copy of its own: a view would keep the inputs of all tokens
+    last = torch.cat([before.last, inputs[..., -kernel:]], -1)[..., -kernel:].clone()
     if tokens is None or recurrence is None:
         return LayerMap(
             before.transition, before.increment, before.decays, before.steps, first, last

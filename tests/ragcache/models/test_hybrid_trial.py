@@ -82,3 +82,10 @@ def test_maps_are_counted_in_the_dtype_of_states() -> None:
     whole = causal.map_bytes
     causal.states_dtype = torch.bfloat16
     assert whole / 2 < causal.map_bytes < 0.6 * whole
+
+
+def test_a_map_keeps_the_inputs_at_the_ends_of_a_text_alone() -> None:
+    kept = composition._extended(None, torch.randn(1, 8, 100), None, None, 4)
+    assert (kept.first.shape, kept.last.shape) == ((1, 8, 3), (1, 8, 4))
+    for each in (kept.first, kept.last):
+        assert each.untyped_storage().nbytes() == each.nbytes
