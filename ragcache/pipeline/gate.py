@@ -94,6 +94,8 @@ class ModeGate:
         """
         if self.forced or not self._in_background or not mode.reads_states:
             return False
+        if not self._readable(mode):  # it is refused at once
+            return False
         name = str(mode.measured)
         if name not in self._known and name not in self._wanted:
             self._read(name)
@@ -139,13 +141,22 @@ class ModeGate:
 
     def passes(self, mode: ReuseMode) -> bool:
         """Tell whether a mode may serve. Measures nothing: a mode without a result may not."""
-        if self.forced or not mode.reads_states:
+        if not mode.reads_states:
+            return True
+        if not self._readable(mode):
+            return False
+        if self.forced:
             return True
         name = str(mode.measured)
         if name not in self._known:
             self._read(name)
         result = self._known.get(name)
         return name in self._known and (result is None or result.passes)
+
+    def _readable(self, mode: ReuseMode) -> bool:
+        """Whether the model can read states as a mode that reads states does."""
+        causal = self.model.causal
+        return causal.composes and (causal.divides or not mode.reads_parts)
 
     def check_mode(self, mode: ReuseMode) -> None:
         """Refuse a mode that is too far from `exact`. Measures it if its result is unknown.
@@ -182,10 +193,15 @@ class ModeGate:
             )
 
     def composition(self, mode: ReuseMode) -> Compose:
-        """Return how documents compose in recurrent layers in a mode. Measures nothing."""
+        """Return how documents compose in recurrent layers in a mode: `order` if the mode is not
+        measured. Measures nothing."""
         if self.compose != "auto":
             return self.compose
-        result = self._known.get(str(mode.measured))
+        name = str(mode.measured)
+        if self.forced and not self.model.causal.divides and name not in self._known:
+            self._read(name)  # no check of the mode has read it
+            self._known.setdefault(name, None)
+        result = self._known.get(name)
         return "order" if result is None else result.compose
 
     def measure(self, modes: Sequence[str | ReuseMode] = GATED) -> list[GateResult | None]:

@@ -24,7 +24,7 @@ from ragcache.modes import COMPOSITIONS, ROOTED, Compose, Encoding, ReuseMode
 from ragcache.pipeline.ask import lay_out, question_ids
 from ragcache.pipeline.blend import blend_prompt
 from ragcache.pipeline.module_states import Surroundings
-from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, build_context
+from ragcache.pipeline.prompt import ModuleGroup, PromptLayout, TokenPrompt, build_context
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, quantize
 
@@ -151,10 +151,11 @@ class GateResult:
     mode: str
     """The mode as users write it. A number in it is a power of two."""
     prompts: int
-    """Number of prompts."""
+    """Number of prompts. On models with recurrent layers these are the prompts of one size: with as
+    many documents as lead farthest from `exact`."""
     kl_divergence: float
-    """Mean Kullback-Leibler divergence of the mode's first-token distributions from the
-    distributions of `exact`, in nats."""
+    """Mean Kullback-Leibler divergence of the mode's first-token distributions over these prompts
+    from the distributions of `exact`, in nats."""
     agreement: float
     """Share of prompts with the same likeliest first token, 0 to 1."""
     limit: float
@@ -166,7 +167,7 @@ class GateResult:
     """Seconds of the measurement, which other modes may have shared."""
     equal_answers: float
     """Share of prompts whose greedy answers, of eight tokens at most, are the answers of `exact`, 0
-    to 1."""
+    to 1. The least share over all sizes of prompts, on models with recurrent layers."""
     compose: Compose = "order"
     """How documents compose in recurrent layers: the way that is nearer to `exact`."""
     compositions: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
@@ -195,16 +196,25 @@ class GateResult:
 
 
 def measure_modes(
-    model: LoadedModel, engine: LLMEngine, modes: Sequence[ReuseMode]
+    model: LoadedModel,
+    engine: LLMEngine,
+    modes: Sequence[ReuseMode],
+    kv_dtype: KVDtype = "model",
 ) -> list[GateResult] | None:
     """Measure modes over the built-in prompts.
 
     Prompts hold four documents each, or as many as the model's window allows. Without room for two
     there is no result. Errors of the engine are raised unchanged.
+
+    Args:
+        model: The model.
+        engine: The engine of the model.
+        modes: Modes.
+        kv_dtype: Storage format of the states.
     """
     for documents in (4, 3, 2):
         try:
-            return _Measurement(model, engine, documents).run(modes)
+            return _Measurement(model, engine, documents, kv_dtype).run(modes)
         except PromptTooLong as error:
             logger.info("prompts of %d documents do not fit: %s", documents, error)
     return None
@@ -229,23 +239,27 @@ def measure_compositions(
         ways: Ways to compose documents. The nearest way decides.
 
     Returns:
-        The results. None if the model cannot read states, or without room for two documents.
+        The results. None if the model cannot read states in any of the modes, or without room for
+        two documents.
     """
-    if not model.causal.composes:
+    whole = [mode for mode in modes if not mode.reads_parts]
+    if not model.causal.composes or not whole:
         return None
     begin, limit, found = time.perf_counter(), (0.0, 0.0), list[_Composed]()
-    whole = [mode for mode in modes if not mode.reads_parts]
     for documents in COMPOSED:
         try:
             measurement = _Measurement(model, engine, documents, asked=documents // 2)
             exact, others = measurement.in_exact()
+            rows = list[_Composed]()  # of one size: all ways are compared over the same sizes
             for mode in whole:
+                prompts = measurement.prompts(mode)
                 for way in ways:
-                    compared = measurement.compare(mode, exact, way)
-                    found.append(_Composed(str(mode), way, documents, len(exact), *compared))
+                    compared = measurement.compare(prompts, exact, way)
+                    rows.append(_Composed(str(mode), way, documents, len(exact), *compared))
         except PromptTooLong as error:
             logger.info("prompts of %d documents do not fit: %s", documents, error)
             break
+        found += rows
         if others:
             limit = limit_of(exact, others)
     if not found:
@@ -283,9 +297,9 @@ def _nearest(
     rows = ways[nearest.way]
     return GateResult(
         mode,
-        sum(row.prompts for row in rows),
+        nearest.prompts,
         nearest.kl_divergence,
-        min(row.agreement for row in rows),
+        nearest.agreement,
         limit,
         distance,
         seconds,
@@ -310,13 +324,8 @@ def measure_int8(model: LoadedModel, engine: LLMEngine) -> GateResult | None:
     """
     if not model.causal.composes:
         return None
-    for documents in (4, 3, 2):
-        try:
-            [result] = _Measurement(model, engine, documents, "int8").run([ROOTED])
-            return result
-        except PromptTooLong as error:
-            logger.info("prompts of %d documents do not fit: %s", documents, error)
-    return None
+    found = measure_modes(model, engine, [ROOTED], "int8")
+    return None if found is None else found[0]
 
 
 class _Slot(NamedTuple):
@@ -326,6 +335,13 @@ class _Slot(NamedTuple):
     encoding: Encoding
     start: int | None
     """Position of states that cannot move."""
+
+
+class _Prompt(NamedTuple):
+    """A prompt, and the states that it reads."""
+
+    prompt: TokenPrompt
+    states: list[KVStates]
 
 
 class _Measurement:
@@ -372,7 +388,7 @@ class _Measurement:
         begin = time.perf_counter()
         exact, others = self.in_exact()
         limit, distance = limit_of(exact, others)
-        found = [(str(mode), *self.compare(mode, exact)) for mode in modes]
+        found = [(str(mode), *self.compare(self.prompts(mode), exact)) for mode in modes]
         seconds = time.perf_counter() - begin
         return [
             GateResult(mode, len(exact), divergence, agreement, limit, distance, seconds, equal)
@@ -380,10 +396,14 @@ class _Measurement:
         ]
 
     def compare(
-        self, mode: ReuseMode, exact: Sequence[Choice], compose: Compose = "order"
+        self, prompts: Sequence[_Prompt], exact: Sequence[Choice], compose: Compose = "order"
     ) -> tuple[float, float, float]:
-        """Return divergence, agreement and share of equal answers of a mode, beside `exact`."""
-        choices = self._in_mode(mode, compose)
+        """Return divergence, agreement and share of equal answers of prompts, beside `exact`."""
+        contexts = [
+            build_context(prompt, [KVKey("")] * len(states), states, compose)
+            for prompt, states in prompts
+        ]
+        choices = self._answers(contexts)
         compared = compare_first_tokens(exact, choices)
         pairs = zip(choices, exact, strict=True)
         equal = fmean(one.token_ids == other.token_ids for one, other in pairs)
@@ -405,8 +425,8 @@ class _Measurement:
                 others[n ^ 1] = self._answers([_after(whole, q) for q in self.questions[n ^ 1]], 1)
         return list(chain(*own)), list(chain(*others))
 
-    def _in_mode(self, mode: ReuseMode, compose: Compose) -> list[Choice]:
-        """Return the answers to all questions in a mode, over `AskPipeline`'s layout."""
+    def prompts(self, mode: ReuseMode) -> list[_Prompt]:
+        """Return the prompts of all questions in a mode, in `AskPipeline`'s layout."""
         [root] = self.engine.encode([EncodeJob(self.preamble)])
         layouts = [
             self._lay_out(order, question, mode)
@@ -415,7 +435,7 @@ class _Measurement:
         ]
         slots = dict.fromkeys(slot for layout in layouts for slot in self._slots(layout))
         encoded = self._encoded(list(slots))
-        contexts = []
+        prompts = []
         for layout in layouts:
             states = [root, *(encoded[slot] for slot in self._slots(layout))]
             states = [quantize(each, self.kv_dtype).restore() for each in states]
@@ -423,9 +443,8 @@ class _Measurement:
             if percent := mode.blend_percent:
                 token_ids = [group.token_ids for group in layout.groups]
                 prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
-            keys = [KVKey("")] * len(states)
-            contexts.append(build_context(prompt, keys, states, compose))
-        return self._answers(contexts)
+            prompts.append(_Prompt(prompt, states))
+        return prompts
 
     def _lay_out(
         self, order: Sequence[int], question: Sequence[int], mode: ReuseMode

@@ -160,6 +160,18 @@ def test_modes_that_read_parts_are_refused(rag: RagCache) -> None:
 
 
 @pytest.mark.slow
+def test_modes_that_read_parts_are_not_measured(hybrid: LoadedModel, engine: LLMEngine) -> None:
+    measured = ModeGate(hybrid, engine, None)
+    measured.measure_in_background(())
+    mode = ReuseMode.parse("linked:16")
+    assert not measured.defers(mode), "no prompt is answered in exact meanwhile"
+    assert measured.measure([mode]) == [None]
+    assert not measured.passes(mode)
+    assert not ModeGate(hybrid, engine, None, forced=True).passes(mode)
+    with pytest.raises(ModeRefused, match="reads parts"):
+        measured.check_mode(mode)
+
+
 def test_the_gate_measures_early_documents(hybrid: LoadedModel, engine: LLMEngine) -> None:
     modes = ModeGate(hybrid, engine, None)
     results = dict(zip(GATED, modes.measure(), strict=True))
@@ -167,7 +179,10 @@ def test_the_gate_measures_early_documents(hybrid: LoadedModel, engine: LLMEngin
     assert measured == ["rooted", "primed", "isolated"]
     result = results[ROOTED]
     assert result is not None
-    assert result.prompts == 6 + 12 + 24
+    sizes = result.compositions[result.compose]
+    farthest = max(sizes, key=lambda size: sizes[size])
+    assert result.prompts == {"2": 6, "4": 12, "8": 24}[farthest]
+    assert result.kl_divergence == sizes[farthest]
     assert {way: list(each) for way, each in result.compositions.items()} == {
         "order": ["2", "4", "8"],
         "both": ["2", "4", "8"],
