@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -56,6 +57,7 @@ _SIDE = 2048  # size of the layer that is timed
 _LEAST = 1e-30  # scale of a row of zeros
 _ROWS = (4, 8, 16, 32, 64)
 _STEPS = (15, 14, 13, 12)  # of a group from its least to its largest number, most likely first
+_PARTS = ("weight", "scales")  # tensors of a packed layer
 _SAMPLE = 128  # rows of a weight that choose its bits
 
 
@@ -258,7 +260,7 @@ def quantize_model(model: Any, quantization: str, dtype: torch.dtype) -> None:
         _pack(places, limits)
         return
     digest = _digest(places)
-    kept = _read_packed(digest)
+    kept = _read_packed(digest, len(places))
     packed = _pack(places, limits, kept)
     if not kept:
         _keep_packed(packed, digest)
@@ -314,8 +316,8 @@ def _groups(owner: nn.Module) -> Iterator[tuple[str, ...]]:
 
 def _held_in_four(layers: Sequence[nn.Linear]) -> bool:
     """Whether 4 bits hold some rows of layers no worse than 8 bits do."""
-    rows = torch.cat([layer.weight.detach() for layer in layers])
-    sample = rows[:: max(1, len(rows) // _SAMPLE)].float()
+    step = max(1, sum(layer.out_features for layer in layers) // _SAMPLE)
+    sample = torch.cat([layer.weight.detach()[::step] for layer in layers]).float()
     eight = Int8Linear.pack(sample).dequantize(0, len(sample), torch.empty_like(sample))
     four = on_grid(*four_bits(sample)).view_as(sample)
     return bool((four - sample).norm() <= (eight - sample).norm())
@@ -357,18 +359,24 @@ def _digest(places: Sequence[_Place]) -> str:
     return digest.hexdigest()
 
 
-def _read_packed(digest: str) -> dict[str, Tensor]:
-    """Packed weights in the cache folder, mapped; none if there is no file, or one that is damaged.
+def _read_packed(digest: str, layers: int) -> dict[str, Tensor]:
+    """Packed weights of so many layers in the cache folder, mapped; none if there is no file, or
+    one that is damaged.
 
     The format is torch's own, in which tensors begin at multiples of 64 bytes. The kernels load
     whole words from such addresses alone, and end the process at others.
     """
     try:
         file = packed_folder() / f"{digest}.pt"
-        return torch.load(file, mmap=True, weights_only=True) if file.exists() else {}
-    except (OSError, RuntimeError) as error:
+        if not file.exists():
+            return {}
+        kept: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+        if kept.keys() != {f"{n}.{part}" for n in range(layers) for part in _PARTS}:
+            raise RuntimeError("the file holds the weights of other layers")
+    except (OSError, RuntimeError, UnpicklingError) as error:
         logger.warning("packed weights cannot be read, and are packed again: %s", error)
         return {}
+    return kept
 
 
 def _keep_packed(packed: Sequence[PackedLinear], digest: str) -> None:
@@ -376,7 +384,7 @@ def _keep_packed(packed: Sequence[PackedLinear], digest: str) -> None:
     tensors = {
         f"{number}.{name}": getattr(layer, name)
         for number, layer in enumerate(packed)
-        for name in ("weight", "scales")
+        for name in _PARTS
     }
     try:
         part = packed_folder() / f"{digest}.{os.getpid()}.part"

@@ -366,12 +366,27 @@ def test_packed_weights_of_a_file_are_aligned(words: int, kept_in: Path) -> None
     assert len(list(kept_in.iterdir())) == 1
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def lose_a_layer(file: Path) -> None:
+    tensors = torch.load(file, weights_only=True)
+    del tensors["0.scales"]
+    torch.save(tensors, file)
+
+
+def hold_an_object(file: Path) -> None:
+    torch.save({"0.weight": Path("/")}, file)  # a type that is not read
+
+
+@pytest.mark.parametrize("damage", [cut, lose_a_layer, hold_an_object])
 def test_damaged_packed_weights_are_packed_again(
-    folder: str, kept_in: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[Path], None], folder: str, kept_in: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = load_model(folder, **FLOAT, quantization="int8")
     [file] = kept_in.iterdir()
-    file.write_bytes(file.read_bytes()[:100])
+    damage(file)
     second = load_model(folder, **FLOAT, quantization="int8")
     assert second.causal.fingerprint == first.causal.fingerprint
     assert "packed again" in caplog.text
