@@ -268,6 +268,8 @@ class CachePlan:
     """Distance of answers over states in eight bits from `exact`. None if it was not measured."""
     map_bytes: int = 0
     """Bytes that each module keeps of the recurrent layers, in addition to its tokens."""
+    module_limit: int = 0
+    """Most tokens of a module by default on this model."""
 
     def sizes(self, tier: str) -> dict[str, TierSize]:
         """Return the sizes of the corpus in a tier of the plan by `kv_dtype`."""
@@ -339,6 +341,7 @@ def make_plan(
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
         int8=_measure_int8(model, progress),
         map_bytes=model.causal.map_bytes,
+        module_limit=model.causal.module_limit(None),
     )
 
 
@@ -498,18 +501,21 @@ def advise(plan: CachePlan) -> list[str]:
 
 
 def _advise_length(plan: CachePlan) -> list[str]:
-    """Return from how many tokens a module of a hybrid model is worth its maps."""
+    """Propose longer modules for a hybrid model whose modules are shorter than worth their maps."""
     if not plan.map_bytes:
         return []
     tokens = -(-plan.map_bytes // plan.bytes_per_token["model"])
     average = plan.tokens / plan.modules
+    if average >= tokens:
+        return []
     advice = (
         f"Each module keeps {plan.map_bytes / 2**20:,.1f} MiB of the recurrent layers, whatever "
         f"its length: as much as keys and values of {tokens:,} tokens, where modules have "
         f"{average:,.0f} on average."
     )
-    if average < tokens:
-        advice += f" Longer modules take less in all: raise module_tokens to {tokens:,}."
+    longer = min(tokens, plan.module_limit)
+    if average < longer:
+        advice += f" Longer modules take less in all: raise module_tokens to {longer:,}."
     return [advice]
 
 

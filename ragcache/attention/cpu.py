@@ -187,6 +187,9 @@ def _is_one_row(metadata: AttentionMetadata) -> bool:
     paged = metadata.paged_queries
     if paged is None or metadata.causal_blocks or len(paged.rows) > 1:
         return False
+    _, heads, _, dim = paged.keys.shape
+    if paged.blocks.numel() * paged.block_size * heads * dim > ONE_ROW:
+        return False
     return all(kv.keys[0].numel() <= ONE_ROW for kv in metadata.shared_kv)
 
 

@@ -195,7 +195,8 @@ class CausalLM:
     @property
     def map_bytes(self) -> int:
         """Bytes of the maps of recurrent layers in a module's states."""
-        return 0 if self.map_shape is None else self.map_shape.nbytes
+        shape = self.map_shape
+        return 0 if shape is None else shape.nbytes
 
     @property
     def map_tokens(self) -> int:
