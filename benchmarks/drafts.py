@@ -109,6 +109,7 @@ class CountingModel:
         config = EngineConfig.for_device(
             torch.device(self.device),
             draft_tokens=draft_tokens,
+            draft_requests=requests,
             pool_bytes=blocks * 64 * self.causal.computed_bytes_per_token,
         )
         return LLMEngine(self.causal, config)

@@ -12,7 +12,7 @@ def test_quoting_answers_are_drafted() -> None:
         documents=2, document_tokens=64, question=4, new_tokens=40, draft_tokens=8, rounds=1
     )
     model = CountingModel(DRAFT_SHAPES["tiny"], setting, "cpu")
-    other, quoting = bench_drafts(model, [1], [0, 64])
+    other, quoting = bench_drafts(model, [2], [0, 64])
     assert (other["drafted"], other["accepted"]) == (0, 0)
     assert quoting["drafted"] >= quoting["accepted"] > 0.7
     assert quoting["ratio"] == pytest.approx(quoting["tokens_s"] / quoting["plain_tokens_s"])

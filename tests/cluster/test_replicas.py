@@ -159,6 +159,7 @@ def ingest(client: httpx.Client) -> None:
 
 def test_a_replica_is_killed_and_nobody_notices(service: Cluster, measured: Measured) -> None:
     client = service.client
+    measured("words before the command for a read-only root", read_only_root()[:1])
     ingest(client)
     before = replicas(client)
     states, pids = kept(service.ledger)

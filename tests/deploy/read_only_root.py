@@ -16,7 +16,7 @@ exec unshare --user --map-user=10001 --map-group=10001 -- "$@"
 @cache
 def read_only_root() -> tuple[str, ...]:
     """Words before a command that run it as the user 10001, without capabilities, where only /tmp
-    and /dev/shm can be written. None where namespaces cannot be made."""
+    and /dev/shm can be written. No words where namespaces cannot be made."""
     namespaces = ("unshare", "--user", "--map-root-user", "--mount", "--")
     prefix = (*namespaces, "sh", "-euc", _SCRIPT, "sh")
     if shutil.which("unshare") is None or subprocess.run([*prefix, "true"]).returncode:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
 import re
 import shlex
 from collections.abc import Iterator
@@ -27,9 +26,7 @@ from tests.conftest import REPOSITORY
 from tests.deploy.operator_schemas import OPERATOR_SCHEMAS
 from tools import chart as chart_tool
 
-if platform.system() == "Linux" and platform.machine() != "x86_64":
-    pytest.skip("Helm's library has no wheel for this processor", allow_module_level=True)
-import helm_python as helm
+helm = pytest.importorskip("helm_python", reason="Helm's library has wheels for Linux on x86-64")
 
 CHART = REPOSITORY / "deploy" / "helm" / "ragcache"
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ from ragcache_connectors.llama_index import (
     RagCacheNodeRetriever,
 )
 from ragcache_connectors.llama_index.retrievers import convert_filters
-from tests.connectors.guide_blocks import run_block
+from tests.connectors.guide_blocks import check_block
 
 NOTES = [
     Document(id_="boats", text="The survey boat Pipit is moored at the north quay.",
@@ -195,6 +195,4 @@ def test_a_state_folder_is_opened_once(tmp_path: Path, notes: Path) -> None:
 def test_the_block_of_the_guide_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_block("llama_index", tmp_path, monkeypatch)
-    assert capsys.readouterr().out.strip()
-    assert (tmp_path / "state").is_dir()
+    check_block("llama_index", tmp_path, monkeypatch, capsys)

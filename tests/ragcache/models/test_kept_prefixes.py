@@ -1,4 +1,8 @@
-"""In every family, a prompt that starts from kept states continues as the computed one does."""
+"""In every family, a prompt that starts from kept states continues as the computed one does.
+
+Kept states are read in parts. Hybrids resume from snapshots of their recurrent layers, which
+`tests/ragcache/engine/test_recurrent.py` compares.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.families import FAMILIES
 from ragcache.pipeline.conversations import PrefixRun, placed_segments
 from ragcache.states import KVKey, KVStates
-from tests.ragcache.models.test_parity_wide import COMPOSING
+from tests.ragcache.models.test_parity_wide import DIVISIBLE
 from tests.ragcache.models.test_trial import VARIANTS, make_config, tiny
 
 MODULE, BEFORE, AFTER = 9, 11, 12  # tokens of a document, and of the prompt around it
@@ -77,7 +81,7 @@ def continues_equally(causal: CausalLM) -> None:
     "model_type",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in sorted(COMPOSING & FAMILIES.keys())
+        for name in sorted(DIVISIBLE & FAMILIES.keys())
     ],
 )
 def test_a_resumed_prompt_continues_as_the_computed_one(model_type: str) -> None:
@@ -85,7 +89,7 @@ def test_a_resumed_prompt_continues_as_the_computed_one(model_type: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", sorted(COMPOSING & VARIANTS.keys()))
+@pytest.mark.parametrize("variant", sorted(DIVISIBLE & VARIANTS.keys()))
 def test_a_variant_continues_as_well(variant: str) -> None:
     model_type, changes = VARIANTS[variant]
     continues_equally(wrap_causal(tiny(make_config(model_type, **changes))))

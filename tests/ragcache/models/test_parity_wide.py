@@ -22,9 +22,9 @@ from tests.ragcache.models.test_trial import HYBRIDS, VARIANTS, make_config
 from tests.tiny_models import random_tokens
 
 pytestmark = pytest.mark.slow
-COMPOSING = (FAMILIES.keys() | VARIANTS.keys()) - HYBRIDS - {"state spaces beside attention"}
-"""Families and variants whose prompts are composed of states."""
-CASES = sorted(COMPOSING)
+DIVISIBLE = (FAMILIES.keys() | VARIANTS.keys()) - HYBRIDS - {"state spaces beside attention"}
+"""Families and variants whose states can be read in parts: those without recurrent layers."""
+CASES = sorted(DIVISIBLE)
 NEAR = {"rtol": 1e-3, "atol": 2e-4}  # of logits
 NEW = 6
 

@@ -98,6 +98,16 @@ def test_states_travel_with_their_collection(
         assert again.reuse.created_tokens <= len(rag.internals.ingestor.encoder.preamble_ids)
 
 
+def test_questions_in_exact_share_their_beginning(rag: RagCache) -> None:
+    """A snapshot is kept where prompts were seen to part, which the second question shows."""
+    rag.ingest("notes", DOCUMENTS)
+    first, second, third = (
+        rag.ask(QUESTION, collection="notes", k=3, mode="exact") for _ in range(3)
+    )
+    assert first.text == second.text == third.text
+    assert third.reuse.shared_tokens > first.reuse.shared_tokens == 0
+
+
 def test_the_next_turn_of_a_chat_shares_the_one_before(rag: RagCache) -> None:
     messages = [{"role": "user", "content": " ".join(d.text for d in DOCUMENTS * 3)}]
     first = rag.chat(messages)
