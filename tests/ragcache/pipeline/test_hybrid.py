@@ -98,12 +98,11 @@ def test_states_travel_with_their_collection(
         assert again.reuse.created_tokens <= len(rag.internals.ingestor.encoder.preamble_ids)
 
 
-def test_questions_in_exact_share_their_beginning(rag: RagCache) -> None:
+def test_questions_over_the_same_documents_share_computed_states(rag: RagCache) -> None:
     """A snapshot is kept where prompts were seen to part, which the second question shows."""
     rag.ingest("notes", DOCUMENTS)
-    first, second, third = (
-        rag.ask(QUESTION, collection="notes", k=3, mode="exact") for _ in range(3)
-    )
+    question = QUESTION + " Tell me all of it." * 30
+    first, second, third = (rag.ask(question, collection="notes", k=3) for _ in range(3))
     assert first.text == second.text == third.text
     assert third.reuse.shared_tokens > first.reuse.shared_tokens == 0
 
