@@ -169,13 +169,18 @@ class EngineCore:
         if not self.busy:
             self._forget_decoding()
             self.runner.release_batch()
-            self._last_timestamp = self._accepted_at = None
+        if not self.busy or self.is_stalled:  # the engine waits for a caller
+            self._pause_clock()
         self.stats.sampling += self._elapsed()
 
     def _elapsed(self) -> float:
         """Seconds since the previous call in this step, or since the step began."""
         begin, self._measured_at = self._measured_at, self.clock()
         return self._measured_at - begin
+
+    def _pause_clock(self) -> None:
+        """Count the time until the next step neither as the step's nor as idle time."""
+        self._last_timestamp = self._accepted_at = None
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""
@@ -193,6 +198,7 @@ class EngineCore:
         self._running, self._waiting = [], []
         self._forget_decoding()
         self.runner.release_batch()
+        self._pause_clock()
 
     def _launch(self) -> LaunchedStep | None:
         """Launch the next step.

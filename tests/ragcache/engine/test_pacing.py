@@ -103,6 +103,55 @@ def test_without_answers_the_bound_counts_for_nothing(causal: CausalLM) -> None:
     assert runner.rows == [900]
 
 
+class RecordedPace(EncodingPace):
+    """A pace that keeps the seconds of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(0.030)
+        self.seconds = list[float]()
+
+    def observe(self, rows: int, seconds: float) -> None:
+        self.seconds.append(seconds)
+        super().observe(rows, seconds)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_waiting_for_a_caller_is_no_time_of_a_step(causal: CausalLM, *, delayed: bool) -> None:
+    clock = ManualClock()
+    runner = DelayedRunner(causal) if delayed else TimedRunner(causal, clock)
+    core = SteppedCore(runner, replace(config_of(causal), max_gap_ms=30.0, encode_bytes=1), clock)
+    core._pace = pace = RecordedPace()
+    channel = StatesChannel(lambda: None)
+    core.add_encoding([EncodeJob(random_tokens(20, seed=n)) for n in range(2)], channel)
+    while not core.is_stalled:
+        core.step()
+    assert core.busy
+    clock.now += 5.0
+    channel.event(0)
+    handle = core.submit(Request(plain_context(random_tokens(5)), 3))
+    core.drain()
+    assert handle.done
+    assert pace.seconds
+    assert max(pace.seconds) < 0.030
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_waiting_after_a_failure_is_no_time_of_a_step(causal: CausalLM, *, delayed: bool) -> None:
+    clock = ManualClock()
+    runner = DelayedRunner(causal) if delayed else TimedRunner(causal, clock)
+    core = SteppedCore(runner, replace(config_of(causal), max_gap_ms=30.0), clock)
+    core._pace = pace = RecordedPace()
+    for _ in range(2):
+        handle = core.submit(Request(plain_context(random_tokens(5)), 6))
+        for _ in range(3):
+            core.step()
+        core.fail_all(RuntimeError("the step failed"))
+        assert handle.done
+        clock.now += 5.0
+    assert pace.seconds
+    assert max(pace.seconds) < 0.030
+
+
 def test_steps_behind_a_running_one_keep_the_bound(causal: CausalLM) -> None:
     """The decode batch counts as rows."""
     config = replace(config_of(causal, blocks=400, step_tokens=64), max_gap_ms=1.0)
