@@ -70,12 +70,11 @@ class SamplerState:
     """Log-probabilities of all tokens at the first place, float32 [V] on the CPU, if
     `SamplingParams.first_logprobs` is set."""
     plain: bool = field(init=False)
-    """Whether every next token is the likeliest one, and nothing else is reported."""
+    """Whether every next token is the likeliest one, and nothing else is reported with it."""
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        reports = sampling.logprobs is not None or sampling.first_logprobs
-        self.plain = sampling.greedy and self.counts is None and not reports
+        self.plain = sampling.greedy and self.counts is None and sampling.logprobs is None
 
     @classmethod
     def start(
@@ -218,9 +217,9 @@ class Sampler:
             rows = self._rows = _Rows.of(states, logits)
         banned = forbidden is not None and any(forbidden)
         masked = masks is not None and any(mask is not None for mask in masks)
-        if rows.plain and not (banned or masked):
-            return self._launch_likeliest(logits, states)
         firsts = [row for row in rows.firsts if states[row].lacks_first_logprobs]
+        if rows.plain and not (firsts or banned or masked):
+            return self._launch_likeliest(logits, states)
         adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
         rows.penalize(adjusted)
         if banned and forbidden is not None:
@@ -431,25 +430,27 @@ class _Rows:
 
     states: Sequence[SamplerState]
     plain: bool
+    firsts: Sequence[int]
+    """Rows with `SamplingParams.first_logprobs`."""
     counted: _Counted | None = None
     random: _Random | None = None
     reporting: Sequence[int] = ()
     reported: Tensor | None = None
-    firsts: Sequence[int] = ()
 
     @classmethod
     def of(cls, states: Sequence[SamplerState], logits: Tensor) -> _Rows:
+        firsts = [i for i, s in enumerate(states) if s.sampling.first_logprobs]
         if all(state.plain for state in states):
-            return cls(states, plain=True)
+            return cls(states, plain=True, firsts=firsts)
         reporting = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
         return cls(
             states,
             False,
+            firsts,
             _counted(states, logits),
             _random(states, logits.device),
             reporting,
             upload(reporting, torch.int64, logits.device) if reporting else None,
-            [i for i, s in enumerate(states) if s.sampling.first_logprobs],
         )
 
     def penalize(self, logits: Tensor) -> None:

@@ -285,6 +285,28 @@ def test_logprobs_with_zero_or_too_many_alternatives() -> None:
     assert [token for token, _ in full.alternatives] == [1, 0, 2]
 
 
+class CountingSampler(Sampler):
+    """A sampler that counts the steps in which every row takes its likeliest token."""
+
+    plain_steps = 0
+
+    def _launch_likeliest(self, logits: Tensor, states: Sequence[SamplerState]) -> Any:
+        self.plain_steps += 1
+        return super()._launch_likeliest(logits, states)
+
+
+@pytest.mark.parametrize("rows", [1, CPU_ROWS + 1])
+def test_first_logprobs_make_the_first_step_alone_slower(rows: int) -> None:
+    sampler, logits = CountingSampler(DEVICE), random_logits(rows)
+    states = [start(SamplingParams(first_logprobs=True)) for _ in range(rows)]
+    chosen = [sampler.launch(logits, states).wait() for _ in range(3)]
+    assert sampler.plain_steps == 2
+    assert chosen[0] == chosen[1] == chosen[2]
+    for state, own in zip(states, logits, strict=True):
+        assert state.first_logprobs is not None
+        assert torch.equal(state.first_logprobs, own.log_softmax(dim=-1).cpu())
+
+
 @pytest.mark.parametrize("sampling", MIXED[:3])
 @pytest.mark.parametrize("trouble", [torch.nan, torch.inf, None])
 @pytest.mark.parametrize("kernels", BOTH)
