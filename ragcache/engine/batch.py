@@ -59,9 +59,6 @@ class ScheduledChunk:
     position_ids: Sequence[int]
     """Ascending positions of the tokens."""
     wants_logits: bool = True
-    follows: int | None = None
-    """Row of the step before whose sampled token is the chunk's only token. The host does not know
-    it yet; the entry of `token_ids` is ignored."""
     scored: Rows = (0, 0)
     """Rows begin:end, counted from the chunk's first, whose logits are wanted in addition."""
     drafted: int = 0

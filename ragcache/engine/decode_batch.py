@@ -13,14 +13,11 @@ from itertools import count
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.batch import Ints, ScheduledChunk
 from ragcache.engine.kv_cache import BlockTable
 from ragcache.engine.sampler import SamplerState
 from ragcache.engine.sequence import Sequence
-
-Ints = NDArray[np.int64]
 
 _SERIAL, _LENGTH, _POSITION, _LEFT, _FOLLOWS, _SEGMENTS = range(6)
 
@@ -175,13 +172,9 @@ class DecodeBatch:
         ]
 
     def chunks(self) -> list[ScheduledChunk]:
-        """The rows as chunks, of one token each."""
-        rows = zip(
-            self.sequences, self.tables, self.position.tolist(), self.follows.tolist(), strict=True
-        )
+        """The rows as chunks, of one token each, which the host does not know."""
+        rows = zip(self.sequences, self.tables, self.position.tolist(), strict=True)
         return [
-            ScheduledChunk(
-                sequence.request.context.segments, table, (0,), (position,), follows=follows
-            )
-            for sequence, table, position, follows in rows
+            ScheduledChunk(sequence.request.context.segments, table, (0,), (position,))
+            for sequence, table, position in rows
         ]

@@ -22,10 +22,10 @@ import numpy as np
 from ragcache.attention.triton.array_plan import ReadArrays, plan_arrays
 from ragcache.attention.triton.plan import AttentionPlan, HeadLayout, KVBase, build_plan
 from ragcache.attention.triton.tables import AttentionTables, StepArrays
-from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.batch import Ints, ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.device_blocks import BlockPlanner
-from ragcache.engine.device_rows import Ints, StepRows
+from ragcache.engine.device_rows import StepRows
 from ragcache.engine.device_segments import SegmentPlanner
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
 
@@ -122,7 +122,7 @@ class DevicePlanner:
         self,
         chunks: Sequence[ScheduledChunk],
         tables: AttentionTables,
-        decoding: DecodeBatch | None = None,
+        decoding: DecodeBatch,
     ) -> DeviceBatch:
         """Set the plan of a step and fill its arrays, which are then to be uploaded. Raises
         `TableOverflow`, and changes nothing, if the tables are too small.
@@ -132,7 +132,6 @@ class DevicePlanner:
             tables: The tables.
             decoding: The first rows of the step.
         """
-        decoding = decoding or DecodeBatch()
         few = decoding.segments + sum(len(chunk.segments) for chunk in chunks) <= FEW_SEGMENTS
         if few or self.gapless:
             chunks, decoding = [*decoding.chunks(), *chunks], DecodeBatch()

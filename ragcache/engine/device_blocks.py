@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ragcache.attention.triton.array_plan import ReadArrays, columns_of, run_begins, run_lengths
 from ragcache.attention.triton.plan import ALL_TOKENS, KVBase, KVConsumer, KVRead, KVRun
-from ragcache.engine.batch import LONG_SPAN
-from ragcache.engine.device_rows import Ints, PlacedChunk, StepRows, counted, ints
+from ragcache.engine.batch import LONG_SPAN, Ints
+from ragcache.engine.device_rows import PlacedChunk, StepRows, counted, ints
 from ragcache.engine.kv_cache import BlockTable, ContiguousKV
 
 BlockRun = tuple[int, int, int, int, int]

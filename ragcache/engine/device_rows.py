@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.batch import Ints, ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockTable
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)

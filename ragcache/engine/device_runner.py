@@ -237,14 +237,11 @@ class DeviceModelRunner:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
-    def _plan(
-        self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch | None = None
-    ) -> _Launch:
+    def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> _Launch:
         """Lay out a step, in the tables of the graphs if it fits."""
         if self._planner is None:  # encodings need no pool
             self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
         assert self._planner is not None
-        decoding = decoding or DecodeBatch()
         arrivals = self._look_at_segments(chunks)
         rows = decoding.rows + sum(len(chunk.position_ids) for chunk in chunks)
         launch = partial(
@@ -312,7 +309,7 @@ class DeviceModelRunner:
 
     def _run_first_layers(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Launch a pass that ends with the states of the first layers. It has no logits."""
-        launch = self._plan(chunks)
+        launch = self._plan(chunks, DecodeBatch())
         launch.tables.upload()
         self._step.layers, self._step.arrivals = chunks[0].layers, launch.arrivals
         rows = max(launch.batch.rows, FEWEST_ROWS)

@@ -26,8 +26,9 @@ from ragcache.attention.triton.plan import (
     KVRead,
     KVRun,
 )
+from ragcache.engine.batch import Ints
 from ragcache.engine.decode_batch import DecodeBatch
-from ragcache.engine.device_rows import Ints, PlacedChunk, StepRows, ints
+from ragcache.engine.device_rows import PlacedChunk, StepRows, ints
 from ragcache.engine.request import Segment
 from ragcache.states.quantization import StoredStates
 

@@ -54,7 +54,7 @@ class ScheduledWork:
         """Whether the owner is a sequence that computes one token of its answer, and drafts."""
         if isinstance(self.owner, Encoding) or self.count > 1 + self.chunk.drafted:
             return False
-        return self.chunk.follows is not None or self.owner.generated > 0
+        return self.owner.generated > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -154,6 +154,7 @@ class DelayedRunner(RaggedModelRunner):
     def __post_init__(self) -> None:
         super().__init__(self.model)
         self._chunks: list[ScheduledChunk] = []
+        self._follows: list[int] = []
         self._version = -1  # of the last step's decode batch, if it computed nothing else
         self._read: list[weakref.ref[Tensor]] = []
         self._blocks: list[list[int]] = []
@@ -173,6 +174,7 @@ class DelayedRunner(RaggedModelRunner):
         decoding: DecodeBatch | None = None,
     ) -> Callable[[], Tensor]:
         own = [] if decoding is None else decoding.chunks()
+        self._follows = [] if decoding is None else decoding.follows.tolist()
         if decoding is not None and decoding.rows:
             assert_arrays_follow_tables(decoding)
             if not chunks and decoding.version == self._version:
@@ -190,7 +192,7 @@ class DelayedRunner(RaggedModelRunner):
         assert previous is not None
         assert len(previous) == len(self._chunks) == len(own)
         assert [each.private for each in own] == [each.private for each in self._chunks]
-        assert [each.follows for each in own] == [*range(len(own))]
+        assert self._follows == [*range(len(own))]
         chunks = []
         for row, chunk in enumerate(self._chunks):
             assert (len(chunk.token_ids), chunk.wants_logits) == (1, True)
@@ -198,27 +200,21 @@ class DelayedRunner(RaggedModelRunner):
             assert chunk.private.positions[-1] == before
             known, self._blocks[row] = self._blocks[row], _blocks(chunk)
             assert self._blocks[row][: len(known)] == known, "a device's tables have the old block"
-            chunks.append(replace(chunk, position_ids=(before + 1,), follows=row))
+            chunks.append(replace(chunk, position_ids=(before + 1,)))
         self._chunks = chunks
         return self._planned(previous)
 
     def _planned(self, previous: Tensor | None) -> Callable[[], Tensor]:
-        chunks, read = self._chunks, self._read
+        chunks, read, follows = self._chunks, self._read, self._follows
         self.builder.forget()
         step = self.builder.build_batch(chunks)
-        ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0).tolist()
-        unknown = [
-            (end - 1, chunk.follows)
-            for end, chunk in zip(ends, chunks, strict=True)
-            if chunk.follows is not None
-        ]
         wanted = sum(len(chunk.logit_rows(0)) for chunk in chunks)
         logits = torch.full((wanted, self.model.model.config.vocab_size), torch.nan)
 
         def compute() -> None:
             assert all(each() is not None for each in read), "a segment was given back too early"
             tokens = step.token_ids.clone()
-            for row, source in unknown:
+            for row, source in enumerate(follows):
                 assert previous is not None
                 assert previous[source] >= 0, "the token has been sampled"
                 tokens[row] = previous[source]

@@ -166,7 +166,9 @@ def new_tables() -> AttentionTables:
 def planned(
     chunks: Sequence[ScheduledChunk], tables: AttentionTables, *, gapless: bool = False
 ) -> DeviceBatch:
-    batch = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4).plan_batch(chunks, tables)
+    batch = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4).plan_batch(
+        chunks, tables, DecodeBatch()
+    )
     tables.upload()
     return batch
 
