@@ -264,35 +264,35 @@ class EngineCore:
         columns.
         """
         batch = self._decoding
-        beside = [
-            self._begin_answer(item.owner)
-            for item in work
-            if item.chunk.wants_logits and isinstance(item.owner, Sequence)
-        ]
+        for item in work:
+            if item.chunk.wants_logits and isinstance(item.owner, Sequence):
+                self._begin_answer(item.owner)
+        sequences, states = sampled_rows(work)
+        if not batch.rows:
+            return sequences, states
         if (
             last is not None
-            and not beside
+            and not sequences
             and batch.version == last.version
             and len(last.sequences) == last.decoding
         ):
             return last.sequences, last.states
-        sequences, states = sampled_rows(work)
         return [*batch.sequences, *sequences], [*batch.states, *states]
 
-    def _begin_answer(self, sequence: Sequence) -> SamplerState:
-        """Return the sampler state of a sequence; create it, and the answer's text, once.
+    def _begin_answer(self, sequence: Sequence) -> None:
+        """Create the sampler state of a sequence, and the answer's text, once.
 
         Fails the request if its text cannot be created.
         """
-        if sequence.sampler is None:
-            sequence.sampler = sequence.new_sampler()
-            try:
-                sequence.begin_text()
-            except PROCESS_ENDS:
-                raise
-            except BaseException as error:  # a caller's text; panics of Rust are no `Exception`
-                self._fail(sequence.group, _text_failed(error))
-        return sequence.sampler
+        if sequence.sampler is not None:
+            return
+        sequence.sampler = sequence.new_sampler()
+        try:
+            sequence.begin_text()
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:  # a caller's text; panics of Rust are no `Exception`
+            self._fail(sequence.group, _text_failed(error))
 
     def _timestamps(self) -> list[DeviceTimestamp]:
         """A list with the device's present timestamp. Empty on a CPU."""
@@ -364,10 +364,7 @@ class EngineCore:
             now=now,
             decoding=batch.rows,
         )
-        if output.admitted:
-            entering = set(output.admitted)
-            beside += [each for each in self._waiting if each.number in entering]
-            self._admit(output, now)
+        beside += self._admit(output, now)
         return self._with_encodings(self._work_of(beside, output))
 
     def _limits(self, max_running: int) -> SchedulerConfig:
@@ -441,10 +438,11 @@ class EngineCore:
         self._enqueue(sequence)
         self.stats.preempted += 1
 
-    def _admit(self, output: SchedulerOutput, now: float) -> None:
+    def _admit(self, output: SchedulerOutput, now: float) -> list[Sequence]:
+        """Move the requests that the scheduler admits to the running ones, and return them."""
         entering = set(output.admitted)
         if not entering:
-            return
+            return []
         admitted = [each for each in self._waiting if each.number in entering]
         self._waiting = [each for each in self._waiting if each.number not in entering]
         for sequence in admitted:
@@ -459,6 +457,7 @@ class EngineCore:
                 self.stats.admitted += 1
                 self.stats.queued += now - group.submitted_at
             self.stats.shared_tokens += found
+        return admitted
 
     def _sample(self, step: LaunchedStep) -> None:
         """Launch the sampling of the next token of each of the step's sequences."""
