@@ -89,10 +89,11 @@ class _Copy:
         The states of recurrent layers are copied with the first layer.
         """
         layers, source = slice(begin, end), self.source
-        if source.recurrent is not None and begin == 0:
-            for name, tensor in source.recurrent.tensors().items():
-                self.target[name].copy_(tensor, non_blocking=True)
-        source = replace(source, recurrent=None)
+        if source.recurrent is not None:
+            if begin == 0:
+                for name, tensor in source.recurrent.tensors().items():
+                    self.target[name].copy_(tensor, non_blocking=True)
+            source = replace(source, recurrent=None)
         parts = {name: tensor[layers] for name, tensor in tensors_of(source).items()}
         if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
             device = self.target["keys"].device
