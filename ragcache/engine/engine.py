@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -181,7 +181,7 @@ class LLMEngine:
         self.stream = runner.stream
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
-        model.on_failure(lambda error: self._inbox.put(partial(self._stop_with, error)))
+        model.on_failure(_stopper(self))
         give_workers_back()  # this thread loaded the model
         close_at_exit(self)
 
@@ -400,6 +400,18 @@ class LLMEngine:
                 message = self._inbox.get_nowait()
         except Empty:
             return
+
+
+def _stopper(engine: LLMEngine) -> Callable[[EngineFailed], None]:
+    """A function that stops an engine, unless it is gone. A model keeps it as long as it lives."""
+    reference = ref(engine)
+
+    def stop(error: EngineFailed) -> None:
+        engine = reference()
+        if engine is not None:
+            engine._inbox.put(partial(engine._stop_with, error))
+
+    return stop
 
 
 def _wake_up() -> None:

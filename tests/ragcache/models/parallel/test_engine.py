@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -50,6 +51,17 @@ def test_a_failure_ends_an_idle_engine(split: ParallelLM) -> None:
         assert not engine.is_open
         with pytest.raises(EngineFailed, match="rank 1 of 2 ended with SIGKILL"):
             engine.submit_request(request())
+
+
+def test_a_model_keeps_no_closed_engine(split: ParallelLM) -> None:
+    engine = LLMEngine(split, EngineConfig(2**20))
+    engine.submit_request(request()).result(SECONDS)
+    engine.close()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    fail(split)
 
 
 def test_an_error_after_a_failure_ends_the_engine(
