@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,32 +127,33 @@ class SharedServices:
             max_gap_ms=config.max_gap_ms,
             warm_up=config.warm_up,
         )
-        engine = LLMEngine(model.causal, limits)
-        try:
+        with ExitStack() as started:
+            engine = started.enter_context(LLMEngine(model.causal, limits))
             store.bind_device(engine.stream, keep_free=GPU_RESERVE + limits.encode_bytes)
-        except BaseException:
-            engine.close()
-            raise
-        shared = cls(
-            database,
-            model,
-            engine,
-            store,
-            DeferredReleases(),
-            embedder,
-            config,
-            ChatTemplate(model, template_kwargs),
-            instruction,
-            ApiKeys(database, stale_seconds=config.stale_seconds),
-            IngestionWorkers(store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)),
-            ModeGate(model, engine, store.ledger, config.force_modes, config.compose),
-            ModelCalibration(model, instruction, store.ledger),
-            reranker,
-        )
-        store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)
-        store.on_heartbeat.append(shared.workers.wake)
-        store.on_wait.append(shared.deferred.release_finished)
-        close_at_exit(shared)
+            jobs = IngestionWorkers(
+                store.jobs, lambda job: shared.namespace(job.namespace).jobs.run(job)
+            )
+            shared = cls(
+                database,
+                model,
+                engine,
+                store,
+                DeferredReleases(),
+                embedder,
+                config,
+                ChatTemplate(model, template_kwargs),
+                instruction,
+                ApiKeys(database, stale_seconds=config.stale_seconds),
+                jobs,
+                ModeGate(model, engine, store.ledger, config.force_modes, config.compose),
+                ModelCalibration(model, instruction, store.ledger),
+                reranker,
+            )
+            store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)
+            store.on_heartbeat.append(shared.workers.wake)
+            store.on_wait.append(shared.deferred.release_finished)
+            close_at_exit(shared)
+            started.pop_all()
         return shared
 
     def check_open(self) -> None:

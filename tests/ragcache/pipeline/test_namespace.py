@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from langchain_core.embeddings import Embeddings
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, RagCacheError, UnknownCollection, UnknownSchema
 from ragcache.models import LoadedModel
+from ragcache.pipeline import namespace
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 SCHEMA = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
@@ -132,6 +134,24 @@ def test_a_deleted_collection_takes_its_states(rag: RagCache) -> None:
         rag.ask(QUESTION, collection="notes")
     rag.ingest("notes", [SourceDocument("oven", "The kiln is an oven.")])
     assert [s.document for s in rag.ask(QUESTION, collection="notes").sources] == ["oven"]
+
+
+@pytest.mark.parametrize("part", ["IngestionWorkers", "ModeGate", "parse_optional_bytes"])
+def test_a_folder_that_cannot_be_opened_leaves_no_thread(
+    part: str, tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*values: object) -> None:
+        if engines() - before:
+            raise RuntimeError("no memory")
+
+    def engines() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name == "ragcache-engine"}
+
+    before = engines()
+    monkeypatch.setattr(namespace, part, fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        RagCache.open(tmp_path / "state", model)
+    assert engines() == before
 
 
 def test_closing_a_view_closes_nothing(rag: RagCache, other: RagCache) -> None:
