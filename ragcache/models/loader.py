@@ -147,7 +147,9 @@ def load_model(
     check_quantization(quantization, place)
     source = str(READER if name is None else name)
     if tensor_parallel > 1:
-        _check_parallel(source, place, quantization, tensor_parallel)
+        from ragcache.models.parallel.leader import check_options
+
+        check_options(place, quantization, tensor_parallel, embedded=source == str(READER))
     plain = place.type == "cpu" and not long_context and quantization in (None, AUTO)
     if embedded := plain and source == str(READER):
         model, tokenizer = read_reader(READER)
@@ -179,34 +181,6 @@ def load_model(
     return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
 
 
-def _check_parallel(
-    source: str, device: torch.device, quantization: str | None, ranks: int
-) -> None:
-    """Raise `ConfigurationError` or `UnsupportedModel` for what is not served by several
-    processes."""
-    from ragcache.models.parallel.leader import check_device
-
-    check_device(device, ranks)
-    if quantization is not None:
-        raise ConfigurationError(
-            f"tensor_parallel={ranks}: packed weights are not split; leave quantization="
-            f"{quantization!r} out, or tensor_parallel"
-        )
-    if source == str(READER):
-        raise UnsupportedModel(
-            f"tensor_parallel={ranks}: the embedded reader runs in one process; give a model, or "
-            "leave tensor_parallel out"
-        )
-
-
-def _check_plan(text: Any, ranks: int) -> None:
-    """Raise `UnsupportedModel` for a configuration whose model cannot be split."""
-    from ragcache.models.checkpoint import text_class
-    from ragcache.models.parallel.plans import check_split
-
-    check_split(text_class(text), text, ranks)
-
-
 def _wrap(model: Any, *, embedded: bool) -> CausalLM:
     """Patch a model, or wrap the embedded reader, which needs no transformers."""
     if embedded:
@@ -234,7 +208,7 @@ def _read_checkpoint(
         with quiet_loading():
             from transformers import AutoConfig, AutoTokenizer
 
-            from ragcache.models.checkpoint import load_checkpoint
+            from ragcache.models.checkpoint import load_checkpoint, text_class
 
             place = _converted(source) if gguf else place
             tokenizer = AutoTokenizer.from_pretrained(place)
@@ -242,7 +216,9 @@ def _read_checkpoint(
             text = config.get_text_config(decoder=True)
             stored: Any = config.dtype or text.dtype or dtype
             if ranks > 1:
-                _check_plan(text, ranks)
+                from ragcache.models.parallel.plans import check_split
+
+                check_split(text_class(text), text, ranks)
             model = load_checkpoint(
                 place,
                 None if quantization else dtype,

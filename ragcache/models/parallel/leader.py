@@ -18,7 +18,13 @@ from ragcache.models.parallel.collectives import GlooCollectives, SignsOfLife
 from ragcache.models.parallel.memory import SharedArena
 from ragcache.models.parallel.messages import MessageWriter
 from ragcache.models.parallel.passes import RankModel
-from ragcache.models.parallel.plans import attach, check_model, shard_model, weights_of
+from ragcache.models.parallel.plans import (
+    attach,
+    check_model,
+    refuse_reader,
+    shard_model,
+    weights_of,
+)
 from ragcache.models.parallel.ranks import FollowerProcesses
 
 
@@ -149,6 +155,31 @@ def check_device(device: torch.device, ranks: int) -> None:
             f"tensor_parallel={ranks} is served on a CPU so far, and the device is {device}; leave "
             "tensor_parallel out, or serve the model by a replica for each GPU"
         )
+
+
+def check_options(
+    device: torch.device, quantization: str | None, ranks: int, *, embedded: bool
+) -> None:
+    """Check, before a model is read, whether it may be split.
+
+    Args:
+        device: Device of the model.
+        quantization: Quantization of its weights, if any.
+        ranks: Number of ranks.
+        embedded: Whether the model is the embedded reader.
+
+    Raises:
+        ConfigurationError: No model is split on this device, or with packed weights.
+        UnsupportedModel: The embedded reader is not split.
+    """
+    check_device(device, ranks)
+    if quantization is not None:
+        raise ConfigurationError(
+            f"tensor_parallel={ranks}: packed weights are not split; leave quantization="
+            f"{quantization!r} out, or tensor_parallel"
+        )
+    if embedded:
+        refuse_reader(ranks)
 
 
 def split_parts(

@@ -108,11 +108,16 @@ def check_split(kind: type[Any], config: Any, ranks: int) -> None:
 def check_model(model: Any, ranks: int) -> None:
     """Check that a Hugging Face model can be split. Raises `UnsupportedModel`."""
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModel(
-            f"tensor_parallel={ranks}: the embedded reader runs in one process; give a model, or "
-            "leave tensor_parallel out"
-        )
+        refuse_reader(ranks)
     _check_layers(model, _plan_of(model.config, ranks), _head_parts(model.config, ranks))
+
+
+def refuse_reader(ranks: int) -> NoReturn:
+    """Raise `UnsupportedModel` for the embedded reader, which has no plan."""
+    raise UnsupportedModel(
+        f"tensor_parallel={ranks}: the embedded reader runs in one process; give a model, or "
+        "leave tensor_parallel out"
+    )
 
 
 def shard_model(model: Any, rank: int, ranks: int, join: Join = torch.cat) -> tuple[Any, HeadParts]:
