@@ -68,9 +68,14 @@ def fit_threads(processes: int = 1) -> None:
     """
     import torch
 
-    cores = max(1, available_cores() // processes)
+    cores = share_of_cores(processes)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
         torch.set_num_threads(cores)
+
+
+def share_of_cores(processes: int) -> int:
+    """Cores for each of some processes that compute the same steps. At least 1."""
+    return max(1, available_cores() // processes)
 
 
 def available_cores() -> int:

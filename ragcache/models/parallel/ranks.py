@@ -20,7 +20,7 @@ import numpy as np
 from ragcache.errors import EngineFailed
 from ragcache.models.parallel.collectives import SignsOfLife
 from ragcache.models.parallel.memory import SharedArena
-from ragcache.openmp import available_cores
+from ragcache.openmp import share_of_cores
 
 PATIENCE = 3.0
 """Seconds without a sign of life after which a rank counts as hanging."""
@@ -44,7 +44,7 @@ class _Follower:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path),
         }
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+        environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(ranks)))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _SCRIPT, *map(str, numbers), folder],
