@@ -84,15 +84,32 @@ class LlamaShape:
             dtype=dtype,
         )
 
-    def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
+    def build(
+        self,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        drawn: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Any:
         """Return a Hugging Face model with random weights.
 
-        The weights are drawn in float32 on the CPU, so that they are the same on every machine.
+        Args:
+            dtype: Dtype of the model.
+            device: Device on which the weights are drawn, and stay. On a CPU they are the same on
+                every machine.
+            drawn: Dtype in which the weights are drawn.
+            seed: Seed of the weights.
         """
         from transformers import LlamaForCausalLM
 
         torch.manual_seed(seed)
-        return LlamaForCausalLM(self.config(dtype)).to(dtype).eval()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(drawn)
+        try:
+            with torch.device(device):
+                return LlamaForCausalLM(self.config(dtype)).to(dtype).eval()
+        finally:
+            torch.set_default_dtype(before)
 
 
 SHAPES: Mapping[str, LlamaShape] = {
@@ -124,16 +141,7 @@ class PromptSetting:
 
 def draw_model(shape: LlamaShape, device: str) -> Any:
     """Return a Hugging Face model whose random weights are drawn on a device, in bfloat16."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(shape.config(torch.bfloat16)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return shape.build(torch.bfloat16, device, torch.bfloat16)
 
 
 def shaped_causal(

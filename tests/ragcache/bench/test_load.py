@@ -18,11 +18,13 @@ from ragcache.bench.load import (
     ON_DEVICE,
     TIERED,
     LoadLimits,
+    LoadSession,
     ServiceLoad,
     bench_load,
     missed_limits,
 )
 from ragcache.bench.load_workload import LoadResult, LoadSetting, figures, is_saturated
+from ragcache.store import KVStore, Lease, Origin
 from tests.conftest import REPOSITORY
 
 LOAD = ServiceLoad.reduced()
@@ -73,6 +75,24 @@ def test_a_load_over_two_tiers_answers_every_request() -> None:
     assert document["load"]["setting"]["documents"] == 12
 
 
+def test_an_error_of_the_ingestion_is_the_error_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch = LoadSession.fetch
+
+    def fetch_questions(
+        session: LoadSession, store: KVStore, numbers: Sequence[int], origin: Origin
+    ) -> Lease:
+        if origin == "ingest":
+            raise RuntimeError("no room for another document")
+        return fetch(session, store, numbers, origin)
+
+    monkeypatch.setattr(LoadSession, "fetch", fetch_questions)
+    load = replace(LOAD, setting=SETTING, rates=(20.0,), ingest_at=20.0)
+    with pytest.raises(RuntimeError, match="no room for another document"):
+        bench_load(load, "cpu")
+
+
 def test_missed_limits_are_named() -> None:
     run = {"refused": 0, "ttft_ms": {"p99": 90.0}, "gap_ms": {"longest": 20.0}}
     document = {"most_answered": 40.0, "runs": [run, run | {"refused": 2}], "at_limits": run}
@@ -82,6 +102,9 @@ def test_missed_limits_are_named() -> None:
         "answers a second: 40.0, must be at least 50",
     ]
     assert missed_limits(document | {"runs": [run]}, TIERED) == []
+    refused = run | {"refused": 3}
+    alone = document | {"runs": [run, refused], "at_limits": refused}
+    assert missed_limits(alone, ON_DEVICE)[1] == "refused requests: 3.0, must be at most 0"
     unanswered = document | {"at_limits": run | {"ttft_ms": {}, "gap_ms": {}}}
     assert "TTFT p99, ms: inf, must be at most 250" in missed_limits(unanswered, TIERED)
 
