@@ -10,6 +10,7 @@ from torch import Tensor
 from ragcache.attention import (
     AttentionMetadata,
     ContiguousWrite,
+    KVWrite,
     PagedQueries,
     PagedWrite,
     SharedKV,
@@ -56,8 +57,14 @@ class RankModel:
             metadata,
             shared_kv=tuple(map(self._part, metadata.shared_kv)),
             paged_queries=None if paged is None else self._part(paged),
-            writes=tuple(map(self._part, metadata.writes)),
+            writes=tuple(map(self._write, metadata.writes)),
         )
+
+    def _write(self, write: KVWrite) -> KVWrite:
+        if isinstance(write, PagedWrite):
+            return self._part(write)
+        assert isinstance(write, ContiguousWrite)
+        return self._part(write)
 
     def _part(self, kept: _Kept) -> _Kept:
         """States [L, Hkv, S, D], cut to the rank's heads."""
