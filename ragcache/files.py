@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,22 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 _MAPPED_FILES_CAN_GO = os.name != "nt"
 _SYNCED_FOLDERS = os.name != "nt"
 _position = threading.Lock()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. A pipe or a device is refused without waiting for it.
+
+    Raises:
+        OSError: The path cannot be opened, or leads to something else than a file.
+    """
+    handle = os.open(path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError("no file, but a pipe, a socket or a device")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def read_at(file: int, nbytes: int, offset: int) -> bytes:

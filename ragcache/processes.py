@@ -24,7 +24,7 @@ _REPLY = struct.Struct("!?Q")  # whether the worker ends now, length of the repl
 WAITING = 10
 """Most seconds of a call for each second of processor time that it may take."""
 
-_HAS_TIMERS = hasattr(signal, "setitimer")  # not on Windows
+_HAS_TIMERS = sys.platform != "win32"
 _OUT_OF_MEMORY = 77  # exit status
 _NEAR = 0.75  # share of the limit of memory
 _KEPT_BYTES = 2**28  # of memory; a worker that has taken more ends after its call
@@ -139,11 +139,12 @@ class _Worker:
         finally:
             if timer is not None:
                 timer.cancel()
+                timer.join()  # a timer that ends the process now does so before the reply is used
         if len(head) == _REPLY.size:
             ends, length = _REPLY.unpack(head)
             reply = sink.read(length)
             if len(reply) == length:
-                return reply, ends
+                return reply, ends or self._was_late
         raise self._failure(seconds, wall_seconds, memory)
 
     def _end_after(self, seconds: float) -> threading.Timer:
@@ -245,6 +246,6 @@ def _limit_memory(nbytes: int) -> None:
 
 def _limit_time(seconds: float, wall_seconds: float) -> None:
     """End this process after a time. 0 is no limit."""
-    if sys.platform != "win32":
+    if _HAS_TIMERS:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, wall_seconds)

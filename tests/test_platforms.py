@@ -6,6 +6,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,28 @@ def test_the_parent_ends_a_worker_that_has_no_timers(monkeypatch: pytest.MonkeyP
         pool.call(b"[0 for _ in iter(int, 1)]", seconds=60, memory=2**30, wall_seconds=0.2)
     with pytest.raises(WorkerFailed, match="exit status 3"):
         pool.call(b"__import__('os')._exit(3)", seconds=60, memory=2**30)
+    pool.close()
+
+
+class LateTimer(threading.Timer):
+    """A timer that is over when it is canceled, and takes a while to end the process."""
+
+    def run(self) -> None:
+        self.finished.wait()
+        time.sleep(0.1)
+        self.function()
+
+
+@pytest.mark.slow
+def test_a_worker_that_its_timer_ends_takes_no_further_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragcache.processes._HAS_TIMERS", False)
+    monkeypatch.setattr(threading, "Timer", LateTimer)
+    pool = WorkerPool(UNLIMITED, 1)
+    for _ in range(2):
+        payload = b"__import__('time').sleep(0.3) or b'slept'"
+        assert pool.call(payload, seconds=60, memory=2**30) == b"slept"
     pool.close()
 
 

@@ -191,13 +191,16 @@ class ApiKeys:
         Raises:
             LedgerUnavailable: The keys cannot be read, or not whether the secret is a key.
         """
+        entered = self._clock()
         found = self.check_in_memory(secret)
         if found is not None:
             return found
         with self._lock:  # concurrent threads read once
             found = self.check_in_memory(secret)
             if found is None:
-                known = self._reload()
+                known = self._known
+                if known is None or known.read_at <= entered:
+                    known = self._reload()
                 self._check_certain(known, secret)
                 found = KeyCheck(known.exist, self._find(known, secret))
                 if found.key is None and secret.startswith(_MARK):

@@ -134,6 +134,7 @@ class Catalog:
         embedder: str | None,
         namespace: str = DEFAULT_NAMESPACE,
         stale_seconds: float = 0.0,
+        note: Callable[[Iterable[KVKey]], object] = lambda _keys: None,
     ) -> None:
         """Create the catalog of a namespace.
 
@@ -143,7 +144,10 @@ class Catalog:
             embedder: Name under which vectors are stored.
             namespace: The namespace.
             stale_seconds: Maximum age of versions while the ledger does not answer.
+            note: Takes the keys of the states of stored and renamed documents after the commit:
+                `Ledger.usage.note`, for the summaries of their modules.
         """
+        self._note = note
         self._version = StaleCache[CollectionVersion](stale_seconds)
         self._versions = StaleCache[dict[str, tuple[int, int]]](stale_seconds)
         self._unchanged = Unchanged(database)
@@ -216,12 +220,15 @@ class Catalog:
             gone = frozenset() if job is None else jobs.deleted_meanwhile(session, job.id)
             stored = [each for each in documents if each.source_id not in gone]
             freed = delete_rows(session, owner, [*(each.source_id for each in stored), *removed])
-            move_rows(session, owner, [each for each in moved if each.to not in gone])
+            placed = move_rows(session, owner, [each for each in moved if each.to not in gone])
             for document in stored:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
+                placed += document.keys
             if job is not None:
                 freed += jobs.complete(session, job)
-            return retire(session, freed)
+            retired = retire(session, freed)
+        self._note(placed)
+        return retired
 
     def fill_collection(
         self, collection: str, contents: CollectionContents, job: RunningJob, *, replaces: bool
@@ -259,8 +266,10 @@ class Catalog:
                 "description": contents.description,
             }
             session.execute(changed.values(settings))
+            placed: list[KVKey] = []
             for document in contents.documents:
                 insert_rows(session, owner, document, self._tokenizer, self._embedder)
+                placed += document.keys
             for key, scaffold in contents.scaffolds.items():
                 own = from_modules(ModuleTable.name, ModuleTable.id)
                 named = own.where(DocumentTable.collection_id == owner)
@@ -269,7 +278,9 @@ class Catalog:
                 members = [ids[name] for name in scaffold]
                 session.add(ScaffoldTable(collection_id=owner, key=key, members=members))
             freed += jobs.complete(session, job)
-            return retire(session, freed)
+            retired = retire(session, freed)
+        self._note(placed)
+        return retired
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """Read modules of a collection. Raises `UnknownCollection`.
@@ -608,7 +619,9 @@ class Catalog:
                 raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
             if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
                 raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
-            move_rows(session, owner, [MovedDocument(source_id, to, row.uri, row.original)])
+            moved = MovedDocument(source_id, to, row.uri, row.original)
+            renamed = move_rows(session, owner, [moved])
+        self._note(renamed)
 
     def _within(self, statement: Any, collection: str) -> Any:
         return in_collection(statement, self.namespace, collection)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, delete, func, select, true
 
 from ragcache.db.database import Database
-from ragcache.db.references import retire
+from ragcache.db.references import expire, retire
 from ragcache.db.sql import namespace_id, namespace_number, upsert
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
@@ -91,15 +90,8 @@ class ConversationStates:
 
 
 def expire_conversations(database: Database) -> list[KVKey]:
-    """Delete the expired rows of all namespaces.
-
-    Returns:
-        Keys of states without an owner. Their rows are deleted already.
-    """
-    ended = ConversationStateTable.expires_at <= time.time()
-    if not database.fetch(select(ConversationStateTable.key).where(ended).limit(1)):
-        return []
-    return _delete(database, ended)
+    """Delete the expired rows of all namespaces. Returns keys as `expire` does."""
+    return expire(database, ConversationStateTable.expires_at, _delete)
 
 
 def _delete(database: Database, chosen: ColumnElement[bool]) -> list[KVKey]:

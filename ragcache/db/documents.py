@@ -5,7 +5,7 @@ The functions run in the transaction of a `Catalog`. `owner` is the id of a coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,13 @@ class NewDocument:
     """Whole text of the document. Its modules may repeat headings and leave out space."""
     original: str = ""
     """Digest of the file that it was read from, as in `SourceDocument`."""
+
+    @property
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of the states of its modules."""
+        for module in self.modules:
+            yield module.key
+            yield from module.other_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +191,14 @@ def insert_rows(
     insert_summaries(session, owner, row.id)
 
 
-def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
+def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> list[KVKey]:
     """Rename documents of a collection. Two documents may swap names.
 
-    Raises `DocumentsChanged`.
+    Returns:
+        Keys of the states of renamed modules.
+
+    Raises:
+        DocumentsChanged: A document is gone, or its new name is taken.
     """
     found: list[tuple[DocumentTable, MovedDocument]] = []
     own = select(DocumentTable).where(DocumentTable.collection_id == owner)
@@ -202,13 +213,19 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> N
     session.flush()
     for (taken,) in rows_of(session, own, DocumentTable.source_id, [each.to for each in moved]):
         raise DocumentsChanged(f"a document {taken.source_id!r} was stored meanwhile; try again")
+    keys: list[KVKey] = []
     for row, each in found:
         row.source_id, row.uri, row.original = each.to, each.uri, each.original
+        if each.to == each.source_id:
+            continue  # the names of its modules stay, too
         modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
         for module in session.scalars(modules):
             module.name = f"{each.to}#{module.ordinal + 1}"
         session.flush()
         rename_summaries(session, row.id)
+        own_keys = select(EncodingTable.key).join(ModuleTable)
+        keys += session.scalars(own_keys.where(ModuleTable.document_id == row.id))
+    return keys
 
 
 def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:

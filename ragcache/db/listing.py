@@ -408,8 +408,8 @@ def _conditions(session: Session, namespace: str, wanted: ModuleFilter) -> Itera
     """Yield the conditions of a filter on summaries. Raises `UnknownCollection`."""
     summary = ModuleSummaryTable
     if wanted.collection is None:
-        own = select(CollectionTable.id).join(NamespaceTable)
-        yield summary.collection_id.in_(own.where(NamespaceTable.name == namespace))
+        own = CollectionTable.namespace_id == namespace_number(namespace)
+        yield summary.collection_id.in_(select(CollectionTable.id).where(own))
     else:
         yield summary.collection_id == collection_id(session, wanted.collection, namespace)
     if wanted.document is not None:

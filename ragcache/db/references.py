@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, literal, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from ragcache.db.database import Database
 from ragcache.db.sql import chunks, clock, lock_rows
 from ragcache.db.tables import (
     ConversationStateTable,
@@ -70,6 +71,28 @@ def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
         retired += ended
     _announce(session, retired)
     return retired
+
+
+def expire(
+    database: Database,
+    expires_at: InstrumentedAttribute[float],
+    delete_owners: Callable[[Database, ColumnElement[bool]], list[KVKey]],
+) -> list[KVKey]:
+    """Delete the expired owners of states in all namespaces, of one kind.
+
+    Args:
+        database: The ledger.
+        expires_at: Column of the owners' ends, in Unix seconds.
+        delete_owners: Deletes the owners for which a condition holds, and returns keys as this
+            function does.
+
+    Returns:
+        Keys of states without an owner. Their rows are deleted already.
+    """
+    ended = expires_at <= time.time()
+    if not database.fetch(select(expires_at).where(ended).limit(1)):
+        return []
+    return delete_owners(database, ended)
 
 
 def _announce(session: Session, keys: Sequence[KVKey]) -> None:

@@ -7,6 +7,10 @@ the module and updated by `Ledger.flush`.
 Each update computes the figures anew from the states, so that no update can add to an error, and
 updates lost with a process are made up for by the next use of the states. In PostgreSQL, the row of
 the clock serializes the updates: a caller of `sum_up` holds it.
+
+A transaction that stores or renames documents does not hold the clock, and `sum_up` neither sees
+nor waits for its rows. `Catalog` notes the keys of the documents after the commit, so that the next
+`Ledger.flush` computes their figures again.
 """
 
 from __future__ import annotations
@@ -96,8 +100,8 @@ def lock_summaries(session: Session) -> None:
 def sum_up(session: Session, keys: Iterable[KVKey]) -> None:
     """Compute the summaries of the modules that have states of these keys.
 
-    The caller holds the lock of `lock_summaries`. A row that another transaction locks is the row
-    of a module that is being deleted, and is skipped.
+    The caller holds the lock of `lock_summaries`. A row that another transaction locks is skipped:
+    its module is being deleted or renamed.
     """
     for chunk in chunks(sorted(set(keys))):
         for modules in chunks(session.scalars(_OWNERS, {"keys": chunk})):

@@ -302,7 +302,6 @@ class ObservedStateTable(Base):
     __tablename__ = "observed_states"
     module_id: Mapped[int] = mapped_column(owned_by("observed_modules"), primary_key=True)
     key: Mapped[KVKey] = mapped_column(primary_key=True, index=True)
-    encoding: Mapped[str]
 
 
 class FactTable(Base):

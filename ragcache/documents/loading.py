@@ -34,7 +34,7 @@ from ragcache.errors import (
     NoDocuments,
     UnreadableDocument,
 )
-from ragcache.files import BINARY
+from ragcache.files import open_regular
 from ragcache.params import OpenConfig
 
 _INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not documents
@@ -253,12 +253,8 @@ class _Loader:
         return replace(document, original=digest_original(raw))
 
     def _bytes(self, path: Path) -> bytes:
-        """Return a file's content. Pipes and devices are refused before they are read."""
-        handle = os.open(path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as opened:
-            mode = os.fstat(handle)
-            if not stat.S_ISREG(mode.st_mode):
-                raise UnreadableDocument("no file, but a pipe, a socket or a device")
+        """Return a file's content. Raises `OSError`."""
+        with open_regular(path) as opened:
             begun, blocks = self._done, []
             while block := opened.read(_BLOCK):
                 blocks.append(block)

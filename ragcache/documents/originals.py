@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
 
 from ragcache.errors import OriginalChanged, OriginalMissing
+from ragcache.files import open_regular
 
 _BLOCK = 2**20  # bytes copied at once
 _IN_MEMORY = 2**24  # bytes of a copy; a larger one is in a temporary file
@@ -36,6 +38,7 @@ def open_original(uri: str, digest: str) -> IO[bytes]:
     Raises:
         OriginalMissing: The document was no file, or the file is gone or cannot be read.
         OriginalChanged: The file has another content.
+        OSError: The copy cannot be written.
     """
     path = _path_of(uri)
     if not digest or path is None:
@@ -44,35 +47,44 @@ def open_original(uri: str, digest: str) -> IO[bytes]:
         )
     copy: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
     try:
-        found = _copy(path, copy)
-    except OSError as error:
+        if _copy(path, copy) != digest:
+            raise OriginalChanged(
+                "the file has changed since it was ingested; ingest its folder again to open it"
+            )
+        copy.seek(0)
+    except BaseException:
         copy.close()
-        raise OriginalMissing(
-            f"the file cannot be read any more ({error.strerror or type(error).__name__}); "
-            "ingest its folder again if it has moved"
-        ) from error
-    if found != digest:
-        copy.close()
-        raise OriginalChanged(
-            "the file has changed since it was ingested; ingest its folder again to open it"
-        )
-    copy.seek(0)
+        raise
     return copy
 
 
 def _path_of(uri: str) -> Path | None:
+    """Return the path of a `file:///…` address, as `Path.as_uri` writes it, or None."""
     parts = urlsplit(uri)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
+    if parts.scheme != "file" or parts.netloc:
+        return None
+    if os.name == "nt":
+        return Path(url2pathname(parts.path))
+    return Path(os.fsdecode(unquote_to_bytes(parts.path)))  # a name need not be UTF-8
 
 
 def _copy(path: Path, copy: IO[bytes]) -> str:
-    """Copy a file and return the digest of its content. Raises `OSError`."""
+    """Copy a file and return the digest of its content."""
     digest = hashlib.sha256()
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(handle, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("not a file")
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-            copy.write(block)
+    for block in _blocks(path):
+        digest.update(block)
+        copy.write(block)
     return digest.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file. Raises `OriginalMissing`."""
+    try:
+        with open_regular(path) as opened:
+            while block := opened.read(_BLOCK):
+                yield block
+    except OSError as error:
+        raise OriginalMissing(
+            f"the file cannot be read any more ({error.strerror or error}); "
+            "ingest its folder again if it has moved"
+        ) from error

@@ -367,7 +367,8 @@ def _history_end(messages: Sequence[Message], text: str) -> int:
         answered = answered or each["role"] == "assistant"
         content = str(each.get("content") or "").strip()
         if answered and content:
-            return max(text.rfind(content), -len(content)) + len(content)
+            at = text.rfind(content)
+            return at + len(content) if at >= 0 else 0
     return 0
 
 

@@ -207,9 +207,7 @@ class Conversations:
         keys = PrefixKeys(
             self.encoder.identity, context.segments, context.token_ids, context.position_ids
         )
-        known = self._find(keys, len(context.token_ids) - 1)
-        to_read = self._store.memory.seconds_to_read
-        runs, lease = self._lease(worth_reading(known, to_read, self.compute_rate()))
+        runs, lease = self._lease(self._find_readable(keys, len(context.token_ids) - 1))
         keeper = partial(self._keep_answer, context, keys, runs, hint) if keep else None
         if lease is None:
             return ResumedContext(context, keep=keeper)
@@ -229,12 +227,12 @@ class Conversations:
         return ResumedContext(resumed, lease, tokens, keeper)
 
     def kept_tokens(self, prompt: TokenPrompt) -> int:
-        """Return how many of a prompt's own tokens are kept from earlier turns. Leases nothing."""
+        """Return how many of a prompt's own tokens `resume` would read. Leases nothing."""
         if self.storage == "none":
             return 0
         positions, own = zip(*prompt.computed_tokens, strict=True)
         keys = PrefixKeys(self.encoder.identity, prompt.placed_states(), own, positions)
-        runs = self._find(keys, len(own) - 1)
+        runs = self._find_readable(keys, len(own) - 1)
         return runs[-1].end if runs else 0
 
     def _lease(self, runs: list[PrefixRun]) -> tuple[list[PrefixRun], Lease | None]:
@@ -305,6 +303,11 @@ class Conversations:
 
     def _is_known(self, key: KVKey) -> bool:
         return key in self._arriving or self._store.memory.is_known(key)
+
+    def _find_readable(self, keys: PrefixKeys, limit: int) -> list[PrefixRun]:
+        """Return the kept prefix as far as reading it takes less time than computing it."""
+        to_read = self._store.memory.seconds_to_read
+        return worth_reading(self._find(keys, limit), to_read, self.compute_rate())
 
     def _find(self, keys: PrefixKeys, limit: int) -> list[PrefixRun]:
         """Return the longest kept prefix, also of states that other processes have stored."""

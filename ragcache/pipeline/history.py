@@ -50,17 +50,16 @@ class HistoryReads:
         with self._lock:
             late = {at for at, place in places.items() if place not in self._read}
         late = {at for at in late if found[at].end <= history}
-        whole = build(found)
+        whole = None
         if late:
             plain = build([each for at, each in enumerate(found) if at not in late])
-            if self._saved_tokens(plain) > self._saved_tokens(whole):
-                return plain
+            if kept := self.conversations.kept_tokens(plain):  # all that can speak for `plain`
+                whole = build(found)
+                saved = whole.read_tokens + self.conversations.kept_tokens(whole)
+                if plain.read_tokens + kept > saved:
+                    return plain
         self._remember(places.values())
-        return whole
-
-    def _saved_tokens(self, prompt: TokenPrompt) -> int:
-        """Return the number of tokens that the prompt reads, from modules and earlier turns."""
-        return prompt.read_tokens + self.conversations.kept_tokens(prompt)
+        return build(found) if whole is None else whole
 
     def _remember(self, places: Iterable[bytes]) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class SharedServices:
     observing: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "ragcache-observed"), init=False
     )
-    """Encodes observed modules."""
+    """Encodes observed modules, and loads stored ones."""
     _background: list[threading.Thread] = field(default_factory=list, init=False)
     """Threads that the engine's end ends."""
     keeping: ThreadPoolExecutor = field(
@@ -302,7 +302,8 @@ class Namespace:
 def _catalog(shared: SharedServices, name: str) -> Catalog:
     vectors = None if shared.embedder is None else embedder_name(shared.embedder)
     tokenizer, stale = shared.model.tokenizer_fingerprint, shared.config.stale_seconds
-    return Catalog(shared.database, tokenizer, vectors, name, stale)
+    note = shared.store.ledger.usage.note
+    return Catalog(shared.database, tokenizer, vectors, name, stale, note)
 
 
 def _conversations(shared: SharedServices, encoder: ModuleEncoder, name: str) -> Conversations:
@@ -330,7 +331,8 @@ def _observed_modules(shared: SharedServices, encoder: ModuleEncoder, name: str)
         is_idle=lambda: not shared.engine.core.busy,
         rows=ObservedTexts(shared.database, name) if stored else None,
     )
-    observed.load()
+    with suppress(RuntimeError):  # the folder has been closed
+        shared.observing.submit(observed.load)  # tokenizes texts, and a request waits for this
     return observed
 
 

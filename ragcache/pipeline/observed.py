@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -49,6 +49,8 @@ SECONDS_TO_LIVE: dict[ObservedStorage, float] = {"memory": 3600.0, "disk": 86_40
 MOST_WAITING = 64
 """Most texts of a namespace that wait to be encoded. Further texts wait for their next sight."""
 
+_REFRESHES = 100
+"""Most refreshes of a stored text's end during its time to live."""
 _IDLE_SECONDS, _POLL_SECONDS = 5.0, 0.02  # limit and pause of waiting for an idle engine
 
 
@@ -59,7 +61,7 @@ class ObservedModule:
     row: ModuleRow
     """The text as a module without a document."""
     token_ids: tuple[int, ...]
-    encodings: Mapping[KVKey, str]
+    keys: tuple[KVKey, ...]
     """Keys of its states, one for each encoding of the mode that it was first read in."""
     nbytes: int
     """Bytes of the states in the model's format."""
@@ -76,11 +78,6 @@ class ObservedModule:
     def id(self) -> str:
         """Digest of the text."""
         return self.row.name
-
-    @property
-    def keys(self) -> tuple[KVKey, ...]:
-        """Keys of its states."""
-        return tuple(self.encodings)
 
 
 class ObservedModules:
@@ -123,6 +120,7 @@ class ObservedModules:
         self._waiting: set[str] = set()
         self._table = FingerprintTable(Fingerprints.of(()))
         self._lock = threading.Lock()
+        self._loading = threading.Lock()  # texts that are being loaded are not forgotten meanwhile
 
     def find(
         self, text: str, covered: Sequence[RecognizedModule], mode: ReuseMode
@@ -183,44 +181,61 @@ class ObservedModules:
         self._unpin([key for each in over for key in each.keys])
 
     def load(self) -> None:
-        """Recognize the texts that earlier processes have stored for this model."""
+        """Recognize the texts that earlier processes have stored for this model.
+
+        Tokenizes all of them. Modules that this process has made meanwhile stay, and count as used
+        more recently.
+        """
         if self._rows is None or not self._budget_bytes:
             return
-        with _tolerated("stored recurring texts are not read"):
+        with _tolerated("stored recurring texts are not read"), self._loading:
             loaded = [self._loaded(each) for each in self._rows.stored()]
             with self._lock:
-                self._modules.update((each.id, each) for each in loaded if each)
+                for each in reversed(loaded):
+                    if each is not None and each.id not in self._modules:
+                        self._modules[each.id] = each
+                        self._modules.move_to_end(each.id, last=False)
                 self._make_room()
                 self._rebuild()
-        self._refreshed = time.time()
 
     def _loaded(self, stored: ObservedText) -> ObservedModule | None:
-        """Return a stored text as a module, or None for states of another model."""
+        """Return a stored text as a module, or None if all its states are of other models."""
         ids = self._tokens(stored.text)
-        encodings = {self._encoder.key(ids, each): each for each in get_args(Encoding)}
-        if not stored.encodings.items() <= encodings.items():
+        own = (self._encoder.key(ids, each) for each in get_args(Encoding))
+        keys = tuple(key for key in own if key in stored.keys)
+        if not keys:
             return None
-        nbytes = self._model.causal.module_bytes(len(ids)) * len(stored.encodings)
+        nbytes = self._model.causal.module_bytes(len(ids)) * len(keys)
         row = ModuleRow(NO_DOCUMENT, stored.id, "", "", stored.text)
-        used_at = stored.expires_at - self._seconds
-        return ObservedModule(row, ids, stored.encodings, nbytes, used_at=used_at)
+        used_at = stored.expires_at - self._stored_seconds
+        return ObservedModule(row, ids, keys, nbytes, used_at=used_at)
 
     def end_unused(self) -> None:
         """Let modules go that nobody has used for long, and note the uses of stored ones."""
-        now, since = time.time(), self._refreshed
+        now = time.time()
         with self._lock:
             ended = [each for each in self._modules.values() if self._is_over(each, now)]
             for each in ended:
                 del self._modules[each.id]
             if ended:
                 self._rebuild()
-            used = [each.id for each in self._modules.values() if each.used_at >= since]
         if self._rows is None:
             self._encoder.store.evict([key for each in ended for key in each.keys])
-        elif used:  # stored texts end with their rows, which other processes may have refreshed
-            with _tolerated("the use of recurring texts is not noted"):
-                self._rows.refresh(used, now + self._seconds)
-        self._refreshed = now
+        elif now - self._refreshed >= self._seconds / _REFRESHES:
+            self._refresh(self._rows, now)  # ended texts go with their rows, which others may read
+
+    def _refresh(self, rows: ObservedTexts, now: float) -> None:
+        """Move the ends of stored texts that were used since the last time, or are kept."""
+        with self._lock:
+            used = [
+                each.id
+                for each in self._modules.values()
+                if each.used_at >= self._refreshed or each.kept_until > now
+            ]
+        with _tolerated("the use of recurring texts is noted later"):
+            if used:
+                rows.refresh(used, now + self._stored_seconds)
+            self._refreshed = now
 
     def _unpin(self, keys: Sequence[KVKey]) -> None:
         """Allow the eviction of states that no operator has pinned."""
@@ -245,16 +260,17 @@ class ObservedModules:
         Returns:
             The number of removed modules.
         """
-        with self._lock:
-            chosen = [each for each in ids or self._modules if each in self._modules]
-            keys = [key for each in chosen for key in self._modules.pop(each).keys]
-            if ids is None:
-                self._recurrences = RecurrenceTable()
-            self._rebuild()
-        self._unpin(keys)
-        self._encoder.store.evict(keys)
-        if self._rows is not None:
-            self._encoder.store.discard(self._rows.delete(ids))
+        with self._loading:
+            with self._lock:
+                chosen = [each for each in ids or self._modules if each in self._modules]
+                keys = [key for each in chosen for key in self._modules.pop(each).keys]
+                if ids is None:
+                    self._recurrences = RecurrenceTable()
+                self._rebuild()
+            self._unpin(keys)
+            self._encoder.store.evict(keys)
+            if self._rows is not None:
+                self._encoder.store.discard(self._rows.delete(ids))
         return len(chosen)
 
     def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
@@ -327,7 +343,7 @@ class ObservedModules:
         if len(ids) < MIN_TOKENS or nbytes > self._budget_bytes:
             return None
         name = sha256(text.encode()).hexdigest()[:16]
-        keys = {self._encoder.key(ids, each): each for each in encodings}
+        keys = tuple(self._encoder.key(ids, each) for each in encodings)
         return ObservedModule(ModuleRow(NO_DOCUMENT, name, "", "", text), ids, keys, nbytes)
 
     def _enter(self, module: ObservedModule) -> None:
@@ -346,8 +362,8 @@ class ObservedModules:
     ) -> None:
         """Store a module, and delete ended ones. Runs in the background."""
         with _tolerated("a recurring text is not stored"):
-            until = time.time() + self._seconds
-            rows.keep(ObservedText(module.id, module.row.text, module.encodings, until))
+            until = max(time.time() + self._stored_seconds, module.kept_until)
+            rows.keep(ObservedText(module.id, module.row.text, module.keys, until))
             with self._lock:
                 gone = [each.id for each in (module, *ended) if each.id not in self._modules]
             if gone:
@@ -389,6 +405,11 @@ class ObservedModules:
     def _seconds(self) -> float:
         """Seconds after its last use at which a module may end."""
         return SECONDS_TO_LIVE["memory" if self._rows is None else "disk"]
+
+    @property
+    def _stored_seconds(self) -> float:
+        """Seconds after which a stored text ends: a use at the last moment is noted before."""
+        return self._seconds * (1 + 1 / _REFRESHES)
 
     def _is_over(self, module: ObservedModule, now: float) -> bool:
         return module.kept_until <= now and now - module.used_at >= self._seconds

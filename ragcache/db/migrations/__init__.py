@@ -2,7 +2,8 @@
 
 Raise `HEAD` with every change of a table, and with `ragcache.states.FORMAT_VERSION`: processes of
 one revision share a ledger, and one format of states. The first process of a later release upgrades
-the ledger, when all processes of the earlier one have ended.
+the ledger, when all processes of the earlier one have ended. Until the first release `HEAD` stays
+"0.1.0", and a ledger that an earlier commit made has to be made anew.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db import StoredObjects
 from ragcache.documents import originals
 from ragcache.errors import OriginalMissing
 from ragcache.models import LoadedModel
@@ -154,3 +158,46 @@ def test_uploads_have_an_original_if_the_service_keeps_it(client: TestClient) ->
     client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})
     assert not client.get("/v1/collections/files/documents/quay.txt").json()["has_original"]
     assert client.get(f"{URL}quay.txt").status_code == 404
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS and Windows have names in Unicode only")
+def test_a_file_has_an_original_whatever_its_name(tmp_path: Path) -> None:
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 100%;?#.md"))
+    file.write_bytes(b"The quay is long.")
+    digest = originals.digest_original(b"The quay is long.")
+    with originals.open_original(file.as_uri(), digest) as copy:
+        assert copy.read() == b"The quay is long."
+
+
+def test_a_full_disk_of_copies_is_no_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, block: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(originals.tempfile, "SpooledTemporaryFile", lambda max_size: Full())
+    file = tmp_path / "a.md"
+    file.write_bytes(b"The quay is long.")
+    with pytest.raises(OSError, match="No space left"):
+        originals.open_original(file.as_uri(), "digest")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_an_original_that_became_a_pipe_is_missing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OriginalMissing, match="no file, but a pipe"):
+        originals.open_original((tmp_path / "pipe").as_uri(), "digest")
+
+
+def test_a_file_that_is_deleted_meanwhile_is_not_found(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"files": {"file": ("boats.md", b"The boat is blue.")}, "data": {"purpose": "user_data"}}
+    kept = client.post("/v1/files", **form).json()["id"]
+    assert client.post("/v1/vector_stores/files/files", json={"file_id": kept}).status_code == 200
+    while client.get(f"/v1/collections/files/documents/{kept}").status_code == 404:
+        pass
+    monkeypatch.setattr(StoredObjects, "content", lambda *_: None)  # after the row was read
+    assert client.get(URL + kept).status_code == 404
+    assert client.get(f"/v1/files/{kept}/content").status_code == 404

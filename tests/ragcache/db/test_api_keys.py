@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 from sqlalchemy import event, select
 
@@ -182,3 +186,32 @@ def test_invalid_arguments_are_refused(
     with pytest.raises(ConfigurationError, match=message):
         keys.create(name, role=role, namespace=namespace)
     assert keys.list() == []
+
+
+def test_concurrent_checks_of_an_unknown_secret_share_a_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any key, a check needs a read that began after it, and not a read of its own."""
+    entered: list[float] = []
+
+    def clock() -> float:
+        entered.append(time.monotonic())
+        return entered[-1]
+
+    keys = ApiKeys(database, clock)
+    read, reads = keys._read, []
+
+    def count() -> Any:
+        reads.append(1)
+        return read()
+
+    monkeypatch.setattr(keys, "_read", count)
+    with ThreadPoolExecutor(8) as threads:
+        with keys._lock:  # all wait for it
+            checks = [threads.submit(keys.check, "rc-unknown") for _ in range(8)]
+            while len(entered) < 8:
+                time.sleep(0.001)
+        assert not any(each.result().exist for each in checks)
+    assert len(reads) == 1
+    keys.check("rc-unknown")
+    assert len(reads) == 2, "it may belong to a key that was made since"

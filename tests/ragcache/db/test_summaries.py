@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ragcache.db import (
     MovedDocument,
     NewDocument,
     NewModule,
+    documents,
     list_modules,
     module_page,
 )
@@ -25,7 +27,7 @@ from ragcache.db.ledger import SUM_SECONDS, StateMetadata, StateRow
 from ragcache.db.listing import SORTS
 from ragcache.db.summaries import TIER_BITS
 from ragcache.db.tables import ModuleSummaryTable, ModuleTable
-from tests.ragcache.conftest import make_key, record_row
+from tests.ragcache.conftest import make_key, postgres_schema, record_row
 
 MODULES = 12
 SHARED = 3  # modules that have the states of another module, too
@@ -179,3 +181,46 @@ def test_the_order_of_long_lists_is_read_from_an_index(tmp_path: Path) -> None:
             assert not any("TEMP B-TREE FOR ORDER" in step[-1] for step in plan), statement
             assert not any(f" {ModuleTable.__tablename__}" in step[-1] for step in plan), plan
     database.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["insert_summaries", "rename_summaries"])
+def test_uses_during_a_change_of_documents_are_summed_up_after_it(
+    changed: str, monkeypatch: pytest.MonkeyPatch, socket_enabled: None
+) -> None:
+    """A flush skips rows that a transaction locks, and does not see rows that it writes."""
+    with postgres_schema() as url, closing(Database.open(url)) as database:
+        ledger, other = Ledger(database), Ledger(database)
+        ledger.begin()
+        other.begin()
+        catalog = Catalog(database, "tokenizer", None, note=ledger.usage.note)
+        record_row(ledger, row(0, "disk", random.Random(0)))
+        catalog.replace_documents("notes", [document("a", 0)])
+        ledger.flush()
+        original = getattr(documents, changed)
+
+        def flush_meanwhile(*given: Any) -> None:
+            original(*given)
+            other.usage.touch([make_key(0)], other.advance_clock())
+            other.flush()
+
+        monkeypatch.setattr(documents, changed, flush_meanwhile)
+        if changed == "insert_summaries":
+            catalog.replace_documents("notes", [document("b", 0)])
+        else:
+            catalog.rename_document("notes", "a", "b")
+        ledger.flush()
+        assert summaries(database) == expected(database)
+        assert max(hits for _, _, hits, *_ in summaries(database).values()) == 1
+        other.end()
+        ledger.end()
+
+
+def test_another_original_leaves_the_names_of_modules(database: Database) -> None:
+    catalog = Catalog(database, "tokenizer", None)
+    catalog.replace_documents("notes", [document("a", 0)])
+    changed: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *args: changed.append(args[2]))
+    catalog.replace_documents("notes", [], moved=[MovedDocument("a", "a", "file:///a", "digest")])
+    assert catalog.documents("notes", ["a"])["a"].original == "digest"
+    assert not [each for each in changed if each.startswith("UPDATE module")]

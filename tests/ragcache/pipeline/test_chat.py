@@ -31,6 +31,7 @@ from ragcache.pipeline.chat import (
     ChatPipeline,
     InContextTokenizer,
     RenderedChat,
+    _history_end,
     lay_out_chat,
 )
 from ragcache.pipeline.module_states import ModuleEncoder
@@ -566,3 +567,14 @@ def test_given_documents_are_read_as_a_collections_are(rag: RagCache) -> None:
     assert text[span.start : span.end] == quoted.text
     with pytest.raises(InvalidRequest, match="either `collection` or `documents`"):
         rag.chat(question, documents=DOCUMENTS, collection="notes")
+
+
+def test_a_history_that_a_template_changes_has_no_end() -> None:
+    """A template may trim a message, or leave it out."""
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "Ada and Grace."},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert _history_end(messages, "Who? Ada and Grace. Why?") == len("Who? Ada and Grace.")
+    assert _history_end(messages, "Who? ADA AND GRACE. Why?") == 0

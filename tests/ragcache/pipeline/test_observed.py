@@ -6,16 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
+from ragcache.db import ModuleRow
 from ragcache.engine import LLMEngine
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.modes import ROOTED
 from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
+from ragcache.pipeline.history import HistoryReads
+from ragcache.recognition import NO_DOCUMENT, RecognizedModule
 from ragcache.store import KVStore
 from tests.ragcache.pipeline.test_gate import FAR
 from tests.ragcache.test_recurrence import passage
@@ -341,3 +344,34 @@ def test_a_module_is_read_where_a_chat_has_no_kept_states(talks: RagCache) -> No
     again = talk(talks, history)
     assert again.mode == "recognized:rooted"
     assert again.reuse.cached_tokens >= len(observed.token_ids)
+
+
+def test_kept_states_that_are_slow_to_read_do_not_hold_up_a_module(
+    talks: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of the history are compared as far as an answer would read them."""
+    text, rest = passage(1, 5), passage(2, 30)
+    history = [said("user", f"Read this.\n\n{text}\n\nAnd this.\n\n{rest}\n\nWho?")]
+    history += [said("assistant", talk(talks, history).text), said("user", "Where?")]
+    talk(talks, [said("user", f"Another.\n\n{passage(3, 5)}\n\n{text}\n\nWhy?")])
+    memory = talks.internals.shared.store.memory
+    monkeypatch.setattr(memory, "seconds_to_read", lambda key: 1e9)
+    assert talk(talks, history).mode == "recognized:rooted"
+
+
+def test_a_chat_without_kept_states_is_searched_once() -> None:
+    """Its first look tells that nothing can be gained by leaving modules out."""
+    searched = []
+
+    class Kept:
+        def kept_tokens(self, prompt: Any) -> int:
+            searched.append(prompt)
+            return 0
+
+    module_row = ModuleRow(NO_DOCUMENT, "digest", "", "", "A text.")
+    found = [RecognizedModule(module_row, 0, 7, whole=True)]
+    reads = HistoryReads(cast("Any", Kept()))
+    for _ in range(2):
+        chosen: Any = reads.choose("A text. Who?", 8, found, build=cast("Any", list))
+        assert chosen == found
+    assert searched == [[]]

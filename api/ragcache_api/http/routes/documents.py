@@ -238,9 +238,10 @@ def get_original(collection: Collection, document: Document, context: ContextDep
     all that is kept.
     """
     for row in context.rag.documents.get(collection, [document]):
-        if _is_kept(context, document):
-            content = BytesIO(context.objects.content(FILE, document) or b"")
-            return download(row.uri, content)
+        if document.startswith(FILE_PREFIX):
+            content = context.objects.content(FILE, document)
+            if content is not None:
+                return download(row.uri, BytesIO(content))
         return download(document, context.rag.documents.original(collection, document))
     raise _unknown(collection, document)
 

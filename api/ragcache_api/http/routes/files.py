@@ -122,7 +122,9 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 def get_file_content(file: FileId, context: ContextDep) -> Response:
     """Return the content of a file."""
     found = _stored(context, file)
-    content = context.objects.content(FILE, file) or b""
+    content = context.objects.content(FILE, file)
+    if content is None:
+        raise unknown_object("file", file)
     return download(found.value["filename"], BytesIO(content))
 
 
