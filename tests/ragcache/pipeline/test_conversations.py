@@ -244,7 +244,7 @@ def test_a_wish_lengthens_the_life_of_a_conversation(
         turn(rag, conversation(1), prompt_cache_retention=600)
         turn(rag, conversation(7))
         later = time.time() + 120.0
-        monkeypatch.setattr("ragcache.db.conversations.time.time", lambda: later)
+        monkeypatch.setattr("ragcache.db.references.time.time", lambda: later)
         rag.internals.shared.store.sweep()
         assert resumed(turn(rag, conversation(1, 2, 3), store=False)) > 0
         assert resumed(turn(rag, conversation(7, 2, 3), store=False)) == 0
