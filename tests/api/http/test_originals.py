@@ -176,7 +176,7 @@ def test_a_full_disk_of_copies_is_no_missing_file(
         def write(self, block: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(originals.tempfile, "SpooledTemporaryFile", lambda max_size: Full())
+    monkeypatch.setattr(originals.tempfile, "SpooledTemporaryFile", lambda **_: Full())
     file = tmp_path / "a.md"
     file.write_bytes(b"The quay is long.")
     with pytest.raises(OSError, match="No space left"):

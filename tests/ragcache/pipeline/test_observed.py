@@ -355,7 +355,7 @@ def test_kept_states_that_are_slow_to_read_do_not_hold_up_a_module(
     history += [said("assistant", talk(talks, history).text), said("user", "Where?")]
     talk(talks, [said("user", f"Another.\n\n{passage(3, 5)}\n\n{text}\n\nWhy?")])
     memory = talks.internals.shared.store.memory
-    monkeypatch.setattr(memory, "seconds_to_read", lambda key: 1e9)
+    monkeypatch.setattr(memory, "seconds_to_read", lambda _: 1e9)
     assert talk(talks, history).mode == "recognized:rooted"
 
 
