@@ -46,7 +46,7 @@ class ObservedTexts:
         self._database, self._namespace = database, namespace
 
     def keep(self, text: ObservedText) -> None:
-        """Let a text own its states, besides those that it owns already, until it expires.
+        """Let a text own its states, beside states that it owns already, until it expires.
 
         A stored text that ends later keeps its end.
         """

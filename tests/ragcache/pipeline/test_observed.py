@@ -346,7 +346,7 @@ def test_a_module_is_read_where_a_chat_has_no_kept_states(talks: RagCache) -> No
     assert again.reuse.cached_tokens >= len(observed.token_ids)
 
 
-def test_kept_states_that_are_slow_to_read_do_not_hold_up_a_module(
+def test_kept_states_slow_to_read_do_not_hold_up_a_module(
     talks: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states of the history are compared as far as an answer would read them."""
