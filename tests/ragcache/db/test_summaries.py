@@ -185,7 +185,7 @@ def test_the_order_of_long_lists_is_read_from_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["insert_summaries", "rename_summaries"])
-def test_uses_during_a_change_of_documents_are_summed_up_after_it(
+def test_uses_while_documents_change_are_summed_up_after_it(
     changed: str, monkeypatch: pytest.MonkeyPatch, socket_enabled: None
 ) -> None:
     """A flush skips rows that a transaction locks, and does not see rows that it writes."""
