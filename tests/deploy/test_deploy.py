@@ -279,11 +279,15 @@ def test_the_dashboard_asks_for_metrics_of_the_service(reader: LoadedModel, tmp_
 
 def test_the_unit_of_systemd_runs_the_command() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.read(DEPLOY / "ragcache.service")
+    text = (DEPLOY / "ragcache.service").read_text(encoding="utf-8")
+    unit.read_string(text)
     program, *arguments = shlex.split(unit["Service"]["ExecStart"])
     assert Path(program).name == "ragcache"
     assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
-    assert unit["Service"]["Environment"] == "RAGCACHE_STATE=/var/lib/ragcache/state"
+    lines = re.findall(r"^Environment=(.+)$", text, re.MULTILINE)
+    given = dict(each.split("=") for line in lines for each in line.split())
+    below = f"/var/lib/{unit['Service']['StateDirectory']}"  # all that the unit may write to
+    assert given == {name: value for name, value in IMAGE.items() if value.startswith(below)}
 
 
 def test_the_compose_file_serves_replicas_over_a_shared_store() -> None:
