@@ -297,6 +297,26 @@ def test_the_notes_print_the_key() -> None:
     assert words[-1] == 'go-template={{index .data "key" | base64decode}}'
 
 
+@pytest.mark.parametrize("name", VALUES)
+def test_the_notes_name_what_the_chart_made(name: str) -> None:
+    values = values_of(name)
+    with helm.Chart.load(CHART) as chart:
+        notes = chart.render(values, name="demo", namespace="answers")[
+            "ragcache/templates/NOTES.txt"
+        ]
+    resources = render(values)
+    [(kind, waited)] = re.findall(r" (statefulset|rayservice)/(\S+)$", notes, re.MULTILINE)
+    made = {each.lower(): resource["metadata"]["name"] for each, resource in resources.items()}
+    assert made[kind] == waited
+    [forwarded] = re.findall(r"port-forward service/(\S+) ", notes)
+    served = resources["Service" if kind == "statefulset" else "RayService"]
+    assert forwarded == served["metadata"]["name"]
+    hosts = [
+        rule["host"] for rule in resources.get("Ingress", {"spec": {"rules": []}})["spec"]["rules"]
+    ]
+    assert re.findall(r"^From outside: https://(.+)/$", notes, re.MULTILINE) == hosts
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "additional properties 'setings' not allowed": {"setings": {}},
     "value must be one of": {"settings": {"hosts_bytes": "4GiB"}},
