@@ -27,12 +27,14 @@ Item = TypeVar("Item", bound=Identified)
 class ListOf(ResponseModel, Generic[T]):
     """A page of a list."""
 
+    model_config = ConfigDict(use_attribute_docstrings=False)  # as in `PageOf`
     object: Literal["list"] = "list"
     data: list[T]
     first_id: str | None = None
     last_id: str | None = None
-    has_more: bool = False
-    """Whether the list goes on behind the last item."""
+    has_more: Annotated[
+        bool, Field(description="Whether the list goes on behind the last item.")
+    ] = False
 
 
 class ListRequest(BaseModel):

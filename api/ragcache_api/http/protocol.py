@@ -53,11 +53,16 @@ class RowResponse(ResponseModel):
 class PageOf(ResponseModel, Generic[T]):
     """A page of a list."""
 
+    # Pydantic searches the source of every `PageOf[...]` for docstrings: a second of each start.
+    model_config = ConfigDict(use_attribute_docstrings=False)
     items: list[T]
-    next: str | None = None
-    """Cursor of the following page. Null after the last page."""
-    total: int | None = None
-    """Number of items in the whole list. Null if they are not counted."""
+    next: Annotated[
+        str | None, Field(description="Cursor of the following page. Null after the last page.")
+    ] = None
+    total: Annotated[
+        int | None,
+        Field(description="Number of items in the whole list. Null if they are not counted."),
+    ] = None
 
 
 class PageRequest(BaseModel):
