@@ -27,6 +27,7 @@ from ragcache.models.hybrid_trial import MixerInputs, MixerOracle
 from ragcache.modes import Compose
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
+from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     SmallBlockRunner,
@@ -320,7 +321,7 @@ def play(model: Composed, seed: int, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(4)))
 def test_mixed_batches_are_as_fed_again(composed: Composed, seed: int) -> None:
     play(composed, seed, 60)
 

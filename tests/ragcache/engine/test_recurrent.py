@@ -17,6 +17,7 @@ from ragcache.engine.kv_cache_manager import HybridCacheManager
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, composition, wrap_causal
 from ragcache.states import KVStates
+from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     Answer,
@@ -299,7 +300,7 @@ def play(pair: Pair, seed: int, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(scaled(4)))
 def test_mixed_batches_answer_as_hugging_face(pair: Pair, seed: int) -> None:
     play(pair, seed, 120)
 
