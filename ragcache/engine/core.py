@@ -155,7 +155,7 @@ class EngineCore:
                 accepted, now = self._accept(last)
                 if step is None and self.busy:
                     step = self._launch()
-                if any(sequence.generated == 1 for sequence in accepted):
+                if any(each.generated == 1 for each in last.sequences[last.decoding :]):
                     self._deliver(accepted, now)  # first tokens do not wait for the next sampling
                     accepted = []
             if step is not None:

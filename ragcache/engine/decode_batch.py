@@ -90,16 +90,17 @@ class DecodeBatch:
 
     def leave(self) -> None:
         """Remove the sequences that have finished or get no further token."""
-        finished = np.array([each.finished for each in self.sequences], dtype=bool)
-        kept = (~finished & (self._columns[_LEFT] > 0)).nonzero()[0]
-        if len(kept) == self.rows:
+        goes_on = (self._columns[_LEFT] > 0).tolist()
+        rows = [
+            row for row, each in enumerate(self.sequences) if goes_on[row] and not each.finished
+        ]
+        if len(rows) == self.rows:
             return
-        rows = kept.tolist()
         self.rows = len(rows)
         self.sequences = [self.sequences[row] for row in rows]
         self.states = [self.states[row] for row in rows]
         self.tables = [self.tables[row] for row in rows]
-        self.blocks, self._columns = self.blocks[kept], self._columns.take(kept, axis=1)
+        self.blocks, self._columns = self.blocks[rows], self._columns.take(rows, axis=1)
         self.version = next(_versions)
 
     def join(self, sequences: Seq[Sequence], first: int) -> None:
@@ -160,7 +161,7 @@ class DecodeBatch:
             The blocks that the tokens fill.
         """
         for table, position in zip(self.tables, self.position.tolist(), strict=True):
-            table.advance((position,))
+            table.append(position)
         size = self.tables[0].pool.block_size
         self._columns[_LENGTH] += 1
         self._columns[_POSITION] += 1

@@ -179,11 +179,20 @@ class DevicePlanner:
         return plan_arrays(arrays.followed_by(own), **options), tails, hidden_from
 
     def _put_tails(self, step: StepArrays, rows: StepRows, tails: Ints) -> None:
-        size, past = self.pool.block_size, rows.past
-        assert step.pages.shape[1] >= MAX_TAIL_BLOCKS
-        request, number, block_id = rows.blocks(tails, past // size + 1)
-        step.pages[request, number - tails[request]] = block_id
-        step.tail_length[: rows.rows] = past - tails * size
+        size, count, blocks = self.pool.block_size, rows.decoding.rows, rows.decoding.blocks
+        lengths = rows.past // size + 1 - tails
+        width = int(lengths.max())
+        assert width <= MAX_TAIL_BLOCKS <= step.pages.shape[1]
+        if count:
+            at = np.minimum(tails[:count, None] + np.arange(width), blocks.shape[1] - 1)
+            step.pages[:count, :width] = np.take_along_axis(blocks, at, axis=1)
+        for each, begin, length in zip(
+            rows.placed, tails[count:].tolist(), lengths[count:].tolist(), strict=True
+        ):
+            table = each.chunk.private
+            assert isinstance(table, BlockTable)
+            step.pages[each.first_row, :length] = table.block_ids[begin : begin + length]
+        step.tail_length[: rows.rows] = rows.past - tails * size
 
     def _put_writes(self, step: StepArrays, rows: StepRows, plan: AttentionPlan) -> None:
         size, slots = self.pool.block_size, list[range]()

@@ -13,10 +13,18 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.attention.triton.array_plan import ReadArrays, columns_of, run_begins, run_lengths
+from ragcache.attention.triton.array_plan import (
+    ReadArrays,
+    counted,
+    entries_of,
+    rows_of,
+    run_begins,
+    run_lengths,
+)
 from ragcache.attention.triton.plan import ALL_TOKENS, KVBase, KVConsumer, KVRead, KVRun
 from ragcache.engine.batch import LONG_SPAN, Ints
-from ragcache.engine.device_rows import PlacedChunk, StepRows, counted, ints
+from ragcache.engine.decode_batch import DecodeBatch
+from ragcache.engine.device_rows import PlacedChunk, StepRows, ints
 from ragcache.engine.kv_cache import BlockTable, ContiguousKV
 
 BlockRun = tuple[int, int, int, int, int]
@@ -36,6 +44,7 @@ class BlockPlanner:
     def __init__(self, pool: KVBase, size: int, *, gapless: bool) -> None:
         self._pool, self._size, self._gapless = pool, size, gapless
         self._no_reads = ReadArrays.of((), pool)
+        self._places: Ints = np.zeros(pool.tokens // size, dtype=np.int64)
 
     def reads(self, rows: StepRows, reads: list[KVRead]) -> Ints | None:
         """Append the reads of a few chunks, or of any number of gapless ones.
@@ -51,13 +60,59 @@ class BlockPlanner:
 
     def arrays(self, rows: StepRows) -> tuple[ReadArrays, Ints | None]:
         """Return the reads of many requests whose positions may have gaps, and tails as `reads`."""
-        size, begins = self._size, np.zeros_like(rows.past)
-        if not rows.decodes:
-            uses = BlockUses.of(*rows.blocks(begins, -(-rows.tokens // size)), rows.requests)
-            return self._contiguous(rows).followed_by(
-                self._runs_of(rows, uses, np.ones(len(uses.owner), dtype=bool))
-            ), None
-        uses = BlockUses.of(*rows.blocks(begins, rows.past // size), rows.requests)
+        decodes, size = rows.decodes, self._size
+        until = rows.past // size if decodes else -(-rows.tokens // size)
+        if self._shares_blocks(rows, until):
+            return self._shared_arrays(rows, until, decodes=decodes)
+        count, reads = rows.decoding.rows, list[KVRead]()
+        if not decodes:
+            self._mixed_reads(rows.placed, reads)
+            own = self._runs_of_batch(rows.decoding, until[:count])
+            return own.followed_by(ReadArrays.of(reads, self._pool)), None
+        tails = self._tails(rows.past, np.zeros_like(rows.past))
+        if not tails.any():
+            return self._no_reads, tails
+        own = self._runs_of_batch(rows.decoding, tails[:count])
+        if not rows.placed:
+            return own, tails
+        blocks = _blocks_of(rows.placed, tails[count:].tolist())
+        self._append_runs(rows.placed, _own_runs(blocks), (), reads)
+        return own.followed_by(ReadArrays.of(reads, self._pool)), tails
+
+    def _shares_blocks(self, rows: StepRows, until: Ints) -> bool:
+        """Whether two requests have a block in common, among the first `until` of each."""
+        _, _, block_id = rows.blocks(until)
+        places = np.arange(len(block_id))
+        self._places[block_id] = places
+        return bool((self._places[block_id] != places).any())
+
+    def _runs_of_batch(self, batch: DecodeBatch, until: Ints) -> ReadArrays:
+        """One read for each run of the first `until` blocks of a batch's rows, which share none."""
+        if not batch.rows:
+            return self._no_reads
+        size, ids = self._size, batch.blocks[:, : int(until.max())]
+        begins = np.ones(ids.shape, dtype=bool)
+        np.not_equal(ids[:, 1:], ids[:, :-1] + 1, out=begins[:, 1:])
+        begins &= np.arange(ids.shape[1]) < until[:, None]
+        row, number = begins.nonzero()
+        end = until[row]
+        same = row[1:] == row[:-1]
+        end[:-1][same] = number[1:][same]
+        tokens = np.minimum(end * size, batch.length[row] + 1) - number * size
+        begin = ids[row, number] * size
+        entries = np.zeros((4, len(row)), dtype=np.int32)
+        entries[0], entries[2] = row, ALL_TOKENS
+        runs = rows_of(len(row), 0, begin, begin + tokens, 1, ALL_TOKENS)
+        return self._no_reads._replace(runs=runs, entries=entries)
+
+    def _shared_arrays(
+        self, rows: StepRows, until: Ints, *, decodes: bool
+    ) -> tuple[ReadArrays, Ints | None]:
+        """Return the reads of requests some of which share blocks, and tails as `reads`."""
+        uses = BlockUses.of(*rows.blocks(until), rows.requests)
+        if not decodes:
+            every = np.ones(len(uses.owner), dtype=bool)
+            return self._contiguous(rows).followed_by(self._runs_of(rows, uses, every)), None
         tails = self._tails(rows.past, uses.shared_until(rows.requests))
         return self._runs_of(rows, uses, uses.number < tails[uses.owner]), tails
 
@@ -82,18 +137,17 @@ class BlockPlanner:
         begin, at = number * size, block_id * size
         end = np.minimum(begin + length * size, rows.tokens[owner])
         limit = np.where(end <= past + 1, ALL_TOKENS, at + past + 1 - begin)
-        who, count = owner, np.ones_like(owner)
-        if uses.readers:
-            members = np.concatenate([np.arange(rows.requests), *map(ints, uses.readers)])
-            counts = ints([*[1] * rows.requests, *map(len, uses.readers)])
-            count = counts[group]
-            who = members[(counts.cumsum() - counts)[group].repeat(count) + counted(count)]
-            limit = limit.repeat(count)
+        members = np.concatenate([np.arange(rows.requests), *map(ints, uses.readers)])
+        counts = ints([*[1] * rows.requests, *map(len, uses.readers)])
+        count = counts[group]
+        who = members[(counts.cumsum() - counts)[group].repeat(count) + counted(count)]
+        first, last = rows.first_row[who], rows.end_row[who]
+        spans = np.add.reduceat(last - first, count.cumsum() - count)
         # nothing depends on the positions of keys
-        fields = (rows.first_row[who], rows.end_row[who], 0, 0, limit)
+        readers = rows_of(len(who), first, last, 0, 0, limit.repeat(count))
         return self._no_reads._replace(
-            runs=columns_of(len(at), 0, at, at + end - begin, count),
-            readers=columns_of(len(who), *fields),
+            runs=rows_of(len(at), 0, at, at + end - begin, spans, limit),
+            entries=entries_of(readers.T),
         )
 
     def _contiguous(self, rows: StepRows) -> ReadArrays:
@@ -208,16 +262,14 @@ class BlockUses:
     number of tables and above."""
     leads: NDArray[np.bool_]
     """Whether the owner is the first reader."""
-    readers: Sequence[Sequence[int]] = ()
+    readers: Sequence[Sequence[int]]
     """The tables of each group with several readers."""
 
     @classmethod
     def of(cls, owner: Ints, number: Ints, block_id: Ints, tables: int) -> BlockUses:
-        """Group the blocks of `tables` tables."""
+        """Group the blocks of `tables` tables, of which some share blocks."""
         order = block_id.argsort(kind="stable")
         first = run_begins(block_id[order])
-        if len(first) == len(order):  # no block is in two tables
-            return cls(owner, number, block_id, owner, np.ones(len(order), dtype=bool))
         uses = run_lengths(first, len(order))
         group = owner[order[first]]
         groups: dict[tuple[int, ...], int] = {}
@@ -233,9 +285,8 @@ class BlockUses:
     def shared_until(self, tables: int) -> Ints:
         """Number of blocks up to the last shared one, for each table."""
         until = np.zeros(tables, dtype=np.int64)
-        if self.readers:
-            shared = self.group >= tables
-            np.maximum.at(until, self.owner[shared], self.number[shared] + 1)
+        shared = self.group >= tables
+        np.maximum.at(until, self.owner[shared], self.number[shared] + 1)
         return until
 
     def runs(self, kept: NDArray[np.bool_]) -> Ints:

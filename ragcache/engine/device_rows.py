@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from ragcache.attention.triton.array_plan import counted
 from ragcache.engine.batch import Ints, ScheduledChunk
 from ragcache.engine.decode_batch import DecodeBatch
 from ragcache.engine.kv_cache import BlockTable
@@ -59,14 +60,16 @@ class StepRows:
     @classmethod
     def of(cls, decoding: DecodeBatch, chunks: Sequence[ScheduledChunk]) -> StepRows:
         """Give each chunk its rows, behind the decode batch."""
+        own, rows = decoding.length, np.arange(decoding.rows)
+        if not chunks:
+            return cls(decoding, [], own, own + 1, rows, rows + 1)
         placed, row = [], decoding.rows
         for chunk in chunks:
             length, new = chunk.private.length, len(chunk.position_ids)
             placed.append(PlacedChunk(chunk, row, row + new, length, length + new))
             row += new
         sizes = [(each.past, each.tokens, each.first_row, each.end_row) for each in placed]
-        past, tokens, first_row, end_row = ints(sizes).reshape(-1, 4).T
-        own, rows = decoding.length, np.arange(decoding.rows)
+        past, tokens, first_row, end_row = ints(sizes).T
         return cls(
             decoding,
             placed,
@@ -100,38 +103,28 @@ class StepRows:
             for each in self.placed
         )
 
-    def blocks(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
-        """Blocks begins:ends of each request, one after another: request, number in its table and
-        id, [N] each. Requests in contiguous memory have none."""
+    def blocks(self, until: Ints) -> tuple[Ints, Ints, Ints]:
+        """The first `until` blocks of each request, one after another: request, number in its table
+        and id, [N] each. Requests in contiguous memory have none."""
         count, batch = self.decoding.rows, self.decoding
-        width = int(ends[:count].max()) if count else 0
-        numbers = np.arange(width)
-        wanted = (numbers >= begins[:count, None]) & (numbers < ends[:count, None])
+        width = int(until[:count].max()) if count else 0
+        wanted = np.arange(width) < until[:count, None]
         request, number = wanted.nonzero()
         block_id = batch.blocks[:, :width][wanted]
         if not self.placed:
             return request, number, block_id
         ids = [
-            table.block_ids[begin:end] if isinstance(table, BlockTable) else []
-            for table, begin, end in zip(
-                (each.chunk.private for each in self.placed),
-                begins[count:].tolist(),
-                ends[count:].tolist(),
-                strict=True,
+            table.block_ids[:end] if isinstance(table, BlockTable) else []
+            for table, end in zip(
+                (each.chunk.private for each in self.placed), until[count:].tolist(), strict=True
             )
         ]
         counts = ints([len(each) for each in ids])
-        behind = np.arange(count, self.requests).repeat(counts)
         return (
-            np.concatenate([request, behind]),
-            np.concatenate([number, counted(counts) + begins[behind]]),
+            np.concatenate([request, np.arange(count, self.requests).repeat(counts)]),
+            np.concatenate([number, counted(counts)]),
             np.concatenate([block_id, ints([*chain.from_iterable(ids)])]),
         )
-
-
-def counted(counts: Ints) -> Ints:
-    """0, 1, ... for each count, one after another."""
-    return np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
 
 
 def ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:

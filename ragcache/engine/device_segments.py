@@ -9,18 +9,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
 
-from ragcache.attention.triton.array_plan import ReadArrays, columns_of, run_begins, run_lengths
+from ragcache.attention.triton.array_plan import (
+    ReadArrays,
+    counted,
+    rows_of,
+    run_begins,
+    run_lengths,
+)
 from ragcache.attention.triton.plan import (
     ALL_TOKENS,
     BASE_WIDTH,
     NO_SCALES,
     SCALES_WIDTH,
+    Int32s,
     KVBase,
     KVConsumer,
     KVRead,
@@ -35,8 +41,8 @@ from ragcache.states.quantization import StoredStates
 NEVER: Final = np.iinfo(np.int64).max
 """Position from which a row sees one more segment, if it sees all."""
 
-_BASE, _DELTA, _START = range(3)
-"""Rows of `_Segments.readers`: number of the base, distance and position of the segment."""
+_ROW, _START = 0, 3
+"""Rows of `ReadArrays.entries`. The origin of a segment's base is its start."""
 
 _TOKENS, _ADDRESSES, _SCALES = 0, 1, 1 + BASE_WIDTH
 """Columns of `_Bases.table`: tokens of the base, its addresses and strides, its scales."""
@@ -90,8 +96,10 @@ class _Segments:
     """The segments of a request, which stay the same in all of its steps."""
 
     segments: tuple[Segment, ...]
-    readers: Ints
-    """[3, S]."""
+    bases: Ints
+    """Number of each segment's base, [S]."""
+    entries: Int32s
+    """Entries of row 0, if it reads all segments (`ReadArrays.entries`), [4, S]."""
     last_start: int
     """Position from which a token sees all of them."""
 
@@ -100,15 +108,16 @@ class _DecodingSegments:
     """The segments of a decode batch.
 
     Attributes:
-        readers: As in `_Segments`, [3, N].
-        row: Row that reads each segment, [N].
+        bases: Number of each segment's base, [N].
+        entries: Entry of each segment (`ReadArrays.entries`), [4, N].
+        some_ahead: Whether some segments may start behind the tokens of their rows.
     """
 
     def __init__(self) -> None:
-        self.readers: Ints = np.zeros((3, 0), dtype=np.int64)
-        self.row: Ints = np.zeros(0, dtype=np.int64)
-        self._owner: Ints = self.row  # serial number of the row
-        self._last = 0  # serial number of the last row that has joined
+        self.bases: Ints = np.zeros(0, dtype=np.int64)
+        self.entries: Int32s = np.zeros((4, 0), dtype=np.int32)
+        self.some_ahead = False
+        self._serials: Ints = self.bases  # serial numbers of the rows
         self._version = 0
 
     def follow(
@@ -122,24 +131,36 @@ class _DecodingSegments:
         """
         if batch.version == self._version:
             return
-        serials, owner = batch.serials, self._owner
-        row = serials.searchsorted(owner)
-        stays = np.zeros(len(row), dtype=bool)
-        if batch.rows:
-            stays = serials[np.minimum(row, batch.rows - 1)] == owner
-        if not stays.any():
-            self._last = 0  # all rows that there are join
+        before, serials = self._serials, batch.serials
+        self._serials, self._version = serials, batch.version
+        stays, row = np.zeros(batch.rows, dtype=bool), np.full(len(before), -1)
+        if len(before):
+            at = before.searchsorted(serials)
+            stays = before.take(at, mode="clip") == serials
+            row[at[stays]] = stays.nonzero()[0]
+        if (row != np.arange(len(row))).any():
+            of = row[self.entries[_ROW]]
+            kept = (of >= 0).nonzero()[0]
+            self.bases, self.entries = self.bases[kept], self.entries.take(kept, axis=1)
+            self.entries[_ROW] = of[kept]
         if not stays.all():
-            kept = stays.nonzero()[0]
-            self.readers, row = self.readers.take(kept, axis=1), row[kept]
-        joined = int(serials.searchsorted(self._last, side="right"))
-        new = [segments_of(each.request.context.segments) for each in batch.sequences[joined:]]
-        if new:
-            readers = [each.readers for each in new]
-            rows = np.arange(joined, batch.rows).repeat([each.shape[1] for each in readers])
-            self.readers = np.concatenate([self.readers, *readers], axis=1)
-            row, self._last = np.concatenate([row, rows]), int(serials[-1])
-        self.row, self._owner, self._version = row, serials[row], batch.version
+            self._join(batch, (~stays).nonzero()[0], segments_of)
+
+    def _join(
+        self,
+        batch: DecodeBatch,
+        rows: Ints,
+        segments_of: Callable[[tuple[Segment, ...]], _Segments],
+    ) -> None:
+        """Add the segments of some rows."""
+        contexts = (batch.sequences[row].request.context for row in rows.tolist())
+        new = [segments_of(context.segments) for context in contexts]
+        entries = np.concatenate([each.entries for each in new], axis=1)
+        entries[_ROW] = rows.repeat([len(each.bases) for each in new])
+        self.bases = np.concatenate([self.bases, *(each.bases for each in new)])
+        self.entries = np.concatenate([self.entries, entries], axis=1)
+        last_starts = ints([each.last_start for each in new])
+        self.some_ahead = self.some_ahead or bool((last_starts > batch.position[rows]).any())
 
 
 class SegmentPlanner:
@@ -195,57 +216,44 @@ class SegmentPlanner:
 
     def arrays(self, rows: StepRows) -> tuple[ReadArrays, Ints | None]:
         """Return the reads of many requests, otherwise as `reads`."""
-        kept, batch, decoding = dict[int, _Segments](), rows.decoding, self._decoding
-        for each in rows.placed:
-            name = id(each.chunk.segments)
-            kept[name] = self._segments_of(each.chunk.segments)
+        batch, decoding = rows.decoding, self._decoding
+        kept = {
+            id(each.chunk.segments): self._segments_of(each.chunk.segments) for each in rows.placed
+        }
         decoding.follow(batch, self._segments_of)
         self._known = kept
-        every = [kept[id(each.chunk.segments)] for each in rows.placed]
-        readers = np.concatenate([decoding.readers, *(each.readers for each in every)], axis=1)
-        counts = [decoding.readers.shape[1], *(each.readers.shape[1] for each in every)]
-        ends = np.cumsum(counts).tolist()
-        first_row = np.concatenate([decoding.row, rows.first_row[batch.rows :].repeat(counts[1:])])
-        end_row = np.concatenate([decoding.row + 1, rows.end_row[batch.rows :].repeat(counts[1:])])
+        bases, entries = decoding.bases, decoding.entries
         hidden = np.full(rows.rows, NEVER)
-        start = readers[_START]
-        ahead = (start[: ends[0]] > batch.position[decoding.row]).nonzero()[0]
-        np.minimum.at(hidden, decoding.row[ahead], start[ahead])
-        first_row[ahead] += 1
-        for placed, segments, (begin, end) in zip(rows.placed, every, pairwise(ends), strict=True):
-            if placed.chunk.position_ids[0] < segments.last_start:
-                _see_some(placed, start[begin:end], first_row[begin:end], hidden)
+        if decoding.some_ahead:
+            row, start = entries[_ROW], entries[_START]
+            ahead = start > batch.position[row]
+            decoding.some_ahead = bool(ahead.any())
+            np.minimum.at(hidden, row[ahead], start[ahead])
+            bases, entries = bases[~ahead], entries[:, ~ahead]
+        if rows.placed:
+            every = [kept[id(each.chunk.segments)] for each in rows.placed]
+            of_chunks = _entries_of_chunks(rows, every, hidden)
+            bases = np.concatenate([bases, of_chunks[0]])
+            entries = np.concatenate([entries, of_chunks[1]], axis=1)
         seen_from = hidden if (hidden < NEVER).any() else None
-        return self._grouped(readers, first_row, end_row), seen_from
+        return self._grouped(bases, entries), seen_from
 
-    def _grouped(self, readers: Ints, first_row: Ints, end_row: Ints) -> ReadArrays:
-        """One read for each base, by the segments that some rows see."""
-        seen = first_row < end_row
-        if not seen.all():
-            readers, first_row, end_row = readers[:, seen], first_row[seen], end_row[seen]
-        if not len(first_row):
+    def _grouped(self, numbers: Ints, entries: Int32s) -> ReadArrays:
+        """One read for each base, by the number of each entry's base."""
+        if not len(numbers):
             return self._no_reads
-        number = readers[_BASE]
         # stable sorting of 16 bits is a radix sort
-        short = number.astype(np.uint16) if len(self._bases.table) < 2**16 else number
+        short = numbers.astype(np.uint16) if len(self._bases.table) < 2**16 else numbers
         order = short.argsort(kind="stable")
-        number = number[order]
-        begins = run_begins(number)
-        bases = self._bases.table[number[begins]]
-        pool, numbers = self._no_reads, np.arange(1, len(begins) + 1)
-        lengths = run_lengths(begins, len(order))
+        numbers = numbers[order]
+        begins = run_begins(numbers)
+        bases, count = self._bases.table[numbers[begins]], len(begins)
+        lengths, pool = run_lengths(begins, len(order)), self._no_reads
         return ReadArrays(
             np.concatenate([pool.bases, bases[:, _ADDRESSES:_SCALES]]),
             np.concatenate([pool.scales, bases[:, _SCALES:]]),
-            columns_of(len(begins), numbers, 0, bases[:, _TOKENS], lengths),
-            columns_of(
-                len(order),
-                first_row[order],
-                end_row[order],
-                readers[_DELTA][order],
-                readers[_START][order],
-                ALL_TOKENS,
-            ),
+            rows_of(count, np.arange(1, count + 1), 0, bases[:, _TOKENS], lengths, ALL_TOKENS),
+            entries.take(order, axis=1),
         )
 
     def _segments_of(self, segments: tuple[Segment, ...]) -> _Segments:
@@ -253,11 +261,34 @@ class SegmentPlanner:
         found = self._known.get(id(segments))
         if found is not None:
             return found
-        readers = [
-            (self._bases.of(each.states).number, each.delta, each.start) for each in segments
-        ]
+        numbers = ints([self._bases.of(each.states).number for each in segments])
+        entries = np.array(
+            [(0, each.delta, ALL_TOKENS, each.start) for each in segments], dtype=np.int32
+        )
         last = max((segment.start for segment in segments), default=0)
-        return _Segments(segments, ints(readers).reshape(-1, 3).T, last)
+        return _Segments(segments, numbers, entries.reshape(-1, 4).T, last)
+
+
+def _entries_of_chunks(
+    rows: StepRows, every: Sequence[_Segments], hidden: Ints
+) -> tuple[Ints, Int32s]:
+    """Return the number of the base of each entry of a step's chunks, and the entries.
+
+    Changes `hidden` of last rows that do not see all segments.
+    """
+    sizes = [len(each.bases) for each in every]
+    first, end = (
+        each[rows.decoding.rows :].repeat(sizes) for each in (rows.first_row, rows.end_row)
+    )
+    at = 0
+    for placed, segments, size in zip(rows.placed, every, sizes, strict=True):
+        if placed.chunk.position_ids[0] < segments.last_start:
+            _see_some(placed, segments.entries[_START], first[at : at + size], hidden)
+        at += size
+    counts = end - first
+    entries = np.concatenate([each.entries for each in every], axis=1).repeat(counts, axis=1)
+    entries[_ROW] = first.repeat(counts) + counted(counts)
+    return np.concatenate([each.bases for each in every]).repeat(counts), entries
 
 
 def _see_some(placed: PlacedChunk, starts: Ints, first_row: Ints, hidden: Ints) -> None:

@@ -90,7 +90,8 @@ class RequestChannel(Generic[EventT, ResultT]):
             if self._outcome is not None:
                 return
             self._events.append(event)
-        self._wake_ready()
+        if self._waiters:
+            self._wake_ready()
 
     def mark_launched(self) -> None:
         """Wake callers that wait for the request's first step to be launched."""
@@ -121,8 +122,6 @@ class RequestChannel(Generic[EventT, ResultT]):
         return True
 
     def _wake_ready(self) -> None:
-        if not self._waiters:
-            return
         with self._lock:
             ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
             self._waiters = [waiter for waiter in self._waiters if waiter not in ready]

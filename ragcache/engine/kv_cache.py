@@ -498,6 +498,11 @@ class BlockTable:
         self.positions.extend(positions)
         self.length = len(self.positions)
 
+    def append(self, position: int) -> None:
+        """Count a token that a step has written, at this position."""
+        self.positions.append(position)
+        self.length += 1
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on. Their slots are written again."""
         del self.positions[length:]

@@ -331,10 +331,12 @@ class _PendingTokens:
         if self.event is not None:
             self.event.synchronize()
         found: list[int] = self.host[0].tolist()
-        results: list[SampledToken | UnusableLogits] = [
-            SampledToken(token) if token >= 0 else unusable(state)
-            for token, state in zip(found, self.states, strict=True)
-        ]
+        results: list[SampledToken | UnusableLogits] = [*map(SampledToken, found)]
+        for row, (state, token) in enumerate(zip(self.states, found, strict=True)):
+            if token >= 0:
+                state.drawn += 1
+            else:
+                results[row] = unusable(state)
         if self.reporting:
             tokens = [found[row] for row in self.reporting]
             counts = [self.states[row].sampling.logprobs or 0 for row in self.reporting]
@@ -346,9 +348,6 @@ class _PendingTokens:
         for place, row in enumerate(self.firsts):
             if found[row] >= 0 and self.states[row].lacks_first_logprobs:
                 self.states[row].first_logprobs = self.host[1][place].clone()
-        for state, token in zip(self.states, found, strict=True):
-            if token >= 0:
-                state.drawn += 1
         return results
 
 

@@ -300,9 +300,11 @@ class Sequence:
         """Deliver the accepted tokens to the caller, and close the answer if it has ended."""
         accepted, self._accepted = self._accepted, []
         for number, chosen in enumerate(accepted, 1):
-            text = "" if self.text is None else self.text.push(chosen.token)
-            self._emit(chosen, text)
-            if self.text is not None and self.text.stopped is not None:
+            if self.text is None:
+                self.group.channel.put(TokenDelta(self.index, chosen))
+                continue
+            self._emit(chosen, self.text.push(chosen.token))
+            if self.text.stopped is not None:
                 self._end, self.finished = ("stop", self.text.stopped), True
                 self._forget_last(len(accepted) - number)
                 break

@@ -21,6 +21,7 @@ from ragcache.attention.triton.plan import (
     Int32s,
     Int64s,
     KVBase,
+    KVConsumer,
     KVRead,
     TableCapacity,
 )
@@ -30,13 +31,14 @@ class ReadArrays(NamedTuple):
     """Reads of a step as arrays, read after read.
 
     bases [B, 4]: addresses and strides. scales [B, 6]: the same of scales, zeros without them.
-    runs [N, 4]: base, begin, end, and number of readers. readers [M, 5]: fields of `KVConsumer`.
+    runs [5, N]: base, begin, end, number of entries, and the least of their limits. entries [4, M]:
+    row, delta, limit and origin of each row that reads a run (see `KVConsumer`).
     """
 
     bases: Int64s
     scales: Int64s
     runs: Int64s
-    readers: Int64s
+    entries: Int32s
 
     @classmethod
     def of(cls, reads: Sequence[KVRead], pool: KVBase | None = None) -> ReadArrays:
@@ -44,32 +46,60 @@ class ReadArrays(NamedTuple):
         bases = Bases()
         if pool is not None:
             bases.number(pool)
-        runs = [(bases.number(r.run.base), r.run.begin, r.run.end, len(r.readers)) for r in reads]
+        runs = [
+            (
+                bases.number(read.run.base),
+                read.run.begin,
+                read.run.end,
+                sum(each.end_row - each.first_row for each in read.readers),
+                min((each.limit for each in read.readers), default=ALL_TOKENS),
+            )
+            for read in reads
+        ]
         readers = [reader for read in reads for reader in read.readers]
         return cls(
             bases.addresses(),
             bases.scales(),
-            np.array(runs, dtype=np.int64).reshape(-1, 4),
-            np.array(readers, dtype=np.int64).reshape(-1, 5),
+            np.array(runs, dtype=np.int64).reshape(-1, 5).T,
+            entries_of(readers),
         )
 
     def followed_by(self, others: ReadArrays) -> ReadArrays:
         """These reads and others, over the bases of both. Both begin with the same base."""
-        runs = others.runs.copy()
-        runs[:, 0] += np.where(runs[:, 0] > 0, len(self.bases) - 1, 0)
+        runs, bases, scales = others.runs, self.bases, self.scales
+        if not runs.shape[1]:
+            return self
+        if len(others.bases) > 1:
+            runs = runs.copy()
+            runs[0] += np.where(runs[0] > 0, len(bases) - 1, 0)
+            bases = np.concatenate([bases, others.bases[1:]])
+            scales = np.concatenate([scales, others.scales[1:]])
         return ReadArrays(
-            np.concatenate([self.bases, others.bases[1:]]),
-            np.concatenate([self.scales, others.scales[1:]]),
-            np.concatenate([self.runs, runs]),
-            np.concatenate([self.readers, others.readers]),
+            bases,
+            scales,
+            np.concatenate([self.runs, runs], axis=1),
+            np.concatenate([self.entries, others.entries], axis=1),
         )
 
 
-def columns_of(length: int, *columns: Int64s | int) -> Int64s:
-    """Arrays and numbers as the columns of an array [length, columns]."""
-    table = np.empty((length, len(columns)), dtype=np.int64)
-    for number, column in enumerate(columns):
-        table[:, number] = column
+def entries_of(readers: Sequence[KVConsumer] | Int64s) -> Int32s:
+    """One entry for every row of some readers, [4, M]."""
+    first, end, delta, origin, limit = np.asarray(readers, dtype=np.int64).reshape(-1, 5).T
+    counts = end - first
+    within = counted(counts)
+    entries = np.empty((4, len(within)), dtype=np.int32)
+    entries[0] = first.repeat(counts) + within
+    entries[1] = delta.repeat(counts)
+    entries[2] = np.minimum(limit.repeat(counts) + within, ALL_TOKENS)
+    entries[3] = origin.repeat(counts)
+    return entries
+
+
+def rows_of(length: int, *values: Int64s | int) -> Int64s:
+    """Arrays and numbers as the rows of an array [values, length]."""
+    table = np.empty((len(values), length), dtype=np.int64)
+    for number, value in enumerate(values):
+        table[number] = value
     return table
 
 
@@ -90,6 +120,13 @@ def run_lengths(begins: Int64s, total: int) -> Int64s:
     return lengths
 
 
+def counted(counts: Int64s) -> Int64s:
+    """0, 1, ... for each count, one after another."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - (ends - counts).repeat(counts)
+
+
 def plan_arrays(
     reads: ReadArrays,
     *,
@@ -101,13 +138,12 @@ def plan_arrays(
     min_keys: int = 256,
 ) -> AttentionPlan:
     """Cuts reads into work items as `build_plan` does. Quick for the reads of many requests."""
-    asked, ends = _asked_entries(reads)
     size = max(1, block_rows // heads.group)
-    blocks = _entry_blocks(reads, asked, ends, size)
+    blocks = _entry_blocks(reads, size)
     cut = _Cut.of(blocks, heads.num_kv_heads, programs, min_keys, capacity, size)
     capacity.check_room(rows, len(reads.bases), cut.items, cut.entries)
-    items, sources = _items(blocks, cut.tokens, size)
-    entries = asked.take(sources, axis=1)
+    items, sources = _items(blocks, cut, size)
+    entries = reads.entries.take(sources, axis=1)
     row = entries[0]
     row_ptr = np.zeros(rows + 1, dtype=np.int32)
     np.cumsum(np.bincount(row, minlength=rows), out=row_ptr[1:])
@@ -126,55 +162,32 @@ def plan_arrays(
     )
 
 
-def _asked_entries(reads: ReadArrays) -> tuple[Int32s, Int64s]:
-    """One entry [row, delta, limit, origin] for every row that reads a run, read after read, before
-    any run is cut: [4, N]. Also returns where the entries of each read end."""
-    fields = reads.readers.T.astype(np.int32)
-    counts = fields[1] - fields[0]
-    ends = counts.cumsum()
-    asked = fields[[0, 2, 4, 3]].repeat(counts, axis=1)
-    within = np.arange(asked.shape[1], dtype=np.int32)
-    within -= (ends - counts).astype(np.int32).repeat(counts)
-    asked[0] += within
-    limits = asked[2]
-    limits += within
-    np.minimum(limits, ALL_TOKENS, out=limits)
-    totals = np.zeros(len(ends) + 1, dtype=np.int64)
-    totals[1:] = ends
-    return asked, totals[reads.runs[:, 3].cumsum()]
-
-
 _BLOCK_FIELDS: Final = 6
 """Rows of the array of entry blocks [6, N]. A column is the entries first:end of one read, in
 blocks that see its tokens begin:begin + length: quantized, base, begin, length, first, end."""
 
 
-def _entry_blocks(reads: ReadArrays, asked: Int32s, ends: Int64s, size: int) -> Int64s:
+def _entry_blocks(reads: ReadArrays, size: int) -> Int64s:
     """All entries. Blocks of rows that do not see the whole run are cut short, each for itself."""
-    base, begin, end, _ = reads.runs.T
-    first = np.zeros_like(ends)
-    first[1:] = ends[:-1]
-    quantized = (reads.scales[:, 0] != 0)[base] if len(base) else base
-    blocks = columns_of(len(base), quantized, base, begin, end - begin, first, ends).T
-    seen = np.full(len(ends), ALL_TOKENS)
-    read = first < ends
-    if read.any():
-        # entries of reads follow each other: those before a read without any are the last ones'
-        seen[read] = np.minimum.reduceat(asked[2], first[read])
-    cut_short = np.flatnonzero(read & (seen < end))
-    keep = read & (seen >= end) & (end > begin)
-    if not len(cut_short):
-        return blocks if keep.all() else blocks[:, keep]
+    base, begin, end, count, seen = reads.runs
+    ends = count.cumsum()
+    in_eight_bits = reads.scales[:, 0] != 0
+    quantized = in_eight_bits[base] if in_eight_bits.any() else 0
+    blocks = rows_of(len(base), quantized, base, begin, end - begin, ends - count, ends)
+    read = (count > 0) & (end > begin)
+    keep = read & (seen >= end)
+    if keep.all():
+        return blocks
+    whole, limits = keep.nonzero()[0], reads.entries[2]
     parts, numbers = [], []
-    for number in cut_short.tolist():
+    for number in (read & (seen < end)).nonzero()[0].tolist():
         scaled, of, at, length, a, b = blocks[:, number].tolist()
         for edge in range(a, b, size):
             until = min(edge + size, b)
-            left = min(length, int(asked[2, edge:until].max()) - at)
+            left = min(length, int(limits[edge:until].max()) - at)
             if left > 0:
                 parts.append((scaled, of, at, left, edge, until))
                 numbers.append(number)
-    whole = np.flatnonzero(keep)
     cut = np.array(parts, dtype=np.int64).reshape(-1, _BLOCK_FIELDS).T
     order = np.concatenate([whole, np.array(numbers, dtype=np.int64)]).argsort(kind="stable")
     return np.concatenate([blocks[:, whole], cut], axis=1)[:, order]
@@ -184,6 +197,8 @@ class _Cut(NamedTuple):
     """How many tokens the pieces of each read have, and how many items and entries that makes."""
 
     tokens: Int64s
+    pieces: Int64s
+    """Number of pieces of each read."""
     items: int
     entries: int
 
@@ -210,39 +225,38 @@ class _Cut(NamedTuple):
             number = np.maximum(1, (length / target + 0.5).astype(np.int64))
             tokens = -(-length // (number * PIECE_TOKENS)) * PIECE_TOKENS
             number = -(-length // tokens)
-            cut = cls(tokens, int(number @ count), int(number @ entries))
+            cut = cls(tokens, number, int(number @ count), int(number @ entries))
             fits = cut.items <= capacity.items and cut.entries <= capacity.entries
             if fits or not (number > 1).any():
                 return cut
             targets = [2 * each for each in targets]
 
 
-def _items(blocks: Int64s, tokens: Int64s, size: int) -> tuple[Int32s, Int64s]:
+def _items(blocks: Int64s, cut: _Cut, size: int) -> tuple[Int32s, Int64s]:
     """The fields of all items [N, 8] in the order in which they run, and which of the entries asked
     are theirs, one after another."""
-    number = -(-blocks[3] // tokens)
-    block = np.arange(len(number)).repeat(number)
-    place = _counted(number)
-    skipped = place * tokens[block]
-    quantized, base, begin, length, first, end = blocks[:, block]
-    length = np.minimum(tokens[block], length - skipped)
+    pieces, skipped = blocks, np.zeros_like(cut.pieces)
+    if cut.items and int(cut.pieces.max()) > 1:
+        block = np.arange(len(cut.pieces)).repeat(cut.pieces)
+        tokens = cut.tokens[block]
+        skipped = counted(cut.pieces) * tokens
+        pieces = blocks[:, block]
+        pieces[2] += skipped
+        pieces[3] = np.minimum(tokens, pieces[3] - skipped)
     # plain ones first, then long ones; blocks that read the same tokens are neighbors
-    order = np.lexsort((block, skipped, -length, quantized))
-    fields = columns_of(len(block), quantized, base, begin + skipped, length, first, end - first)
-    quantized, base, begin, length, first, entries = fields.take(order, axis=0).T
+    rank = (pieces[0] * ALL_TOKENS + (ALL_TOKENS - pieces[3])) * ALL_TOKENS + skipped
+    quantized, base, begin, length, first, end = pieces.take(rank.argsort(kind="stable"), axis=1)
+    entries = end - first
+    ends = entries.cumsum()
+    begins = ends - entries
+    sources = np.arange(int(ends[-1]) if len(ends) else 0) + (first - begins).repeat(entries)
+    fields = rows_of(len(base), base, begin, begin + length, begins, entries, quantized)
     counts = -(-entries // size)
-    items = np.zeros((int(counts.sum()), ITEM_WIDTH), dtype=np.int32)
-    within = size * _counted(counts)
-    starts = (entries.cumsum() - entries).repeat(counts)
-    items[:, 0] = base.repeat(counts)
-    items[:, 1] = begin.repeat(counts)
-    items[:, 2] = (begin + length).repeat(counts)
-    items[:, 3] = starts + within
-    items[:, 4] = np.minimum(size, entries.repeat(counts) - within)
-    items[:, 5] = quantized.repeat(counts)
-    return items, first.repeat(entries) + _counted(entries)
-
-
-def _counted(counts: Int64s) -> Int64s:
-    """0, 1, ... for each count, one after another."""
-    return np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
+    if int(counts.sum()) > len(counts):
+        within = size * counted(counts)
+        fields = fields.repeat(counts, axis=1)
+        fields[3] += within
+        fields[4] = np.minimum(size, fields[4] - within)
+    items = np.zeros((fields.shape[1], ITEM_WIDTH), dtype=np.int32)
+    items[:, : len(fields)] = fields.T
+    return items, sources

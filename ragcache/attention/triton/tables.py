@@ -290,8 +290,9 @@ class _TableMemory:
             self._kernel[grid](self._ring[self._at], self._device, LINE_WORDS, UPLOAD_LINES)
             self._copied[self._at].record()
         else:
+            device = self._device.numpy()
             for section, lines in zip(self.sections, self.lines, strict=True):
                 here = slice(section.first_line, section.first_line + lines)
-                self._device[here] = self._ring[self._at][here]
+                device[here] = self.buffer[here]
         self.lines[:] = [0] * len(self.lines)
         self._opened = False

@@ -359,6 +359,30 @@ def test_a_batch_that_changes_is_planned_as_one_that_is_new(
         drawn.launch()
 
 
+@settings(max_examples=scaled(100))
+@given(st.data())
+def test_a_planner_follows_batches_that_it_sees_now_and_then(data: st.DataObject) -> None:
+    """Steps that it does not plan lie between, and preemption builds a batch again."""
+    draw, tables = data.draw, new_tables()
+    requests = DrawnRequests(draw)
+    every = [DrawnBatch(requests), DrawnBatch(requests)]
+    planner = DevicePlanner(POOL, HEADS, programs=4)
+    for _ in range(draw(st.integers(1, 8))):
+        drawn = draw(st.sampled_from(every))
+        if draw(st.sampled_from([False, False, True])):
+            sequences = drawn.batch.sequences
+            drawn.batch = DecodeBatch()
+            drawn.batch.join(draw(st.permutations(sequences)), 0)
+        drawn.move_on()
+        if drawn.batch.rows and draw(st.booleans()):
+            planner.plan_batch([], tables, drawn.batch)
+            tables.upload()
+            anew = new_tables()
+            planned(drawn.batch.chunks(), anew)
+            assert reads_of(tables) == reads_of(anew)
+        drawn.launch()
+
+
 @settings(max_examples=scaled(50))
 @given(st.data())
 def test_a_batch_that_stays_moves_on_without_a_plan(data: st.DataObject) -> None:
