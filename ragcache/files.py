@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,7 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 """Flag of `os.open`, without which Windows converts line ends."""
 _MAPPED_FILES_CAN_GO = os.name != "nt"
 _SYNCED_FOLDERS = os.name != "nt"
+_WRITTEN = 1 << 17  # bytes that are written at once
 _position = threading.Lock()
 
 
@@ -35,6 +37,28 @@ def open_regular(path: Path) -> BinaryIO:
     except BaseException:
         os.close(handle)
         raise
+
+
+def write_parts(file: io.FileIO, parts: Iterable[memoryview]) -> int:
+    """Write bytes to an unbuffered file, in small pieces.
+
+    Linux looks for contiguous memory as large as one write, which takes several times as long as
+    the copy where memory is fragmented.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    written = 0
+    for part in parts:
+        for begin in range(0, len(part), _WRITTEN):
+            piece = part[begin : begin + _WRITTEN]
+            while piece:
+                piece = piece[file.write(piece) or 0 :]
+        written += len(part)
+    return written
 
 
 def read_at(file: int, nbytes: int, offset: int) -> bytes:

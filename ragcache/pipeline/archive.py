@@ -27,7 +27,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragcache.errors import ArchiveDamaged, ArchiveMismatch, StateCorrupt
-from ragcache.files import BINARY, map_file, read_at, read_into
+from ragcache.files import BINARY, map_file, read_at, read_into, write_parts
 from ragcache.modes import Encoding
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
@@ -44,7 +44,6 @@ _NAMES = re.compile(
 _LONGEST_TEXT = 1 << 28  # bytes of a manifest or a document
 _MOST_MEMBERS = 1 << 22
 _LISTED = 160  # most bytes of a member in the index
-_COPIED = 1 << 22  # bytes that are written at once
 
 Parts = Sequence[memoryview]
 """Content of a member, in pieces."""
@@ -244,10 +243,11 @@ def write_entries(path: Path, entries: Iterable[ArchiveEntry]) -> int:
             parts = entry.load()
             if parts is not None:
                 index.add_entry(entry, parts)
-                written += _write(file, _framed(entry.name, parts))
+                written += write_parts(file, _framed(entry.name, parts))
         file.truncate(written)
         file.seek(written)
-        written += _write(file, [*_framed(INDEX, [memoryview(index.to_bytes())]), memoryview(_END)])
+        listed = _framed(INDEX, [memoryview(index.to_bytes())])
+        written += write_parts(file, [*listed, memoryview(_END)])
         os.fsync(file.fileno())
     part.replace(path)
     return written
@@ -288,17 +288,6 @@ def _header(name: str, size: int) -> bytes:
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o600
     return info.tobuf(tarfile.GNU_FORMAT)
-
-
-def _write(file: io.FileIO, parts: Iterable[memoryview]) -> int:
-    written = 0
-    for part in parts:
-        for begin in range(0, len(part), _COPIED):
-            piece = part[begin : begin + _COPIED]
-            while piece:
-                piece = piece[file.write(piece) or 0 :]
-        written += len(part)
-    return written
 
 
 class MemberStream:

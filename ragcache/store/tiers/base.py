@@ -25,7 +25,7 @@ from ragcache.errors import (
     StoreFull,
     StoreUnwritable,
 )
-from ragcache.files import allocated, sync
+from ragcache.files import allocated, sync, write_parts
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates
 from ragcache.states.serialization import Allocate
@@ -227,11 +227,9 @@ def write_through(path: Path, parts: Sequence[memoryview]) -> None:
 
     The blocks are allocated first, so that the file system has little to write but the content.
     """
-    with path.open("xb") as file:
+    with path.open("xb", buffering=0) as file:
         _allocate(file.fileno(), sum(map(len, parts)))
-        for part in parts:
-            file.write(part)
-        file.flush()
+        write_parts(file, parts)
         _sync_content(file.fileno())
 
 
