@@ -1,18 +1,20 @@
-"""Writes the commit into what is built.
+"""Writes the commit and the description into what is built.
 
-`ragcache.build` finds it. The variable `SOURCE_COMMIT` names it where neither git nor an archive
-does, as in a container.
+`ragcache.build` finds the commit. The variable `SOURCE_COMMIT` names it where neither git nor an
+archive does, as in a container.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from runpy import run_path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 MODULE = "ragcache/build.py"
 
@@ -32,3 +34,14 @@ class CommitHook(BuildHookInterface[Any]):
         text = source.read_text(encoding="utf-8")
         copy.write_text(text.replace(module["COMMIT"], commit), encoding="utf-8")
         build_data["force_include"][str(copy)] = MODULE
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Makes the README the description, whose links lead to the release's files from any page."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the README with absolute links."""
+        files = f"{metadata['urls']['Source']}/blob/v{metadata['version']}/"
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        text = re.sub(r"(?<=\]\()(?!https?:|#)", files, text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -135,6 +135,18 @@ def test_the_command_is_declared(wheel: zipfile.Path) -> None:
     assert "ragcache = ragcache_api.cli.main:main" in declared
 
 
+def test_links_of_the_description_lead_to_the_release(wheel: zipfile.Path) -> None:
+    """Pages of registries show the README without the files that it links to."""
+    [metadata] = [each for each in wheel.iterdir() if each.name.endswith(".dist-info")]
+    headers, _, description = (metadata / "METADATA").read_text("utf-8").partition("\n\n")
+    version = re.findall(r"^Version: (.+)$", headers, re.MULTILINE)[0]
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert links
+    for link in links:
+        assert link.startswith(f"https://github.com/ragcache/ragcache/blob/v{version}/"), link
+        assert (REPOSITORY / link.split("/", 7)[-1].split("#")[0]).exists(), link
+
+
 def test_the_license_goes_along(wheel: zipfile.Path) -> None:
     [metadata] = [each for each in wheel.iterdir() if each.name.endswith(".dist-info")]
     text = (metadata / "licenses" / "LICENSE").read_bytes()
