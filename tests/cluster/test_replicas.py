@@ -29,7 +29,7 @@ from tests.cluster.machines import wait_until
 from tests.conftest import REPOSITORY
 from tests.deploy.read_only_root import read_only_root
 from tests.ragcache.conftest import postgres_schema
-from tests.ragcache.store.test_faults import Switch, connector
+from tests.ragcache.store.test_faults import Switch
 
 pytest.importorskip("ray", reason="replicas run on Ray: pip install 'ragcache[ray]'")
 moto = pytest.importorskip(
@@ -73,7 +73,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         port = free.getsockname()[1]
         free.close()
         host, s3_port = store.get_host_and_port()
-        switch = Switch(tmp_path, connector(make_url(ledger)), 5432)
+        switch = Switch(tmp_path, make_url(ledger))
         switch.on()
         given = {
             "RAGCACHE_LEDGER": switch.through(ledger), "AWS_DEFAULT_REGION": "us-east-1",

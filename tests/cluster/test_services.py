@@ -18,7 +18,7 @@ from ragcache.db.tables import StateTable
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.cluster.services import COLLECTION, Services
-from tests.ragcache.store.test_faults import Switch, connector
+from tests.ragcache.store.test_faults import Switch
 
 WORDS = ("anchor", "beacon", "cutter", "dinghy", "ensign", "fathom", "galley", "halyard")
 _REMOTE_ROWS = select(StateTable.tier, StateTable.key).where(StateTable.tier == "remote")
@@ -141,7 +141,7 @@ def test_a_rate_counts_for_all_services_together(
 def test_questions_over_states_in_memory_need_no_ledger(
     services: Services, tmp_path: Path, measured: Measured
 ) -> None:
-    switch = Switch(tmp_path, connector(make_url(services.url)), 5432)
+    switch = Switch(tmp_path, make_url(services.url))
     switch.on()
     service = services.start("a", ledger=switch.through(services.url), stale_seconds="16")
     service.ingest({word: TEXTS[word] for word in WORDS[:2]})

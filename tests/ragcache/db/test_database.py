@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -37,6 +37,13 @@ from tests.ragcache.conftest import postgres_schema
 @pytest.fixture(autouse=True)
 def _new_ledgers_are_copies() -> None:
     """Here they are migrated."""
+
+
+@pytest.fixture
+def postgres_ledger(socket_enabled: None) -> Iterator[str]:
+    """Here the schema is empty."""
+    with postgres_schema() as url:
+        yield url
 
 
 def test_committed_rows_outlive_the_connection(where: Path | str) -> None:

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import URL, make_url
 
 from ragcache.db import Catalog, Database
 from ragcache.errors import LedgerUnavailable, StoreFull, StoreUnwritable
@@ -21,6 +20,8 @@ from ragcache.store.tiers import base
 from ragcache.store.verify import verify
 from tests.ragcache.conftest import full_lease, postgres_schema, same
 from tests.ragcache.store.store_fixture import Library, key_of, states_of
+
+PORT = 5432  # of PostgreSQL where a URL has none
 
 
 @pytest.fixture
@@ -101,18 +102,16 @@ def test_a_locked_ledger_serves_what_is_in_memory(tmp_path: Path, library: Libra
 class Switch:
     """A socket before PostgreSQL's that can be closed and opened again."""
 
-    def __init__(self, folder: Path, target: Callable[[], socket.socket], port: int) -> None:
-        self.path = folder / f".s.PGSQL.{port}"
-        self._target = target
+    def __init__(self, folder: Path, url: URL) -> None:
+        self.path = folder / f".s.PGSQL.{url.port or PORT}"
+        self._target = connector(url)
         self._open: list[socket.socket] = []
         self._listener: socket.socket | None = None
 
     def through(self, url: str) -> str:
         """The URL of the same database through the switch."""
         given = make_url(url)
-        other = given.set(
-            host=None, port=None, query={**given.query, "host": str(self.path.parent)}
-        )
+        other = given.set(query={**given.query, "host": str(self.path.parent)})
         return other.render_as_string(hide_password=False)
 
     def on(self) -> None:
@@ -149,10 +148,10 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
-def connector(url: Any) -> Callable[[], socket.socket]:
+def connector(url: URL) -> Callable[[], socket.socket]:
     """Connects to the PostgreSQL of a URL."""
-    host = url.host or url.query.get("host") or "/var/run/postgresql"
-    port = url.port or 5432
+    host = str(url.host or url.query.get("host") or "/var/run/postgresql")
+    port = url.port or PORT
 
     def connect() -> socket.socket:
         if host.startswith("/"):
@@ -168,7 +167,7 @@ def connector(url: Any) -> Callable[[], socket.socket]:
 @pytest.mark.usefixtures("socket_enabled")
 def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
     with postgres_schema() as text:
-        switch = Switch(tmp_path, connector(make_url(text)), 5432)
+        switch = Switch(tmp_path, make_url(text))
         switch.on()
         library = Library(tmp_path, switch.through(text))
         library.put("ash", 1)
