@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-clients check site audit format bench-ttft eval clean
+.PHONY: demo test test-all test-slow test-official test-clients check site audit format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -19,9 +19,13 @@ test: $(INSTALLED)
 # With what takes a third of a second or more, of which `make test` runs a part: kills, state machines,
 # loads, the page in a browser, requests by schema, second processes, scripts, most families of models;
 # and with every example of a property. Where there is a PostgreSQL, also tests/cluster, whose soak
-# takes RAGCACHE_SOAK_SECONDS (900). Then the official clients of tests/clients/table.py.
-test-all: $(INSTALLED)
+# takes RAGCACHE_SOAK_SECONDS (900). And the official clients of tests/clients/table.py.
+test-all: test-slow test-official
+
+test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
+
+test-official: $(INSTALLED)
 	$(BIN)/python -m pytest -m official tests/clients/test_clients.py
 
 # Clients that others wrote, installed from PyPI and npm into ~/.cache/ragcache-test-clients, against
