@@ -62,7 +62,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """List the decisions on their index, and name files outside `docs/` instead of linking them."""
+    """List the decisions on their index, lead to the pages of notebooks, and name files outside
+    `docs/` instead of linking them."""
     if page.file.src_uri == "internals/adr/README.md":
         markdown += "\n" + decisions()
     folder = (DOCS / page.file.src_uri).parent
@@ -70,6 +71,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     def link(match: re.Match[str]) -> str:
         text, target = match[1], match[2].partition("#")[0]
         path = (folder / target).resolve()
+        if path.parent == NOTEBOOKS != folder:
+            return f"[{text}]({target.removesuffix('.ipynb')}.md)"
         if ":" in target or not target or path.is_relative_to(DOCS):
             return match[0]
         return f"{text} (`{path.relative_to(DOCS.parent)}`)"
