@@ -38,7 +38,7 @@ MANY_ROWS: Final = 1024
 SHORT_PIECE, LONG_PIECE = 256, 1024
 
 FEW_SEGMENTS: Final = 24
-"""Segments of a step up to which they are planned one by one, which is then quicker."""
+"""Most requests and most segments of a step that is planned one by one, which is then quicker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,8 @@ class DevicePlanner:
             tables: The tables.
             decoding: The first rows of the step.
         """
-        few = decoding.segments + sum(len(chunk.segments) for chunk in chunks) <= FEW_SEGMENTS
+        segments = decoding.segments + sum(len(chunk.segments) for chunk in chunks)
+        few = max(segments, decoding.rows + len(chunks)) <= FEW_SEGMENTS
         if few or self.gapless:
             chunks, decoding = [*decoding.chunks(), *chunks], DecodeBatch()
         rows = StepRows.of(decoding, chunks)
@@ -184,8 +185,9 @@ class DevicePlanner:
         width = int(lengths.max())
         assert width <= MAX_TAIL_BLOCKS <= step.pages.shape[1]
         if count:
-            at = np.minimum(tails[:count, None] + np.arange(width), blocks.shape[1] - 1)
-            step.pages[:count, :width] = np.take_along_axis(blocks, at, axis=1)
+            row, most = np.arange(count)[:, None], blocks.shape[1]
+            at = np.minimum(tails[:count, None] + np.arange(width), most - 1)
+            step.pages[:count, :width] = blocks.take(most * row + at)
         for each, begin, length in zip(
             rows.placed, tails[count:].tolist(), lengths[count:].tolist(), strict=True
         ):

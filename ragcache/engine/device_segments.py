@@ -229,7 +229,8 @@ class SegmentPlanner:
             ahead = start > batch.position[row]
             decoding.some_ahead = bool(ahead.any())
             np.minimum.at(hidden, row[ahead], start[ahead])
-            bases, entries = bases[~ahead], entries[:, ~ahead]
+            seen = (~ahead).nonzero()[0]
+            bases, entries = bases[seen], entries.take(seen, axis=1)
         if rows.placed:
             every = [kept[id(each.chunk.segments)] for each in rows.placed]
             of_chunks = _entries_of_chunks(rows, every, hidden)
@@ -247,7 +248,7 @@ class SegmentPlanner:
         order = short.argsort(kind="stable")
         numbers = numbers[order]
         begins = run_begins(numbers)
-        bases, count = self._bases.table[numbers[begins]], len(begins)
+        bases, count = self._bases.table.take(numbers[begins], axis=0), len(begins)
         lengths, pool = run_lengths(begins, len(order)), self._no_reads
         return ReadArrays(
             np.concatenate([pool.bases, bases[:, _ADDRESSES:_SCALES]]),

@@ -7,7 +7,7 @@ quicker for the reads of a few requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -162,13 +162,13 @@ def plan_arrays(
     )
 
 
-_BLOCK_FIELDS: Final = 6
-"""Rows of the array of entry blocks [6, N]. A column is the entries first:end of one read, in
-blocks that see its tokens begin:begin + length: quantized, base, begin, length, first, end."""
-
-
 def _entry_blocks(reads: ReadArrays, size: int) -> Int64s:
-    """All entries. Blocks of rows that do not see the whole run are cut short, each for itself."""
+    """All entries. Blocks of rows that do not see the whole run are cut short, each for itself.
+
+    Returns:
+        Entry blocks, [6, N]. A column is the entries first:end of one read, in blocks that see its
+            tokens begin:begin + length: quantized, base, begin, length, first, end.
+    """
     base, begin, end, count, seen = reads.runs
     ends = count.cumsum()
     in_eight_bits = reads.scales[:, 0] != 0
@@ -178,19 +178,19 @@ def _entry_blocks(reads: ReadArrays, size: int) -> Int64s:
     keep = read & (seen >= end)
     if keep.all():
         return blocks
-    whole, limits = keep.nonzero()[0], reads.entries[2]
-    parts, numbers = [], []
-    for number in (read & (seen < end)).nonzero()[0].tolist():
-        scaled, of, at, length, a, b = blocks[:, number].tolist()
-        for edge in range(a, b, size):
-            until = min(edge + size, b)
-            left = min(length, int(limits[edge:until].max()) - at)
-            if left > 0:
-                parts.append((scaled, of, at, left, edge, until))
-                numbers.append(number)
-    cut = np.array(parts, dtype=np.int64).reshape(-1, _BLOCK_FIELDS).T
-    order = np.concatenate([whole, np.array(numbers, dtype=np.int64)]).argsort(kind="stable")
-    return np.concatenate([blocks[:, whole], cut], axis=1)[:, order]
+    whole, short = keep.nonzero()[0], (read & (seen < end)).nonzero()[0]
+    counts = -(-count[short] // size)
+    of = short.repeat(counts)
+    cut = blocks.take(of, axis=1)
+    cut[4] += size * counted(counts)
+    cut[5] = np.minimum(cut[4] + size, cut[5])
+    edges = cut[4:].T.ravel()
+    most = np.maximum.reduceat(np.append(reads.entries[2], 0), edges)[::2]
+    cut[3] = np.minimum(cut[3], most - cut[2])
+    some = (cut[3] > 0).nonzero()[0]
+    order = np.concatenate([whole, of[some]]).argsort(kind="stable")
+    found = np.concatenate([blocks.take(whole, axis=1), cut.take(some, axis=1)], axis=1)
+    return found.take(order, axis=1)
 
 
 class _Cut(NamedTuple):
@@ -220,6 +220,9 @@ class _Cut(NamedTuple):
         eight_bits = int(keys @ quantized)  # of runs in eight bits, and of all others
         work = (int(keys.sum()) - eight_bits, eight_bits)
         targets = [max(min_keys, -(-each * kv_heads // programs)) for each in work]
+        least = min(targets) if eight_bits else targets[0]
+        if 2 * int(length.max(initial=0)) < 3 * least:  # as is usual where many requests run
+            return cls(length, np.ones_like(length), int(count.sum()), int(entries.sum()))
         while True:
             target = np.where(quantized, targets[1], targets[0]) if eight_bits else targets[0]
             number = np.maximum(1, (length / target + 0.5).astype(np.int64))
@@ -240,7 +243,7 @@ def _items(blocks: Int64s, cut: _Cut, size: int) -> tuple[Int32s, Int64s]:
         block = np.arange(len(cut.pieces)).repeat(cut.pieces)
         tokens = cut.tokens[block]
         skipped = counted(cut.pieces) * tokens
-        pieces = blocks[:, block]
+        pieces = blocks.take(block, axis=1)
         pieces[2] += skipped
         pieces[3] = np.minimum(tokens, pieces[3] - skipped)
     # plain ones first, then long ones; blocks that read the same tokens are neighbors
