@@ -35,14 +35,14 @@ from harness import (
     JsonFile,
     Progress,
     describe_machine,
+    empty_schema,
     plain_table,
     print_figures,
     run_benchmark,
 )
-from sqlalchemy import create_engine, select
+from sqlalchemy import select
 
 from ragcache.db import Database
-from ragcache.db.database import database_url
 from ragcache.db.tables import SessionTable
 from ragcache.documents import load_sources
 from ragcache.evaluation import load_dataset
@@ -259,18 +259,9 @@ class _Place:
 
 @contextmanager
 def _place(ledger: str) -> Iterator[_Place]:
-    name = f"ragcache_bench_{uuid4().hex}"
-    engine = create_engine(database_url(ledger))
-    with engine.begin() as connection:
-        connection.exec_driver_sql(f"CREATE SCHEMA {name}")
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            mark = "&" if "?" in ledger else "?"
-            yield _Place(f"{ledger}{mark}options=-csearch_path%3D{name}", Path(folder))
-    finally:
-        with engine.begin() as connection:
-            connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
-        engine.dispose()
+    temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with empty_schema(ledger) as url, temporary as folder:
+        yield _Place(url, Path(folder))
 
 
 def measure_encodings(

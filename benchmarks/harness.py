@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import typer
 from shapes import shaped_model
+from sqlalchemy import create_engine
 
 from ragcache.bench.harness import (
     SHAPES,
@@ -18,6 +22,7 @@ from ragcache.bench.harness import (
     seconds,
     shaped_causal,
 )
+from ragcache.db.database import database_url
 from ragcache.machine import describe_machine
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import (
@@ -30,7 +35,7 @@ from ragcache_api.cli.measure import (
 
 __all__ = [
     "SHAPES", "BenchDTypeOption", "DeviceOption", "JsonFile", "LlamaShape", "PlotFile", "Progress",
-    "PromptSetting", "describe_machine", "dtypes_of", "made_up_key", "named_shapes",
+    "PromptSetting", "describe_machine", "dtypes_of", "empty_schema", "made_up_key", "named_shapes",
     "new_figure", "plain_table", "print_figures", "run_benchmark", "seconds", "shaped_causal",
     "shaped_model",
 ]  # fmt: skip
@@ -59,3 +64,18 @@ def new_figure(columns: int) -> Any:
 
     figure = Figure(figsize=(5.5 * columns, 4), layout="constrained", dpi=150)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+@contextmanager
+def empty_schema(ledger: str) -> Iterator[str]:
+    """Make a schema in a PostgreSQL database, yield its URL, and drop the schema at the end."""
+    name = f"ragcache_bench_{uuid4().hex}"
+    engine = create_engine(database_url(ledger))
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA {name}")
+    try:
+        yield f"{ledger}{'&' if '?' in ledger else '?'}options=-csearch_path%3D{name}"
+    finally:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
+        engine.dispose()

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 import uvicorn
+from harness import empty_schema
 from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -174,6 +175,7 @@ def measure(
     runs: Annotated[int, typer.Option(help="First paints, and turns of the table.")] = 9,
     seconds: Annotated[int, typer.Option(help="Seconds of the streamed answer.")] = 10,
     modules: Annotated[int, typer.Option(help="Modules of the long table.")] = 100_000,
+    ledger: Annotated[str, typer.Option(help="A PostgreSQL database for the table, too.")] = "",
 ) -> None:
     """Measure first paint, layout shifts, frames and the long table."""
     figures: dict[str, Any] = {"lines of JavaScript, CSS and HTML": count_lines()}
@@ -186,12 +188,10 @@ def measure(
                     figures[f"first paint {path}"] = _paint(address + path, runs)
             with served(rag, lambda app: PacedChat(app, TOKENS_A_SECOND * seconds)) as address:
                 figures |= _streaming(address, seconds)
-        long = Path(folder) / "long"
-        long.mkdir()
-        fill_ledger(long, modules)
-        vary_states(long)
-        with RagCache.open(long) as rag, served(rag) as address:
-            figures |= _listing(address, modules, runs) | _table(address)
+        figures |= _long(Path(folder) / "long", modules, runs)
+        if ledger:
+            with empty_schema(ledger) as url:
+                figures |= _long(Path(folder) / "shared", modules, runs, url)
     for name, value in figures.items():
         typer.echo(f"{name}: {value}")
 
@@ -253,6 +253,17 @@ def trace(window: webdriver.Chrome, seconds: float) -> list[dict[str, Any]]:
         while (message := json.loads(socket.recv())).get("method") != "Tracing.tracingComplete":
             events += message.get("params", {}).get("value", [])
     return events
+
+
+def _long(folder: Path, modules: int, runs: int, ledger: str | None = None) -> dict[str, str]:
+    """Measure the long table over a ledger, which defaults to a file."""
+    folder.mkdir()
+    fill_ledger(folder, modules, ledger)
+    vary_states(folder, ledger)
+    with RagCache.open(folder, ledger=ledger) as rag, served(rag) as address:
+        figures = _listing(address, modules, runs) | _table(address)
+    kind = "PostgreSQL" if ledger else "SQLite"
+    return {f"{name}, {kind}": told for name, told in figures.items()}
 
 
 def _listing(address: str, modules: int, runs: int) -> dict[str, str]:

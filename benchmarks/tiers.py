@@ -336,9 +336,12 @@ def _ledger_requests(store: KVStore, catalog: Catalog, requests: int) -> list[fl
     return times
 
 
-def fill_ledger(folder: Path, modules: int) -> None:
-    """Creates a state folder with so many modules in the collection `bench`."""
-    database = Database.open(folder / "ledger.sqlite")
+def fill_ledger(folder: Path, modules: int, ledger: str | None = None) -> None:
+    """Creates a state folder with so many modules in the collection `bench`.
+
+    `ledger` is the URL of an empty database that keeps the rows instead of the folder's file.
+    """
+    database = Database.open(ledger or folder / "ledger.sqlite")
     store = KVStore.open(folder, database, 1 << 30)
     documents = [
         NewDocument(f"d{first}", "", "", [
@@ -367,15 +370,16 @@ def fill_ledger(folder: Path, modules: int) -> None:
     database.close()
 
 
-def vary_states(folder: Path) -> None:
+def vary_states(folder: Path, ledger: str | None = None) -> None:
     """Give the states of `fill_ledger` different sizes and numbers of uses."""
     vary = text(
         "UPDATE states SET nbytes = 4096 + n * 7919 % 10007, hits = n * 5501 % 9973, "
         "used_at = n * 3571 % 9967, pinned = n % 1000 = 0 "
-        "FROM (SELECT key AS k, row_number() OVER (ORDER BY key) AS n FROM states) WHERE key = k"
+        "FROM (SELECT key AS k, row_number() OVER (ORDER BY key) AS n FROM states) AS numbered "
+        "WHERE key = k"
     )
     with (
-        closing(Database.open(folder / "ledger.sqlite")) as database,
+        closing(Database.open(ledger or folder / "ledger.sqlite")) as database,
         database.transaction() as rows,
     ):
         rows.execute(vary)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from sqlalchemy import ColumnElement, Select, exists, func, or_, select
+from sqlalchemy import ColumnElement, Select, bindparam, exists, func, or_, select
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
@@ -409,7 +409,8 @@ def _conditions(session: Session, namespace: str, wanted: ModuleFilter) -> Itera
     summary = ModuleSummaryTable
     if wanted.collection is None:
         own = CollectionTable.namespace_id == namespace_number(namespace)
-        yield summary.collection_id.in_(select(CollectionTable.id).where(own))
+        ids = list(session.scalars(select(CollectionTable.id).where(own)))
+        yield summary.collection_id.in_(bindparam("own", ids, expanding=True, literal_execute=True))
     else:
         yield summary.collection_id == collection_id(session, wanted.collection, namespace)
     if wanted.document is not None:
@@ -433,9 +434,12 @@ def _documents(chosen: Condition) -> Select[Any]:
 def _contains(session: Session, column: Any, search: str) -> Condition:
     """Return the condition that a column contains a text, in upper or lower case.
 
-    SQLite's LIKE ignores the case of ASCII letters by default.
+    SQLite's LIKE ignores the case of ASCII letters by default. PostgreSQL compares ASCII letters
+    four times faster by the collation "C", which knows no other letters.
     """
+    like = column.like
+    if session.get_bind().dialect.name == "postgresql":
+        like = (column.collate("C") if search.isascii() else column).ilike
     for sign in "\\%_":
         search = search.replace(sign, f"\\{sign}")
-    like = column.ilike if session.get_bind().dialect.name == "postgresql" else column.like
     return cast("Condition", like(f"%{search}%", escape="\\"))

@@ -224,3 +224,29 @@ def test_another_original_leaves_the_names_of_modules(database: Database) -> Non
     catalog.replace_documents("notes", [], moved=[MovedDocument("a", "a", "file:///a", "digest")])
     assert catalog.documents("notes", ["a"])["a"].original == "digest"
     assert not [each for each in changed if each.startswith("UPDATE module")]
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+def test_postgres_reads_long_lists_in_the_order_of_an_index() -> None:
+    with postgres_schema() as url, closing(Database.open(url)) as database:
+        modules = [NewModule(f"m{n}", "text", (1,), make_key(n)) for n in range(2000)]
+        Catalog(database, "tokenizer", None).replace_documents(
+            "notes", [NewDocument("d", "", "digest", modules)]
+        )
+        asked: list[tuple[str, Any]] = []
+        event.listen(
+            database.engine, "before_cursor_execute", lambda *a: asked.append((a[2], a[3]))
+        )
+        with database.engine.connect() as connection:  # the server analyzes long tables by itself
+            connection.exec_driver_sql("ANALYZE module_summaries")
+            connection.commit()
+        for sort in SORTS:
+            page = module_page(database, "default", ModuleFilter(search="M"), sort, cursor="900")
+            assert len(page.items) == 100
+        sorted_rows = [each for each in asked if "ORDER BY module_summaries" in each[0]]
+        assert len(sorted_rows) == len(SORTS)
+        with database.engine.connect() as connection:
+            for statement, values in sorted_rows:
+                plan = connection.exec_driver_sql(f"EXPLAIN {statement}", values).scalars().all()
+                assert not any("Sort" in step for step in plan), "\n".join(plan)

@@ -54,8 +54,7 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     const used = sessionStorage.getItem(STORED);
     const response = await sent(method, path, body, headers, used, signal);
     if (response.ok) return response;
-    if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1)))
-      continue;
+    if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1))) continue;
     const said = await response.json().catch(() => null);
     if (!said && response.status >= 502 && response.status <= 504) lost(); // a proxy says it is gone
     throw new Problem(response.status, said, response.headers);

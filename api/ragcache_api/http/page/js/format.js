@@ -9,7 +9,9 @@ export const language = chosenLanguage();
 document.documentElement.lang = language;
 const locale = language === "en" ? "en-GB" : language;
 const column = Object.keys(LANGUAGES).indexOf(language);
-const whole = new Intl.NumberFormat(locale, { maximumFractionDigits: 0 });
+// Made once: a table of 100 rows would take longer to make them than to draw.
+const decimals = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat(locale, { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+const moments = new Intl.DateTimeFormat(locale, { dateStyle: "medium", timeStyle: "short" });
 // A format of numbers, which shows those that are missing as a dash.
 const shown = (format) => (value, ...more) =>
   value === null || value === undefined || Number.isNaN(value) ? NONE : format(value, ...more);
@@ -38,11 +40,10 @@ export function t(key, values = {}) {
 /** The words of what the server named (`status`, `done`), or its own name. */
 export const word = (kind, name) => (`${kind}_${name}` in STRINGS ? t(`${kind}_${name}`) : name);
 
-const decimal = (value, digits) =>
-  value.toLocaleString(locale, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const decimal = (value, digits) => decimals[digits].format(value);
 
 /** 12345 → "12,345" */
-export const count = shown((value) => whole.format(value));
+export const count = shown((value) => decimal(value, 0));
 
 /** 12345 → "12.3 k" */
 export const compact = shown((value) => scaled(value, 1000, ["", "k", "M", "G", "T"]));
@@ -89,7 +90,7 @@ export const ago = shown((at) => {
 });
 
 /** Unix seconds → "21 Nov 2026, 14:05" */
-export const date = shown((at) => new Date(at * 1000).toLocaleString(locale, { dateStyle: "medium", timeStyle: "short" }));
+export const date = shown((at) => moments.format(at * 1000));
 
 /** Unix seconds → "2026-11-23T13:05:09Z", for programs */
 export const iso = (at) => `${new Date(at * 1000).toISOString().slice(0, 19)}Z`;

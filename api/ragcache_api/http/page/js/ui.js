@@ -1,5 +1,5 @@
 // Components that both pages are made of.
-import { html, useEffect, useRef, useState } from "./vendor.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor.js";
 import { store } from "./api.js";
 import { ago, count, date, iso, plain, t } from "./format.js";
 
@@ -21,7 +21,7 @@ export function useStore(watched) {
 export function usePolled(read, period, inputs = []) {
   const [state, set] = useState({ value: null, error: null });
   const again = useRef(() => {});
-  useEffect(() => {
+  useLayoutEffect(() => {
     const leaving = new AbortController();
     const { signal } = leaving;
     let [timer, turns] = [0, 0];
@@ -49,8 +49,7 @@ export function usePolled(read, period, inputs = []) {
 
 const ICONS = new URL("../icons.svg", import.meta.url).pathname;
 
-export const Icon = ({ name }) =>
-  html`<svg class="icon" aria-hidden="true"><use href="${ICONS}#${name}" /></svg>`;
+export const Icon = ({ name }) => html`<svg class="icon" aria-hidden="true"><use href="${ICONS}#${name}" /></svg>`;
 
 /** A name from outside, which no character in it can turn around. */
 export const Name = ({ text, title }) =>
@@ -66,8 +65,7 @@ export const Loading = () => html`<p class="muted loading" role="status">${t("lo
 export const Empty = ({ title, children }) =>
   html`<div class="empty"><strong>${title}</strong><div class="muted">${children}</div></div>`;
 
-const titleOf = (error) =>
-  error.title ?? (error.status ? t("error_status", { status: error.status }) : t("no_answer"));
+const titleOf = (error) => error.title ?? (error.status ? t("error_status", { status: error.status }) : t("no_answer"));
 const detailOf = (error) => (error.status === 0 ? t("unreachable") : error.message);
 
 /** An error in the server's words, with the id that its log has. */
@@ -125,8 +123,9 @@ export const Button = ({ icon, label, kind = "", children, ...rest }) =>
 const ARIA = { true: "descending", false: "ascending" };
 
 /** columns: [{id, title, cell(row), num, sortable}]. On a telephone each row becomes a card.
- *  sort: {by, descending, set(id)}; picked: {has(id), toggle(id), all(on)}. */
-export function Table({ label, columns, rows, sort, picked, row: attributes = () => ({}) }) {
+ *  sort: {by, descending, set(id)}; picked: {has(id), toggle(id), all(on)}. placed: each row takes
+ *  the place of the one that stood there, which is faster where a whole page of rows is turned. */
+export function Table({ label, columns, rows, sort, picked, placed, row: attributes = () => ({}) }) {
   const heading = ({ id, title, num, sortable }) => {
     const sorted = sort?.by === id ? ARIA[sort.descending] : undefined;
     const inside = sortable
@@ -146,7 +145,7 @@ export function Table({ label, columns, rows, sort, picked, row: attributes = ()
         </tr>
       </thead>
       <tbody role="rowgroup">
-        ${rows.map((row) => html`<tr role="row" key=${row.id} data-id=${row.id} ...${attributes(row)}>
+        ${rows.map((row, at) => html`<tr role="row" key=${placed ? at : row.id} data-id=${row.id} ...${attributes(row)}>
           ${picked && html`<td role="cell" class="tick">${tick(t("select_one", { name: plain(row.name ?? row.id) }), picked.has(row.id), () => picked.toggle(row.id))}</td>`}
           ${columns.map(({ id, title, num, cell }) => html`<td role="cell" class="${num ? "num" : ""} c-${id}" data-title=${title}>
             <span>${cell(row)}</span>
@@ -159,8 +158,7 @@ export function Table({ label, columns, rows, sort, picked, row: attributes = ()
 
 /** Columns of a `Table`: any, of names, of figures, of times, and of a button a row. */
 export const column = (id, title, cell, rest = {}) => ({ id, title: t(title), cell, ...rest });
-export const named = (id, title = id) =>
-  column(id, title, (row) => html`<${Name} text=${row[id] || "–"} />`);
+export const named = (id, title = id) => column(id, title, (row) => html`<${Name} text=${row[id] || "–"} />`);
 export const figured = (id, title, format = count, rest = {}) =>
   column(id, title, (row) => format(row[id]), { num: true, ...rest });
 export const timed = (id, title, none, rest = {}) =>
@@ -190,6 +188,7 @@ export function usePicked() {
   const [ids, set] = useState(() => new Set());
   const changed = (change) => set((now) => { const next = new Set(now); change(next); return next; });
   return {
+    ids, // a new set with each change
     of: (rows) => rows.filter(({ id }) => ids.has(id)),
     clear: () => set(new Set()),
     for: (rows) => ({

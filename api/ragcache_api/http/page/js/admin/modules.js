@@ -2,7 +2,7 @@
 import { get, withQuery } from "../api.js";
 import { bytes, count, plain, t } from "../format.js";
 import { Reader } from "../reader.js";
-import { Button, column, dialog, Exact, Facts, Field, figured, html, Listing, metadataOf, Name, named, Polled, sources, Tier, Tiers, timed, useEffect, usePicked, usePolled, useRef, useState } from "../ui.js";
+import { Button, column, dialog, Exact, Facts, Field, figured, html, Listing, metadataOf, Name, named, Polled, sources, Tier, Tiers, timed, useEffect, useMemo, usePicked, usePolled, useRef, useState } from "../ui.js";
 import { evict, evictCollection, expire, move, pin, unpin, warm } from "./changes.js";
 import { Chosen, Pager, useNames, usePage } from "./lists.js";
 
@@ -39,15 +39,16 @@ export function Modules({ query }) {
   const rows = list.value?.items ?? [];
   const chosen = picked.of(rows);
   const filtered = FILTERS.some((name) => filters[name]);
+  const table = useMemo(() => html`<${Listing} state=${list} columns=${columns((row) => open(row, act))} sort=${order} picked=${picked.for(rows)} placed
+    label=${t("view_modules")} empty=${filtered ? "no_module_fits" : "no_modules"} text="no_module_fits_text">
+    ${!filtered && html`<a class="button" href="#/jobs">${t("add_documents")}</a>`}
+  <//>`, [list.value, list.error, sort, filtered, picked.ids]);
   return html`
     <${Filters} filters=${filters} names=${names} changed=${changed}>
       <${Button} data-act="evict-scope" onClick=${async () => (await evictCollection(filters.collection, filters.tier)) && list.again()}>${t("evict_all")}<//>
     <//>
     <${Chosen} n=${chosen.length}><${Acts} rows=${chosen} act=${act} /><//>
-    <${Listing} state=${list} columns=${columns((row) => open(row, act))} sort=${order} picked=${picked.for(rows)}
-      label=${t("view_modules")} empty=${filtered ? "no_module_fits" : "no_modules"} text="no_module_fits_text">
-      ${!filtered && html`<a class="button" href="#/jobs">${t("add_documents")}</a>`}
-    <//>
+    ${table}
     <${Pager} pager=${list.pager} />`;
 }
 
