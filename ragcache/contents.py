@@ -1,4 +1,4 @@
-"""Contents of a namespace: its collections, their documents, and its hand-written schemas."""
+"""Contents of a folder: namespaces, and their collections, documents and hand-written schemas."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from ragcache.answers.confidence import (
     write_calibrations,
 )
 from ragcache.config import DEFAULT_K, check_description, check_placement, check_texts
-from ragcache.db import CollectionRow, Deletion, DocumentRow, Page, collection_page, document_page
+from ragcache.db import (
+    CollectionRow,
+    Deletion,
+    DocumentRow,
+    NamespaceDeletion,
+    NamespaceRows,
+    Page,
+    collection_page,
+    document_page,
+)
 from ragcache.documents.originals import open_original
 from ragcache.errors import OriginalMissing, StoreError, UnreadableDocument
-from ragcache.pipeline import Namespace, generated_schema, members
+from ragcache.pipeline import Namespace, SharedServices, generated_schema, members
 from ragcache.pipeline.archive import ArchiveReader
 from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.pipeline.collection_export import (
@@ -459,3 +468,50 @@ class Schemas:
         modules = self._namespace.catalog.modules(collection)
         schema = generated_schema(collection, self._namespace.encoder_of(collection).frame, k)
         return expand_slots(schema, {collection: members(modules)}) if expanded else schema
+
+
+@dataclass(frozen=True, slots=True)
+class Namespaces:
+    """All namespaces of a folder; `RagCache.namespaces`."""
+
+    _shared: SharedServices
+
+    def names(self) -> list[str]:
+        """Return the names of all namespaces, sorted."""
+        return NamespaceRows(self._shared.database).names()
+
+    def delete(self, namespace: str, *, dry_run: bool = False) -> NamespaceDeletion:
+        """Delete a namespace with everything in it, in this and all other processes.
+
+        Deletes collections, documents, schemas, conversations, recurring texts, files, responses
+        and other stored objects, pins, ingestion jobs, API keys, and the states on all tiers that
+        no other namespace needs. The ledger changes in one transaction. Other processes forget the
+        namespace within seconds, and can store nothing in it until then.
+
+        A running `ingest` of the namespace raises `JobCanceled` or `NamespaceDeleted`, and stores
+        nothing. Answers that run go on, and nothing of them is kept; a service ends them with
+        `NamespaceDeleted`. The name can be used again, for a new namespace.
+
+        Args:
+            namespace: The namespace. `default` keeps its API keys, since operators use them.
+            dry_run: Change nothing.
+
+        Returns:
+            The contents of the namespace, as numbers.
+
+        Raises:
+            UnknownNamespace: There is no such namespace.
+            ConfigurationError: The name cannot be used, or the namespace has the only API keys:
+                without a key, the service would be open to its machine.
+            StoreError: The ledger cannot be changed.
+
+        Example:
+            >>> tenant = rag.within("tenant-3")
+            >>> tenant.ingest("handbook", [leave]).added
+            1
+            >>> rag.namespaces.delete("tenant-3", dry_run=True).documents
+            1
+            >>> rag.namespaces.delete("tenant-3").documents
+            1
+        """
+        return self._shared.delete_namespace(namespace, dry_run=dry_run)

@@ -8,9 +8,9 @@
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: CollectionExists, ConstraintFailed, DeadlineExceeded, EmptyQuestion,
     │   EncodingOutOfMemory, EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest,
-    │   JobCanceled, JobTaken, ModeRefused, PinBudgetExceeded, PromptTooLong, QueueFull,
-    │   RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey, UnknownModule,
-    │   UnknownSchema, UnusableLogits
+    │   JobCanceled, JobTaken, ModeRefused, NamespaceDeleted, PinBudgetExceeded, PromptTooLong,
+    │   QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey,
+    │   UnknownModule, UnknownNamespace, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOfOtherVersion, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
@@ -46,6 +46,7 @@ __all__ = [
     "ModeRefused",
     "ModelError",
     "ModelNotFound",
+    "NamespaceDeleted",
     "NoDocuments",
     "NoState",
     "OriginalChanged",
@@ -71,6 +72,7 @@ __all__ = [
     "UnknownJob",
     "UnknownKey",
     "UnknownModule",
+    "UnknownNamespace",
     "UnknownSchema",
     "UnreadableDocument",
     "UnstorableMetadata",
@@ -200,7 +202,7 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class JobCanceled(RequestError):
-    """The ingestion was canceled, or its collection deleted."""
+    """The ingestion was canceled, or its collection or namespace deleted."""
 
 
 class JobTaken(RequestError):
@@ -210,6 +212,10 @@ class JobTaken(RequestError):
 class ModeRefused(RequestError, ValueError):
     """The mode's answers are too far from the answers of `exact` on this model, or the model cannot
     read states."""
+
+
+class NamespaceDeleted(RequestError):
+    """The namespace was deleted while a request or an ingestion in it ran."""
 
 
 class PinBudgetExceeded(RequestError):
@@ -246,6 +252,10 @@ class UnknownKey(RequestError, KeyError):
 
 class UnknownModule(RequestError, KeyError):
     """No module has this id."""
+
+
+class UnknownNamespace(RequestError, KeyError):
+    """No namespace has this name."""
 
 
 class UnknownSchema(RequestError, KeyError):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragcache.config import check_texts
-from ragcache.contents import Collections, Documents, Schemas
-from ragcache.db import ApiKeys, EvictionRow, Page, eviction_page
+from ragcache.contents import Collections, Documents, Namespaces, Schemas
+from ragcache.db import ApiKeys
 from ragcache.documents import ReadOptions, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import InvalidRequest
@@ -93,7 +93,10 @@ class RagCache:
         Raises:
             EngineClosed: The folder was closed, or opened before this process was forked.
         """
-        self._internals.shared.check_open()
+        shared = self._internals.shared
+        shared.check_open()
+        if self._internals.ended:  # the namespace was deleted, and may be used again
+            self._internals = shared.namespace(self.namespace)
         return self._internals
 
     @property
@@ -151,7 +154,7 @@ class RagCache:
         """Return the same folder, model and engine for another tenant.
 
         A namespace has its own collections, schemas, modules and states. It neither sees nor reuses
-        anything of other namespaces. Its first document creates it.
+        anything of other namespaces. Its first use creates it; `RagCache.namespaces` deletes it.
 
         Args:
             namespace: 1 to 64 letters, digits and `._-`. `RagCache.open` uses `default`.
@@ -573,6 +576,11 @@ class RagCache:
         """The API keys of the service, for all namespaces."""
         return self._shared.keys
 
+    @property
+    def namespaces(self) -> Namespaces:
+        """All namespaces of the folder: their names, and their deletion."""
+        return Namespaces(self._shared)
+
     def stats(self) -> Stats:
         """Count the folder's contents, and the events since this process opened it.
 
@@ -584,20 +592,6 @@ class RagCache:
     def tiers(self) -> list[TierStatus]:
         """Return the usage of each tier of the folder, the fastest tier first."""
         return tier_status(self._shared.store)
-
-    def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
-        """List a page of the states that left a tier, the newest first.
-
-        States that left within the last second may be missing.
-
-        Args:
-            cursor: `next` of the previous page.
-            limit: Most evictions of a page.
-
-        Raises:
-            InvalidRequest: The cursor or the limit cannot be used.
-        """
-        return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
 def _single_selection(selection: Selection | None, requests: int) -> Selection | None:

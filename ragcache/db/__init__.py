@@ -29,6 +29,7 @@ from ragcache.db.listing import (
     module_detail,
     module_page,
 )
+from ragcache.db.namespaces import NamespaceDeletion, NamespaceRows
 from ragcache.db.objects import StoredObject, StoredObjects
 from ragcache.db.records import Records
 from ragcache.db.residency import LocatedStates, Residency
@@ -63,6 +64,8 @@ __all__ = [
     "ModuleListing",
     "ModuleRow",
     "MovedDocument",
+    "NamespaceDeletion",
+    "NamespaceRows",
     "NewDocument",
     "NewModule",
     "Page",

@@ -156,7 +156,7 @@ class ApiKeys:
             insert_new(session, ApiKeyTable, [row])
             found = session.execute(_select().where(ApiKeyTable.digest == digest)).one()
             made = _row(*found)
-        self._forget()
+        self.forget()
         if made.revoked_at is not None:
             raise ConfigurationError(
                 f"key {made.id} has this secret and is revoked; choose another secret"
@@ -176,7 +176,7 @@ class ApiKeys:
             if row is None:
                 raise UnknownKey(f"there is no key {key}; `ragcache keys ls` lists them")
             row.revoked_at = row.revoked_at or time.time()
-        self._forget()
+        self.forget()
 
     def any(self) -> bool:
         """Whether a key was ever made."""
@@ -275,14 +275,18 @@ class ApiKeys:
             self._used[found.id] = time.time()
         return found
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Read the keys again at the next check: some have been created, revoked or deleted."""
         with self._lock:  # waits for a thread that reads the old keys
             self._known = None
 
     def _read(self) -> _Known:
         now = self._clock()
         with self._database.reading() as session:
-            rows = [(key.digest, _row(key, name)) for key, name in session.execute(_select())]
+            found = session.execute(_select()).all()
+        for key, name in found:  # callers of a deleted namespace are known by its id
+            self._database.namespaces.setdefault(name, key.namespace_id)
+        rows = [(key.digest, _row(key, name)) for key, name in found]
         active = {digest: row for digest, row in rows if row.revoked_at is None}
         return _Known(now, bool(rows), active)
 

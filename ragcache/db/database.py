@@ -19,6 +19,7 @@ from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from ragcache.db.migrations import HEAD, migrate, revision_of
+from ragcache.db.sql import NAMESPACES
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
@@ -56,7 +57,10 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._closed = False
-        self._writes = sessionmaker(engine, expire_on_commit=False)
+        self.namespaces: dict[str, int] = {}
+        """Ids of the namespaces that this process uses. `namespace_id` compares them."""
+        info = {NAMESPACES: self.namespaces}
+        self._writes = sessionmaker(engine, expire_on_commit=False, info=info)
         shared = engine.dialect.name == "postgresql"
         self._reading = engine.execution_options(**_READS, **(_SNAPSHOT if shared else {}))
         self._reading_once = engine.execution_options(**_ONE_READ)

@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, or_, s
 from sqlalchemy.orm import Session, aliased
 
 from ragcache.db.database import Database
-from ragcache.db.sql import Page, insert_new, insert_returning, read_page
+from ragcache.db.sql import Page, insert_new, insert_returning, namespace_id, read_page
 from ragcache.db.tables import DEFAULT_NAMESPACE, JobDocumentTable, JobStateTable, JobTable
 from ragcache.errors import (
     EngineClosed,
@@ -158,6 +158,7 @@ class Jobs:
         new = self._new(request.target) | again
         new |= {"idempotency_key": request.idempotency_key, "request_digest": request.digest}
         with self.database.transaction() as session:
+            namespace_id(session, self.namespace)
             number = insert_returning(session, JobTable, new)
             if number is None:
                 named = JobTable.idempotency_key == request.idempotency_key
@@ -270,6 +271,7 @@ class Jobs:
             started_at=time.time() if status == "running" else None,
         )
         with self.database.transaction() as session:
+            namespace_id(session, self.namespace)
             session.add(row)
             session.flush()
             return row.id
@@ -281,8 +283,8 @@ class Jobs:
     def finish(self, job: int) -> None:
         """End a job that had nothing to store. Does nothing if it has ended."""
         with self.database.transaction() as session:
-            row = session.get_one(JobTable, job)
-            if row.status in OPEN and row.session == self.session:
+            row = session.get(JobTable, job)
+            if row is not None and row.status in OPEN and row.session == self.session:
                 _end(session, job, "done", "")
 
     def progress(self, job: int) -> Callable[[int], None]:
@@ -307,7 +309,8 @@ class Jobs:
         rows = [{"job_id": job, "key": key} for key in dict.fromkeys(keys)]
         with self.database.transaction() as session:
             mine = and_(JobTable.id == job, JobTable.session == self.session)
-            if session.scalar(select(JobTable.status).where(mine)) != "running":
+            status = select(JobTable.status).where(mine)
+            if session.scalar(status.with_for_update(read=True, key_share=True)) != "running":
                 raise _gone(session, job)
             insert_new(session, JobStateTable, rows)
 
@@ -332,8 +335,8 @@ class Jobs:
     def _fail(self, job: int, error: BaseException) -> None:
         stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
         with self.database.transaction() as session:
-            row = session.get_one(JobTable, job)
-            if row.session != self.session or row.status not in OPEN:
+            row = session.get(JobTable, job)
+            if row is None or row.session != self.session or row.status not in OPEN:
                 return
             if isinstance(error, LedgerUnavailable) and row.request_digest:
                 row.status, row.session, row.started_at = "queued", NOBODY, None
@@ -416,7 +419,7 @@ def note_deleted(session: Session, namespace: str, target: str, source_ids: Sequ
 
 def deleted_meanwhile(session: Session, job: int) -> frozenset[str]:
     """Return the documents that were deleted since a job was queued."""
-    options = session.scalars(select(JobTable.options).where(JobTable.id == job)).one()
+    options = session.scalar(select(JobTable.options).where(JobTable.id == job)) or {}
     return frozenset(options.get("deleted", ()))
 
 
@@ -437,8 +440,8 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
         JobCanceled: The job was canceled.
         JobTaken: Another process runs the job.
     """
-    done = session.get_one(JobTable, job.id, with_for_update=True)
-    if (done.session, done.status) != (job.session, "running"):
+    done = session.get(JobTable, job.id, with_for_update=True)
+    if done is None or (done.session, done.status) != (job.session, "running"):
         raise _gone(session, job.id)
     if not job.ends:
         return []
@@ -473,9 +476,12 @@ def _check_room(session: Session, job: int, nbytes: int, budget: int) -> None:
 
 
 def _gone(session: Session, job: int) -> JobCanceled | JobTaken:
-    """Return the error of a job that this session no longer runs."""
+    """Return the error of a job that this session no longer runs.
+
+    A deletion of its namespace has canceled a job without a row.
+    """
     status = session.scalar(select(JobTable.status).where(JobTable.id == job))
-    if status == "canceled":
+    if status in ("canceled", None):
         return JobCanceled(f"the ingestion {job} was canceled; it stored nothing")
     return JobTaken(
         f"another process goes on with the ingestion {job}: this one was silent for so long that "

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, literal, select
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from ragcache.db.database import Database
-from ragcache.db.sql import chunks, clock, lock_rows
+from ragcache.db.sql import chunks, clock, lock_rows, rows_of
 from ragcache.db.tables import (
     ConversationStateTable,
     EncodingTable,
@@ -35,7 +35,7 @@ CONVERSATION_MODE = "conversation"
 """Mode of conversations' own tokens. A folder's `conversation_storage` says where they are kept."""
 
 # Jobs come first: states that move from a job to a module during the reads are then not missed.
-_OWNERS = (
+OWNERS = (
     JobStateTable,
     EncodingTable,
     SchemaStateTable,
@@ -47,18 +47,26 @@ _OWNERS = (
 
 def is_unowned() -> ColumnElement[bool]:
     """Return the condition that rows of `StateTable` have no owner, nor belong to the store."""
-    owned = [exists().where(table.key == StateTable.key) for table in _OWNERS]
+    owned = [exists().where(table.key == StateTable.key) for table in OWNERS]
     return and_(StateTable.mode != ROOT_MODE, *(~owner for owner in owned))
 
 
-def retire(session: Session, keys: Iterable[KVKey]) -> list[KVKey]:
+def retire(session: Session, keys: Iterable[KVKey], roots: Set[KVKey] = frozenset()) -> list[KVKey]:
     """Delete the rows of keys without an owner, and return these keys.
 
     Rows of memory tiers stay: each process removes its own copies, in memory and on its disk, when
     it reads of the retirement. `KVStore.discard` deletes the blobs after the transaction.
+
+    Args:
+        session: Transaction.
+        keys: The keys.
+        roots: Keys of preambles that nobody needs any more. All of their rows go, since a row of a
+            preamble makes its states the store's own.
     """
+    for chunk in chunks(sorted(roots)):
+        session.execute(delete(StateTable).where(StateTable.key.in_(chunk)))
     retired: list[KVKey] = []
-    for chunk in chunks(sorted(set(keys))):
+    for chunk in chunks(sorted({*keys, *roots})):
         owned = _owned(session, chunk)
         ended = [key for key in chunk if key not in owned]
         lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(memory_tiers())
@@ -133,6 +141,15 @@ def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
     return {key for chunk in chunks(keys) for key in _owned(session, chunk)}
 
 
+def needless_roots(session: Session, keys: Iterable[KVKey]) -> frozenset[KVKey]:
+    """Return the keys of preambles among the keys that no states follow any more."""
+    followers = aliased(StateTable)
+    followed = exists().where(followers.root == StateTable.key)
+    roots = select(StateTable.key).where(StateTable.mode == ROOT_MODE, ~followed)
+    found = rows_of(session, roots, StateTable.key, list(keys))
+    return frozenset(key for (key,) in found)
+
+
 def _owned(
     session: Session,
     keys: list[KVKey],
@@ -145,7 +162,7 @@ def _owned(
         EncodingTable: (EncodingTable.module_id, modules),
         ScaffoldTable: (ScaffoldTable.id, scaffolds),
     }
-    for table in _OWNERS:
+    for table in OWNERS:
         column, gone = leaving.get(table, (literal(-1), frozenset()))
         rows = session.execute(select(table.key, column).where(table.key.in_(keys)))
         owned |= {key for key, number in rows if number not in gone}

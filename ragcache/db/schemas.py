@@ -57,9 +57,10 @@ class SchemaTexts:
             Keys of states without an owner. Their rows are deleted already.
         """
         with self._database.transaction() as session:
+            owner = namespace_id(session, self.namespace)  # first, as in all transactions
             freed = self._delete(session, name) or []
             row = SchemaTable(
-                namespace_id=namespace_id(session, self.namespace),
+                namespace_id=owner,
                 name=name,
                 text=schema.text,
                 placement=schema.placement,

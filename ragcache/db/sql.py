@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -18,6 +19,7 @@ from sqlalchemy import (
     String,
     cast,
     column,
+    event,
     extract,
     func,
     literal,
@@ -34,11 +36,13 @@ from ragcache.db.tables import (
     ModuleTable,
     NamespaceTable,
 )
-from ragcache.errors import InvalidRequest, UnknownCollection
+from ragcache.errors import InvalidRequest, NamespaceDeleted, UnknownCollection
 
 Item = TypeVar("Item")
 Ts = TypeVarTuple("Ts")
 
+NAMESPACES = "namespaces"
+"""Name of `Database.namespaces` in `Session.info`."""
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 _UNIX_EPOCH = 2_440_587.5  # Julian day
 _TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
@@ -60,9 +64,30 @@ def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]
 
 
 def namespace_id(session: Session, name: str) -> int:
-    """Return the id of a namespace, and create the namespace if it does not exist."""
-    insert_new(session, NamespaceTable, {"name": name})
-    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
+    """Return the id of a namespace, and create the namespace if it does not exist.
+
+    A deletion of the namespace waits until the transaction ends. A process that has used the
+    namespace before creates it again only after it has forgotten it (`Database.namespaces`).
+
+    Raises:
+        NamespaceDeleted: Another process has deleted the namespace, and this one goes on using it.
+    """
+    known: dict[str, int] = session.info[NAMESPACES]
+    chosen = select(NamespaceTable.id).where(NamespaceTable.name == name)
+    locked = chosen.with_for_update(read=True, key_share=True)
+    number = session.scalar(locked)
+    if known.get(name, number) != number:
+        raise NamespaceDeleted(f"the namespace {name!r} was deleted; nothing is stored in it")
+    while number is None:  # a deletion may come between the statements
+        insert_new(session, NamespaceTable, {"name": name})
+        number = session.scalar(locked)
+    if name not in known:
+        event.listen(session, "after_commit", partial(_remember, known, name, number), once=True)
+    return number
+
+
+def _remember(known: dict[str, int], name: str, number: int, _session: Session) -> None:
+    known.setdefault(name, number)
 
 
 def namespace_number(name: str) -> ScalarSelect[int]:

@@ -47,9 +47,10 @@ class PublicIdMixin:
 
 
 class NamespaceTable(Base):
-    """A tenant: collections and schemas are named within it."""
+    """A tenant: collections and schemas are named within it. Its id is never used again."""
 
     __tablename__ = "namespaces"
+    __table_args__ = ({"sqlite_autoincrement": True},)
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
 
@@ -381,7 +382,7 @@ class ClaimTable(Base):
 
 
 class JobTable(PublicIdMixin, Base):
-    """An ingestion. Times are Unix seconds."""
+    """An ingestion. Times are Unix seconds. Its id is never used again."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
@@ -389,6 +390,7 @@ class JobTable(PublicIdMixin, Base):
         Index("jobs_by_status", "status", "id"),
         Index("jobs_by_turn", "namespace", "started_at"),
         Index("jobs_by_request", "namespace", "idempotency_key", unique=True),
+        {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(primary_key=True)
     target: Mapped[str]  # `collection NAME` or `schema NAME`

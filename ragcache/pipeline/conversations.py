@@ -179,6 +179,8 @@ class Conversations:
     """Fewest own tokens of a prompt and its answer that are kept."""
     compute_rate: Callable[[], float]
     """Returns the tokens of prompts that the engine computes a second. 0 before the first."""
+    ended: bool = field(default=False, init=False)
+    """Whether the namespace was deleted: nothing is kept any more."""
     retentions: Retentions = field(init=False)
     """States that pausing callers want to find again."""
     _arriving: dict[KVKey, Future[None]] = field(default_factory=dict, init=False)  # being stored
@@ -269,7 +271,8 @@ class Conversations:
         begin = read[-1].end if read else 0
         tokens = (*context.token_ids[:begin], *computed.token_ids)
         positions = (*context.position_ids[:begin], *computed.position_ids)
-        if len(tokens) < self.least_tokens or len(self._arriving) > MOST_ARRIVING:
+        busy = len(self._arriving) > MOST_ARRIVING
+        if self.ended or busy or len(tokens) < self.least_tokens:
             return
         keys = prompt.extended(tokens, positions)
         runs = list(_new_runs(keys, begin, len(context.token_ids)))
@@ -294,12 +297,21 @@ class Conversations:
             name: `GenerationParams.prompt_cache_key` of the conversation.
             dry_run: Change nothing.
         """
-        for arriving in list(self._arriving.values()):
-            arriving.result()
+        self.settle()
         self._store.ledger.flush()
         deletion = self.rows.delete(name, dry_run=dry_run)
         self._store.discard(deletion.keys)
         return deletion
+
+    def settle(self) -> None:
+        """Wait until the states of answers that have ended are stored."""
+        for arriving in list(self._arriving.values()):
+            arriving.result()
+
+    def end(self) -> None:
+        """Keep nothing any more, also of answers that run. Waits for states that are stored now."""
+        self.ended = True
+        self.settle()
 
     def _is_known(self, key: KVKey) -> bool:
         return key in self._arriving or self._store.memory.is_known(key)
@@ -341,6 +353,8 @@ class Conversations:
     ) -> None:
         seconds = max(self.seconds, hint.seconds or 0.0)
         try:
+            if self.ended:
+                return
             self.rows.own(hint.name or owned[0], owned, time.time() + seconds)
             model = self.encoder.model.causal.fingerprint
             # does not wait: a request that holds a lease may wait for these states

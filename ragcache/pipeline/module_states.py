@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from ragcache.db import Catalog, CollectionVersion, Members, ModuleRow, ScaffoldRows
 from ragcache.engine import EncodeJob, Segment
@@ -340,6 +340,17 @@ class ModuleEncoder(StateEncoder):
                 segment = Segment(held.found[root], 0)
             jobs = {each.key: EncodeJob(each.token_ids, each.start, segment) for each in wanted}
             self._encode_missing(lease, jobs)
+
+    def root_keys(self) -> set[KVKey]:
+        """Return the keys of the tokens that this encoder's modules are encoded behind.
+
+        The encoders for the instructions of collections are included.
+        """
+        found = {self.preamble_key}
+        for each in (self, *list(self._variants.values())):
+            before = [each.surroundings.place(0, encoding)[0] for encoding in get_args(Encoding)]
+            found.update(each._root_key(tokens) for tokens in before if tokens)
+        return found
 
     def _root_key(self, token_ids: Sequence[int]) -> KVKey:
         """Return the key of the tokens before modules, which is known for the preamble."""

@@ -10,11 +10,13 @@ from ragcache.config import check_numbers, check_texts
 from ragcache.db import (
     Catalog,
     Database,
+    EvictionRow,
     ModuleDetail,
     ModuleFilter,
     ModuleListing,
     ModuleRow,
     Page,
+    eviction_page,
     held_keys,
     list_modules,
     module_detail,
@@ -246,6 +248,20 @@ class Modules:
         """
         keys = self._keys(collection, documents, names)
         return admin.evict(self.store, keys, tier, dry_run=dry_run)
+
+    def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
+        """List a page of the states that left a tier, the newest first.
+
+        States that left within the last second may be missing.
+
+        Args:
+            cursor: `next` of the previous page.
+            limit: Most evictions of a page.
+
+        Raises:
+            InvalidRequest: The cursor or the limit cannot be used.
+        """
+        return eviction_page(self._database, self.catalog.namespace, cursor, limit)
 
     @property
     def _database(self) -> Database:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ragcache.answers.confidence import ModelCalibration
@@ -18,6 +19,8 @@ from ragcache.db import (
     Catalog,
     ConversationStates,
     Database,
+    NamespaceDeletion,
+    NamespaceRows,
     ScaffoldRows,
     SchemaTexts,
     StoredObjects,
@@ -25,7 +28,7 @@ from ragcache.db import (
 from ragcache.db.observed import ObservedTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
-from ragcache.errors import EngineClosed
+from ragcache.errors import EngineClosed, StoreError
 from ragcache.machine import close_at_exit
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
 from ragcache.params import OpenConfig
@@ -51,11 +54,14 @@ from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Reranker, Retrievers, embedder_name
+from ragcache.states import KVKey
 from ragcache.store import KVStore
+from ragcache.store.admin import delete_namespace
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
+logger = logging.getLogger(__name__)
 
 _CONVERSATION_SECONDS = {"none": 0.0, "memory": 3600.0, "disk": 86_400.0}
 
@@ -90,6 +96,8 @@ class SharedServices:
         default_factory=lambda: ThreadPoolExecutor(1, "ragcache-conversations"), init=False
     )
     """Stores the states of conversations."""
+    on_deletion: list[Callable[[str], object]] = field(default_factory=list, init=False)
+    """Functions called with the name of a namespace that this or another process has deleted."""
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -150,7 +158,7 @@ class SharedServices:
                 reranker,
             )
             store.memory.conversation_bytes = parse_optional_bytes(config.conversation_bytes)
-            store.on_heartbeat.append(shared.workers.wake)
+            store.on_heartbeat += [shared.workers.wake, shared.keep_up]
             store.on_wait.append(shared.deferred.release_finished)
             close_at_exit(shared)
             started.pop_all()
@@ -186,6 +194,45 @@ class SharedServices:
             if found is None:
                 found = self._namespaces[name] = Namespace.build(name, self)
             return found
+
+    def delete_namespace(self, name: str, *, dry_run: bool = False) -> NamespaceDeletion:
+        """Delete a namespace with everything in it; see `Namespaces.delete`."""
+        check_namespace(name)
+        self.deferred.release()
+        opened, roots, unstored = self._namespaces.get(name), set[KVKey](), 0
+        if opened is not None:
+            opened.modules.conversations.settle()
+            roots, unstored = opened.modules.encoder.root_keys(), opened.modules.observed.unstored
+        deletion = delete_namespace(self.store, name, roots, dry_run=dry_run)
+        if not dry_run:
+            self._end_namespaces([name])
+        return replace(deletion, observed=deletion.observed + unstored)
+
+    def keep_up(self) -> None:
+        """Forget namespaces that other processes have deleted, and end what is over in others."""
+        self._end_namespaces(NamespaceRows(self.database).find_deleted())
+        for each in list(self._namespaces.values()):
+            each.pins.end_expired()
+            each.modules.observed.end_kept()
+            each.modules.observed.end_unused()
+
+    def _end_namespaces(self, names: Collection[str]) -> None:
+        """Forget deleted namespaces. The next use of one of the names begins a new namespace.
+
+        Until the end of this call, the ledger refuses to store anything for the old one.
+        """
+        for name in names:
+            opened = self._namespaces.get(name)
+            if opened is not None:
+                opened.modules.conversations.end()
+                opened.modules.observed.end()
+            for follow in self.on_deletion:
+                follow(name)
+            with self._lock:
+                self._namespaces.pop(name, None)
+                self.database.namespaces.pop(name, None)
+        if names:
+            self.keys.forget()
 
     def close(self, *, drain: bool = False) -> None:
         """Stop the engine, and close store and ledger, for all namespaces.
@@ -241,6 +288,10 @@ class Namespace:
     @classmethod
     def build(cls, name: str, shared: SharedServices) -> Namespace:
         """Build the components of a namespace on the shared ones."""
+        try:
+            NamespaceRows(shared.database).use(name)
+        except StoreError as error:
+            logger.warning("%s; a deletion of the namespace %r is not noticed", error, name)
         database, model, store = shared.database, shared.model, shared.store
         template, config = shared.template, shared.config
         salt, encode = salt_of(name), shared.engine.encode
@@ -258,7 +309,6 @@ class Namespace:
         conversations = _conversations(shared, encoder, name)
         modules = Modules(catalog, store, encoder, tokens, observed, conversations)
         pins = Pins(modules, store, StoredObjects(database, name))
-        store.on_heartbeat += [pins.end_expired, observed.end_kept, observed.end_unused]
         return cls(
             name,
             shared,
@@ -293,6 +343,11 @@ class Namespace:
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.workers),
             pins,
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the namespace was deleted. The components keep nothing in memory any more."""
+        return self.modules.conversations.ended
 
     def encoder_of(self, collection: str) -> ModuleEncoder:
         """Return the encoder of a collection's modules, with the collection's instruction."""

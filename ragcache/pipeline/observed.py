@@ -186,9 +186,9 @@ class ObservedModules:
         Tokenizes all of them. Modules that this process has made meanwhile stay, and count as used
         more recently.
         """
-        if self._rows is None or not self._budget_bytes:
-            return
         with _tolerated("stored recurring texts are not read"), self._loading:
+            if self._rows is None or not self._budget_bytes:
+                return
             loaded = [self._loaded(each) for each in self._rows.stored()]
             with self._lock:
                 for each in reversed(loaded):
@@ -273,6 +273,17 @@ class ObservedModules:
                 self._encoder.store.discard(self._rows.delete(ids))
         return len(chosen)
 
+    @property
+    def unstored(self) -> int:
+        """Number of modules that are in memory alone."""
+        return len(self._modules) if self._rows is None else 0
+
+    def end(self) -> None:
+        """Forget everything, and recognize nothing any more: the namespace was deleted."""
+        with self._loading:
+            self._budget_bytes, self._rows = 0, None
+        self.forget()
+
     def _find_in(self, text: str, gap: Span) -> list[RecognizedModule]:
         """Return the observed modules between two ingested ones, and count their uses."""
         matches = find(text[gap.begin : gap.end], self._table)
@@ -348,6 +359,9 @@ class ObservedModules:
 
     def _enter(self, module: ObservedModule) -> None:
         """Recognize a module from now on, and end others for which there is no room."""
+        if not self._budget_bytes:  # the namespace was deleted meanwhile
+            self._encoder.store.evict(module.keys)
+            return
         with self._lock:
             self._modules[module.id] = module
             ended = self._make_room()
@@ -361,6 +375,8 @@ class ObservedModules:
         self, rows: ObservedTexts, module: ObservedModule, ended: Sequence[ObservedModule]
     ) -> None:
         """Store a module, and delete ended ones. Runs in the background."""
+        if not self._budget_bytes:  # the namespace was deleted meanwhile
+            return
         with _tolerated("a recurring text is not stored"):
             until = max(time.time() + self._stored_seconds, module.kept_until)
             rows.keep(ObservedText(module.id, module.row.text, module.keys, until))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ragcache.db import Catalog
+from ragcache.db import Catalog, NamespaceDeletion, NamespaceRows
 from ragcache.errors import ConfigurationError, StoreFull
 from ragcache.states import KVKey
 from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.store import KVStore
+
+T = TypeVar("T")
 
 Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
 
@@ -188,11 +190,7 @@ def tier_status(store: KVStore) -> list[TierStatus]:
 def delete_documents(
     catalog: Catalog, store: KVStore, collection: str, source_ids: Sequence[str] | None = None
 ) -> int:
-    """Delete documents with their states, and return how many there were.
-
-    Works on a full disk, too, where the ledger has no room for its log of the deletion: the blobs
-    of the documents are then deleted first. If the process ends before the rows go, their states
-    count as lost and are encoded again.
+    """Delete documents with their states, and return how many there were. Works on a full disk.
 
     Args:
         catalog: Catalog of the namespace.
@@ -212,14 +210,60 @@ def delete_documents(
         known = catalog.documents(collection, source_ids)
         return len(known), catalog.delete_documents(collection, source_ids)
 
+    return _delete_rows(store, delete, lambda: catalog.state_keys(collection, source_ids))
+
+
+def delete_namespace(
+    store: KVStore, name: str, roots: Collection[KVKey] = (), *, dry_run: bool = False
+) -> NamespaceDeletion:
+    """Delete a namespace with everything in it. Works on a full disk.
+
+    Args:
+        store: The store.
+        name: The namespace.
+        roots: As for `NamespaceRows.delete`.
+        dry_run: Change nothing.
+
+    Returns:
+        The numbers of the deletion.
+
+    Raises:
+        UnknownNamespace: There is no such namespace.
+        ConfigurationError: The namespace has the service's only API keys.
+        StoreFull: The namespace has no blobs that would make room.
+    """
+    rows = NamespaceRows(store.ledger.database)
+    store.ledger.flush()  # counts the states in memory
+    if dry_run:
+        return rows.preview_deletion(name, roots)
+    return _delete_rows(
+        store, lambda: rows.delete(name, roots), lambda: rows.state_keys(name, roots)
+    )
+
+
+def _delete_rows(
+    store: KVStore,
+    delete: Callable[[], tuple[T, Iterable[KVKey]]],
+    state_keys: Callable[[], Iterable[KVKey]],
+) -> T:
+    """Delete rows, and then the states that have lost their last owner.
+
+    On a full disk, the ledger has no room for its log of the deletion: the blobs are then deleted
+    first. If the process ends before the rows go, their states count as lost and are encoded again.
+
+    Args:
+        store: The store.
+        delete: Deletes the rows in one transaction. Returns a result, and the keys of the states.
+        state_keys: Returns the keys of the states that will go.
+    """
     try:
-        number, freed = delete()
+        result, freed = delete()
     except StoreFull:
-        blobs = [key for key in catalog.state_keys(collection, source_ids) if key in store.disk]
+        blobs = [key for key in state_keys() if key in store.disk]
         if not blobs:
             raise
         for key in blobs:
             store.disk.delete(key)
-        number, freed = delete()
+        result, freed = delete()
     store.discard(freed)
-    return number
+    return result

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +27,7 @@ from ragcache.db.references import (
     CONVERSATION_MODE,
     ROOT_MODE,
     is_unowned,
+    needless_roots,
     owned_among,
     retire,
 )
@@ -417,14 +418,31 @@ class KVStore:
         self._retired.update((key, now) for key in self.ledger.retired())
         for key in [k for k, at in self._retired.items() if at < now - _RETIRED_SECONDS]:
             del self._retired[key]
-        self._discard_unowned([key for key in self._retired if self.memory.is_known(key)])
+        keys = [key for key in self._retired if self.memory.is_known(key)]
+        if keys:
+            self._discard_unowned(keys)
+            with self.ledger.database.reading() as session:  # without the states just discarded
+                needless = needless_roots(session, keys)
+            self._discard(needless, needless)
 
     def _discard_unowned(self, keys: Sequence[KVKey]) -> None:
         if keys:
             owned = self._owned(keys)
-            for key in owned:
-                self._retired.pop(key, None)
-            self.persistent.discard(key for key in keys if key not in owned)
+            self._discard([key for key in keys if key not in owned])
+
+    def _discard(self, keys: Collection[KVKey], roots: Set[KVKey] = frozenset()) -> None:
+        """Discard states without an owner.
+
+        An ingestion may have stored them after its namespace was deleted: their rows go, too.
+
+        Args:
+            keys: Keys of the states.
+            roots: Preambles among them.
+        """
+        if self.ledger.find(keys):
+            with self.ledger.database.transaction() as session:
+                keys = retire(session, keys, roots)
+        self.persistent.discard(keys)
 
     def heartbeat(self) -> None:
         """Tell other processes that this one is alive.

@@ -72,6 +72,7 @@ _COMMANDS = {
     "verify": ("admin.verify", "Check every row of the ledger against every blob."),
     "modules": ("admin.modules_app", "The modules and their states."),
     "conversations": ("conversations.app", "The kept conversations of a namespace."),
+    "namespaces": ("namespaces.app", "The namespaces, and their deletion with everything."),
     "keys": ("admin.keys_app", "The API keys of the service."),
     "ledger": ("admin.ledger_app", "The ledger's tables and who has it open."),
     "schema": ("schema.app", "PML schemas: written ones and generated ones."),

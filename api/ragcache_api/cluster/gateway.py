@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragcache.db import ApiKeys, Catalog, Database, Residency, SessionWatch
+from ragcache.db import ApiKeys, Catalog, Database, NamespaceRows, Residency, SessionWatch
 from ragcache.errors import InvalidRequest, RagCacheError
 from ragcache.params import SearchParams
 from ragcache.recognition import Recognizer
@@ -135,6 +135,8 @@ class Gateway:
     """Id of the served model for clients."""
     watch: SessionWatch
     """Finds replicas that are halted, or that ended unnoticed."""
+    keys: ApiKeys
+    """Keys of the callers, which are read again after a namespace was deleted."""
     retried: int = 0
     """Number of requests that were sent again."""
     _inspectors: dict[str, RequestInspector] = field(default_factory=dict)
@@ -244,6 +246,7 @@ class Gateway:
 
     def _inspector(self, namespace: str) -> RequestInspector:
         if namespace not in self._inspectors:
+            NamespaceRows(self.database).use(namespace)
             vectors = None if self.embedder is None else embedder_name(self.embedder)
             catalog = Catalog(self.database, "", vectors, namespace, self.stale_seconds)
             retrievers = Retrievers(catalog, self.database, self.embedder, self.reranker)
@@ -325,8 +328,16 @@ class Gateway:
 
         async def look() -> None:
             self.table.silent = await asyncio.to_thread(self.watch.find_silent)
+            await asyncio.to_thread(self._forget_deleted)
 
         self._look = asyncio.create_task(look())
+
+    def _forget_deleted(self) -> None:
+        """Forget the indexes and keys of namespaces that were deleted. Reads the ledger."""
+        for name in NamespaceRows(self.database).find_deleted():
+            self._inspectors.pop(name, None)
+            self.database.namespaces.pop(name, None)
+            self.keys.forget()
 
 
 def _can_move(request: ForwardedRequest, response: ResumableResponse) -> bool:
@@ -392,6 +403,7 @@ def create_gateway(
         resolve_reranker(settings.reranker),
         served_name_of(settings),
         SessionWatch(database),
+        keys,
     )
     logged = AccessLog.around(AccessMiddleware(gateway, keys, settings), settings.access_log)
     return Envelope(logged, settings.cors_origins)

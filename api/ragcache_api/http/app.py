@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
@@ -33,6 +34,7 @@ from ragcache_api.http.routes import (
     keys,
     mcp,
     messages,
+    namespaces,
     openai,
     pins,
     responses,
@@ -66,6 +68,7 @@ ROUTERS = (
     archives.router,
     conversations.router,
     keys.router,
+    namespaces.router,
 )
 
 
@@ -114,9 +117,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(service.rag.gate.measure_in_background)
     calibrate_in_background(service.rag)
     ticking = asyncio.create_task(_tick(service))
+    end = partial(service.end_namespace, asyncio.get_running_loop())
+    service.shared.on_deletion.append(end)
     try:
         yield
     finally:
+        service.shared.on_deletion.remove(end)
         ticking.cancel()
         with suppress(asyncio.CancelledError):
             await ticking

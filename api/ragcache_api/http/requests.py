@@ -14,7 +14,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from ragcache import Answer, AsyncAnswerStream
-from ragcache.errors import DeadlineExceeded, RequestCancelled
+from ragcache.errors import DeadlineExceeded, NamespaceDeleted, RequestCancelled
 from ragcache_api.http.admission import AdmissionQueue, Ticket
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.envelope import request_id
@@ -51,6 +51,8 @@ class ActiveRequest:
     """Seconds that the request has waited for its turn."""
     expired: bool = False
     """Whether its deadline has passed."""
+    deleted: bool = False
+    """Whether its namespace was deleted."""
     context: Context = field(default_factory=copy_context)
     """Context variables of the HTTP request, for its trace."""
 
@@ -59,10 +61,11 @@ class ActiveRequest:
 
         Raises:
             HTTPProblem: (503) The service has stopped.
+            NamespaceDeleted: The namespace of the request was deleted.
         """
-        if self.registry.stopped:
+        if self.registry.stopped or self.deleted:
             stream.close()
-            raise stopping()
+            raise namespace_deleted() if self.deleted else stopping()
         self.streams.append(stream)
         return stream
 
@@ -86,9 +89,11 @@ class ActiveRequest:
         self.cancel()
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return the reason of an error: a cancellation can come from the deadline or a stop."""
+        """Return the reason of an error: a cancellation may come from the service itself."""
         if isinstance(error, RequestCancelled) and self.expired:
             return deadline_exceeded()
+        if isinstance(error, RequestCancelled) and self.deleted:
+            return namespace_deleted()
         if isinstance(error, RequestCancelled) and self.registry.stopped:
             return stopping()
         return error
@@ -193,6 +198,13 @@ class RequestRegistry:
         for record in self.on_end:
             record(active)
 
+    def end_namespace(self, namespace: str) -> None:
+        """Cancel the running requests of a deleted namespace."""
+        for active in list(self.active.values()):
+            if active.namespace == namespace:
+                active.deleted = True
+                active.cancel()
+
     def drain(self) -> None:
         """Refuse new requests, and end streams that have no end of their own."""
         self.draining = True
@@ -220,6 +232,11 @@ def stopping() -> HTTPProblem:
     """Return the error of requests that arrive or run while the service ends."""
     text = "the service is being stopped; try again"
     return HTTPProblem(503, "stopping", text, {"Retry-After": "5"})
+
+
+def namespace_deleted() -> NamespaceDeleted:
+    """Return the error of requests that run while their namespace is deleted."""
+    return NamespaceDeleted("the namespace was deleted while the request ran")
 
 
 def deadline_exceeded() -> DeadlineExceeded:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from asyncio import AbstractEventLoop
+from collections import Counter
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Annotated, Any
@@ -20,7 +22,7 @@ from ragcache_api.http.admission import LOOKAHEAD, AdmissionQueue
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.model_ids import served_name_of
-from ragcache_api.http.requests import RequestRegistry
+from ragcache_api.http.requests import RequestRegistry, namespace_deleted
 from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.http.telemetry import Metrics
 from ragcache_api.settings import ServiceSettings
@@ -43,6 +45,7 @@ class Service:
     """Threads in which uploads are read, apart from the threads of the other routes."""
     metrics: Metrics = field(init=False)
     _namespaces: dict[str, RagCache] = field(default_factory=dict)
+    _deletions: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         running, settings = self.shared.engine.config.running, self.settings
@@ -71,6 +74,21 @@ class Service:
     def tokenizer(self) -> Any:
         return self.shared.model.tokenizer
 
+    def deletions_of(self, namespace: str) -> int:
+        """Return how often a namespace has been deleted since the service began."""
+        return self._deletions[namespace]
+
+    def end_namespace(self, loop: AbstractEventLoop, namespace: str) -> None:
+        """End the requests of a deleted namespace. At return, none of them can store anything.
+
+        Args:
+            loop: The event loop that runs the requests.
+            namespace: The namespace.
+        """
+        self._deletions[namespace] += 1
+        loop.call_soon_threadsafe(self.requests.end_namespace, namespace)
+        loop.call_soon_threadsafe(self.recorder.forget, namespace)
+
     def rag_of(self, namespace: str) -> RagCache:
         """Return the state folder as seen from a namespace. Call it in the event loop only."""
         if namespace not in self._namespaces:
@@ -85,8 +103,26 @@ class RequestContext:
     request: Request
     service: Service
     caller: Caller
-    rag: RagCache
-    """Collections, schemas and modules of the caller's namespace."""
+    _rag: RagCache
+    _deletions: int
+    """`Service.deletions_of` the caller's namespace when the request came."""
+
+    @classmethod
+    def of(cls, request: Request, service: Service, caller: Caller) -> RequestContext:
+        """Return the context of a request that has just come. Call it in the event loop only."""
+        name = caller.namespace
+        return cls(request, service, caller, service.rag_of(name), service.deletions_of(name))
+
+    @property
+    def rag(self) -> RagCache:
+        """Collections, schemas and modules of the caller's namespace.
+
+        Raises:
+            NamespaceDeleted: The namespace was deleted since the request came.
+        """
+        if self.service.deletions_of(self.caller.namespace) != self._deletions:
+            raise namespace_deleted()
+        return self._rag
 
     @property
     def deadline(self) -> float:
@@ -106,8 +142,8 @@ class RequestContext:
 
     @property
     def objects(self) -> StoredObjects:
-        """Responses, files and other objects of the caller's namespace."""
-        return StoredObjects(self.service.shared.database, self.caller.namespace)
+        """Responses, files and other objects of the caller's namespace. Raises as `rag`."""
+        return StoredObjects(self.service.shared.database, self.rag.namespace)
 
     @property
     def base_collection(self) -> str | None:
@@ -137,7 +173,7 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 async def _context(request: Request, service: ServiceDep) -> RequestContext:
     caller: Caller = request.state.caller
-    return RequestContext(request, service, caller, service.rag_of(caller.namespace))
+    return RequestContext.of(request, service, caller)
 
 
 ContextDep = Annotated[RequestContext, Depends(_context)]

@@ -110,8 +110,13 @@ class StatsRecorder:
         return self._namespaces[namespace]
 
     def record_request(self, active: ActiveRequest) -> None:
-        """Record a request that has ended."""
-        self.stats_of(active.namespace).record_request(active)
+        """Record a request that has ended, unless its namespace was deleted."""
+        if not active.deleted:
+            self.stats_of(active.namespace).record_request(active)
+
+    def forget(self, namespace: str) -> None:
+        """Forget the statistics of a deleted namespace."""
+        self._namespaces.pop(namespace, None)
 
     def count_active(self, requests: Iterable[ActiveRequest]) -> None:
         """Record how many requests of each namespace run and wait now."""

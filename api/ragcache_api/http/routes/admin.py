@@ -329,7 +329,7 @@ def get_state(context: ContextDep) -> StateResponse:
 @router.get("/evictions")
 def list_evictions(context: ContextDep, page: PageQuery) -> PageOf[EvictionResponse]:
     """List states that left a tier, latest first."""
-    listed = context.rag.evictions(page.cursor, page.limit)
+    listed = context.rag.modules.evictions(page.cursor, page.limit)
     return PageOf[EvictionResponse].model_validate(listed)
 
 

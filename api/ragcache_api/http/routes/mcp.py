@@ -60,7 +60,7 @@ def _session(context: Any) -> McpSession:
     request: Request = context.request
     service: Service = request.app.state.service
     caller = request.state.caller
-    found = RequestContext(request, service, caller, service.rag_of(caller.namespace))
+    found = RequestContext.of(request, service, caller)
 
     async def ask(wanted: AskArguments) -> Answer:
         return await _answer(found, wanted)
