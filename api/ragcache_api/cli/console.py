@@ -342,8 +342,8 @@ def print_calibration_note(rag: RagCache, collection: str, options: ServiceOptio
     if rag.collections.calibration(collection) is None:
         command = _with_options(["ragcache", "calibrate"], options)
         errors.print(
-            "No answer of this model is refused yet, whether the documents say it or not. Once, in "
-            f"some minutes: {command}",
+            "No answer of this model is refused yet, whether the documents say it or not. "
+            f"Calibrate it once, which takes some minutes: {command}",
             markup=False,
             soft_wrap=True,
         )
