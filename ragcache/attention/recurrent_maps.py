@@ -15,6 +15,7 @@ Attention (2025, arXiv 2510.26692) one for each channel of the key. Mamba 2 (Dao
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,32 +29,80 @@ _TINY = 1e-6  # in the norms of keys, as in transformers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentInputs:
-    """Inputs of a recurrence for some tokens, in float32."""
+    """Inputs of a recurrence for some tokens, in float32. The axes in front are any number of
+    layers and texts."""
 
     keys: Tensor
-    """[H, T, dk], or [H, T, N] of a state space."""
+    """[..., H, T, dk], or [..., H, T, N] of a state space."""
     values: Tensor
-    """[H, T, dv], or [H, T, P] of a state space."""
+    """[..., H, T, dv], or [..., H, T, P] of a state space."""
     decays: Tensor
-    """Logarithms of the decays, at most 0: [H, T, 1], or [H, T, dk] with one for each channel."""
+    """Logarithms of the decays, at most 0: [..., H, T, 1], or [..., H, T, dk] with one for each
+    channel."""
     steps: Tensor
-    """Sizes b of the steps, [H, T, 1]."""
+    """Sizes b of the steps, [..., H, T, 1]."""
 
     @property
     def length(self) -> int:
         """Number of tokens (T)."""
-        return int(self.steps.shape[1])
+        return int(self.steps.shape[-2])
 
     def part(self, begin: int, end: int) -> RecurrentInputs:
         """Return the inputs of tokens begin:end."""
-        here = slice(begin, end)
-        return RecurrentInputs(
-            self.keys[:, here], self.values[:, here], self.decays[:, here], self.steps[:, here]
-        )
+        tensors = (self.keys, self.values, self.decays, self.steps)
+        return RecurrentInputs(*(each[..., begin:end, :] for each in tensors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateUpdate:
+    """Effect of a few tokens on states: S <- decay S + left (right + weights S).
+
+    A product with M takes dk rows of S to dk rows. An update takes them to the T rows of its
+    tokens and back.
+    """
+
+    decay: Tensor
+    """[..., H, 1, 1], or [..., H, dk, 1] with one for each channel."""
+    left: Tensor
+    """[..., H, dk, T]."""
+    right: Tensor
+    """[..., H, T, dv]."""
+    weights: Tensor | None
+    """[..., H, T, dk]. None where a token changes the state by the same amount, whatever it is."""
+
+    def of(self, heads: slice) -> StateUpdate:
+        """Return the update of some heads, if these are the first axis."""
+        weights = None if self.weights is None else self.weights[heads]
+        return StateUpdate(self.decay[heads], self.left[heads], self.right[heads], weights)
+
+    def unbind(self) -> Iterator[StateUpdate]:
+        """Split the update along its first axis. The axes behind it become one axis of heads."""
+        for number in range(len(self.decay)):
+            decay, left, right = (
+                each[number].flatten(0, -3) for each in (self.decay, self.left, self.right)
+            )
+            weights = None if self.weights is None else self.weights[number].flatten(0, -3)
+            yield StateUpdate(decay, left, right, weights)
+
+    def apply(self, state: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the state behind the tokens.
+
+        Args:
+            state: The state before them, [H, dk, m]. `right` changes the last columns.
+            out: Memory for the result, other than the memory of `state`.
+        """
+        change = self.right
+        if self.weights is not None:
+            change = self.weights @ state
+            change[..., -self.right.shape[-1] :] += self.right
+        return torch.mul(self.decay, state, out=out).baddbmm_(self.left, change)
 
 
 class Recurrence(Protocol):
     """A recurrence whose states are affine maps of earlier states."""
+
+    def channels(self, count: int, increment: Tensor) -> slice:
+        """Return which of the convolution's channels the state depends on: all but the queries."""
 
     def inputs(
         self, mixed: Tensor, increment: Tensor, decays: Tensor, steps: Tensor
@@ -61,11 +110,14 @@ class Recurrence(Protocol):
         """Split the output of the convolution into the inputs of the recurrence.
 
         Args:
-            mixed: Output of the convolution, [channels, T].
-            increment: Any state of the layer, for its shape.
+            mixed: Output of the convolution's `channels`, [..., channels, T].
+            increment: Any state of the layer, [..., H, dk, dv], for its shape.
             decays: See `RecurrentInputs`.
             steps: See `RecurrentInputs`.
         """
+
+    def update(self, inputs: RecurrentInputs) -> StateUpdate:
+        """Return the effect of a few tokens."""
 
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
         """Return the state behind some tokens, of the shape of `state`."""
@@ -85,17 +137,20 @@ class Recurrence(Protocol):
 class DeltaRule:
     """The gated delta rule, in chunks (UT transform). States are [H, dk, dv], M is [H, dk, dk]."""
 
+    def channels(self, count: int, increment: Tensor) -> slice:
+        """See `Recurrence.channels`. The channels are queries, keys and values."""
+        heads, _, value_dim = increment.shape[-3:]
+        return slice((count - heads * value_dim) // 2, count)
+
     def inputs(
         self, mixed: Tensor, increment: Tensor, decays: Tensor, steps: Tensor
     ) -> RecurrentInputs:
-        """See `Recurrence.inputs`. The channels are queries, keys and values."""
-        _, key_dim, value_dim = increment.shape
-        width = len(increment) * value_dim
-        keys = mixed[(len(mixed) - width) // 2 : len(mixed) - width]
-        values = mixed[len(mixed) - width :]
+        """See `Recurrence.inputs`."""
+        heads, key_dim, value_dim = increment.shape[-3:]
+        keys, values = mixed.tensor_split([mixed.shape[-2] - heads * value_dim], -2)
         return self.prepared(
-            keys.view(-1, key_dim, mixed.shape[1]).mT,
-            values.view(-1, value_dim, mixed.shape[1]).mT,
+            _split_heads(keys, key_dim),
+            _split_heads(values, value_dim),
             decays,
             steps,
         )
@@ -106,14 +161,35 @@ class DeltaRule:
         """Return inputs with keys of length one, for each head of the values."""
         keys, values = keys.float(), values.float()
         keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _TINY)
-        keys = keys.repeat_interleave(len(values) // len(keys), 0)
+        keys = _of_each_head(keys, values)
         return RecurrentInputs(keys, values, decays.float(), steps.float())
+
+    def update(self, inputs: RecurrentInputs) -> StateUpdate:
+        """See `Recurrence.update`. The tokens are at most a chunk.
+
+        S <- D S + K^T (U - W S), where W and U solve one triangular system (Gated DeltaNet, eq. 8
+        to 10).
+        """
+        keys, steps, values = inputs.keys, inputs.steps, inputs.values
+        total = inputs.decays.cumsum(-2)  # [..., H, C, 1 or dk]
+        apart = total[..., :, None, :] - total[..., None, :, :]  # [..., H, C, C, 1 or dk]
+        later = torch.ones(apart.shape[-3:-1], dtype=torch.bool, device=keys.device).tril(-1)
+        apart = apart.masked_fill(~later[..., None], float("-inf")).exp()
+        if apart.shape[-1] == 1:
+            inner = keys @ keys.mT * apart[..., 0]
+        else:
+            inner = torch.einsum("...ik,...jk,...ijk->...ij", keys, keys, apart)
+        known = torch.cat([-keys * total.exp() * steps, values * steps], -1)
+        solved = _solve(inner * steps, known)
+        weights, targets = torch.split(solved, [keys.shape[-1], values.shape[-1]], -1)
+        until = (total[..., -1:, :] - total).exp()
+        return StateUpdate(total[..., -1:, :].exp().mT, (keys * until).mT, targets, weights)
 
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
         """See `Recurrence.advance`. The values change the last columns of a wider state."""
         size = CHUNK if inputs.decays.shape[-1] == 1 else CHANNEL_CHUNK
         for begin in range(0, inputs.length, size):
-            state = _advance_chunk(state, inputs.part(begin, begin + size))
+            state = self.update(inputs.part(begin, begin + size)).apply(state)
         return state
 
     def empty_state(self, inputs: RecurrentInputs) -> Tensor:
@@ -138,16 +214,20 @@ class DeltaRule:
 class StateSpace:
     """The state space of Mamba 2. States are [H, P, N], M is [H, 1, 1]."""
 
+    def channels(self, count: int, increment: Tensor) -> slice:
+        """See `Recurrence.channels`. The channels are x, B and C."""
+        heads, head_dim, _ = increment.shape[-3:]
+        return slice((count + heads * head_dim) // 2)
+
     def inputs(
         self, mixed: Tensor, increment: Tensor, decays: Tensor, steps: Tensor
     ) -> RecurrentInputs:
-        """See `Recurrence.inputs`. The channels are x, B and C."""
-        heads, head_dim, state_dim = increment.shape
-        width = heads * head_dim
-        keys = mixed[width : width + (len(mixed) - width) // 2]
+        """See `Recurrence.inputs`."""
+        heads, head_dim, state_dim = increment.shape[-3:]
+        values, keys = mixed.tensor_split([heads * head_dim], -2)
         return self.prepared(
-            keys.view(-1, state_dim, mixed.shape[1]).mT,
-            mixed[:width].view(heads, head_dim, mixed.shape[1]).mT,
+            _split_heads(keys, state_dim),
+            _split_heads(values, head_dim),
             decays,
             steps,
         )
@@ -157,15 +237,19 @@ class StateSpace:
     ) -> RecurrentInputs:
         """Return inputs with the keys of each head."""
         keys, values = keys.float(), values.float()
-        keys = keys.repeat_interleave(len(values) // len(keys), 0)
+        keys = _of_each_head(keys, values)
         return RecurrentInputs(keys, values, decays.float(), steps.float())
+
+    def update(self, inputs: RecurrentInputs) -> StateUpdate:
+        """See `Recurrence.update`. The tokens may be any number."""
+        decays = inputs.decays
+        until = decays.flip(-2).cumsum(-2).flip(-2) - decays  # sums of few terms at the end
+        left = (inputs.values * inputs.steps * until.exp()).mT
+        return StateUpdate(decays.sum(-2, keepdim=True).exp(), left, inputs.keys, None)
 
     def advance(self, state: Tensor, inputs: RecurrentInputs) -> Tensor:
         """See `Recurrence.advance`."""
-        decays = inputs.decays
-        until = decays.flip(1).cumsum(1).flip(1) - decays  # sums of few terms at the end
-        added = (inputs.values * inputs.steps * until.exp()).mT @ inputs.keys
-        return decays.sum(1, keepdim=True).exp() * state + added
+        return self.update(inputs).apply(state)
 
     def empty_state(self, inputs: RecurrentInputs) -> Tensor:
         """See `Recurrence.empty_state`."""
@@ -187,38 +271,39 @@ class StateSpace:
 DELTA_RULE, STATE_SPACE = DeltaRule(), StateSpace()
 
 
-def apply_map(transition: Tensor, increment: Tensor, state: Tensor) -> Tensor:
+def apply_map(
+    transition: Tensor, increment: Tensor, state: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Return M S + N.
 
     Args:
         transition: M, [H, dk, dk] or [H, 1, 1].
         increment: N, [H, dk, dv].
         state: S, [H, dk, dv].
+        out: Memory for the result, other than the memory of `state`.
     """
+    transition, increment = transition.float(), increment.float()
     if transition.shape[-1] == 1:
-        return transition.float() * state + increment.float()
-    return torch.baddbmm(increment.float(), transition.float(), state)
+        return torch.addcmul(increment, transition, state, out=out)
+    return torch.baddbmm(increment, transition, state, out=out)
 
 
-def _advance_chunk(state: Tensor, inputs: RecurrentInputs) -> Tensor:
-    """Advance a state [H, dk, m] over a chunk: S <- D S + K^T (U - W S).
+def _split_heads(channels: Tensor, size: int) -> Tensor:
+    """Split channels [..., H * size, T] into heads [..., H, T, size]."""
+    *front, count, tokens = channels.shape
+    return channels.view(*front, count // size, size, tokens).mT
 
-    W and U solve one triangular system (Gated DeltaNet, eq. 8 to 10).
-    """
-    keys, steps, values = inputs.keys, inputs.steps, inputs.values
-    total = inputs.decays.cumsum(1)  # [H, C, 1 or dk]
-    apart = total[:, :, None] - total[:, None]  # [H, C, C, 1 or dk]
-    later = torch.ones(apart.shape[1:3], dtype=torch.bool, device=keys.device).tril(-1)
-    apart = apart.masked_fill(~later[..., None], float("-inf")).exp()
-    if apart.shape[-1] == 1:
-        inner = keys @ keys.mT * apart[..., 0]
-    else:
-        inner = torch.einsum("hik,hjk,hijk->hij", keys, keys, apart)
-    known = torch.cat([keys * total.exp() * steps, values * steps], -1)
-    solved = torch.linalg.solve_triangular(inner * steps, known, upper=False, unitriangular=True)
-    weights, targets = solved.split([keys.shape[-1], values.shape[-1]], -1)
-    change = -(weights @ state)  # [H, C, m]
-    change[..., -values.shape[-1] :] += targets
-    until = (total[:, -1:] - total).exp()
-    decayed = total[:, -1].exp()[..., None] * state
-    return decayed.baddbmm_((keys * until).mT, change)
+
+def _of_each_head(keys: Tensor, values: Tensor) -> Tensor:
+    """Keys of groups, as keys of the heads of the values: [..., H, T, D]."""
+    return keys.repeat_interleave(values.shape[-3] // keys.shape[-3], -3)
+
+
+def _solve(strictly_lower: Tensor, known: Tensor) -> Tensor:
+    """Solve (I + L) X = known, by the inverse of the small side."""
+    identity = torch.eye(strictly_lower.shape[-1], device=known.device)
+    inverse = torch.linalg.solve_triangular(
+        strictly_lower, identity.expand_as(strictly_lower), upper=False, unitriangular=True
+    )
+    solved: Tensor = inverse @ known
+    return solved

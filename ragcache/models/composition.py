@@ -2,18 +2,20 @@
 
 A text that is encoded is read by transformers' own layers. `record_mixer` calls the forward of a
 mixer with one change: the recurrence also hands over its inputs, from which the map of the text is
-computed (`ragcache.attention.recurrent_maps`). `compose_layer` applies the maps of a prompt's
-documents, in order, to the state before them.
+computed (`ragcache.attention.recurrent_maps`). `compose_layers` applies the maps of a prompt's
+documents, in order, to the states before them.
 
 The convolution of a mixer reaches over the seam between two texts. It is computed when documents
-are composed, for the first tokens of each.
+are composed, for the first tokens of each. What these tokens do to the state depends on the order
+of the documents, and not on the state: it is computed for all layers, documents and orders at once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from types import FunctionType
 from typing import Any
 
@@ -26,9 +28,10 @@ from ragcache.attention.recurrent_maps import (
     STATE_SPACE,
     Recurrence,
     RecurrentInputs,
+    StateUpdate,
     apply_map,
 )
-from ragcache.states.recurrent import LayerMap, LayerState
+from ragcache.states.recurrent import LayerMap, LayerState, RecurrentStates
 
 Arguments = Mapping[str, Any]
 """Arguments of one call of a recurrence of transformers, by name."""
@@ -74,6 +77,8 @@ def _update_inputs(arguments: Arguments) -> RecurrentInputs:
     )
 
 
+_LAYERS_AT_ONCE = 3
+"""Layers that a CPU composes at once: the inputs at their seams are few MiB, which caches hold."""
 _DELTA = _KnownFunction(DELTA_RULE, _delta_inputs)
 _FUNCTIONS = {
     "torch_chunk_gated_delta_rule": _DELTA,
@@ -140,26 +145,32 @@ def record_mixer(
     return out, _extended(before, inputs, tokens, recurrence_of(module), _kernel(module))
 
 
-def compose_layer(
-    module: nn.Module, state: LayerState, documents: Sequence[LayerMap], *, both: bool
-) -> LayerState:
-    """Return the state of a layer behind several documents.
+def compose_layers(
+    mixers: Sequence[nn.Module],
+    states: Sequence[LayerState],
+    documents: Sequence[RecurrentStates],
+    *,
+    first: int = 0,
+    both: bool,
+) -> list[LayerState]:
+    """Return the states of consecutive recurrent layers behind several documents.
 
     Args:
-        module: The mixer of the layer, whose convolution reaches over the seams.
-        state: The state before the documents. A `LayerState` without tensors begins a text.
+        mixers: The mixers of the layers, whose convolutions reach over the seams.
+        states: The states of the layers before the documents. `LayerState`s without tensors begin
+            a text.
         documents: Maps of the documents, in order.
-        both: Whether the recurrent state is the mean over the order and its reverse.
+        first: Number of the first layer, counted over the recurrent layers of the model.
+        both: Whether recurrent states are means over the order and its reverse.
     """
-    if not state.convolution:  # the first one begins the text, and stays first
-        state, documents = _behind(module, state, documents[:1]), documents[1:]
-    behind = _behind(module, state, documents)
-    if both and behind.recurrent and len(documents) > 1:
-        reverse = _behind(module, state, documents[::-1])
-        behind.recurrent = {
-            index: (each + reverse.recurrent[index]) / 2 for index, each in behind.recurrent.items()
-        }
-    return behind
+    size = len(mixers) if documents[0].last.is_cuda else _LAYERS_AT_ONCE
+    found = list[LayerState]()
+    for begin in range(0, len(mixers), size):
+        group = slice(begin, begin + size)
+        layers = slice(first + begin, first + begin + len(mixers[group]))
+        maps = [_Document(each.part(layers), each.forgets[layers]) for each in documents]
+        found += _compose(mixers[group], states[group], maps, both=both)
+    return found
 
 
 def _recording(
@@ -221,26 +232,159 @@ def _empty_map(
     return LayerMap(identity, increment, none.decays, none.steps, first, first)
 
 
-def _behind(module: nn.Module, state: LayerState, documents: Sequence[LayerMap]) -> LayerState:
-    """The state behind documents in this order."""
-    recurrence, kernel = recurrence_of(module), _kernel(module)
-    [tail] = state.convolution.values() or [None]
-    [recurrent] = state.recurrent.values() or [None]
-    for each in documents:
-        first, last = each.first.to(_weight(module).dtype), each.last.to(_weight(module).dtype)
-        if tail is None:
-            tail = first.new_zeros(*first.shape[:2], kernel)
-        if recurrence is not None:
-            here = torch.zeros_like(each.increment) if recurrent is None else recurrent[0]
-            here = here.float()
-            mixed = _convolved(module, torch.cat([tail[..., 1:], first], -1))
-            opened = recurrence.inputs(mixed, here, each.decays, each.steps)
-            here = recurrence.advance(here, opened)
-            recurrent = apply_map(each.transition, each.increment, here)[None]
-        tail = torch.cat([tail, last], -1)[..., -kernel:]
-    return LayerState(
-        {} if tail is None else {0: tail}, {} if recurrent is None else {0: recurrent}
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Document:
+    """A document, as R consecutive recurrent layers read it."""
+
+    maps: RecurrentStates
+    """Its maps, of these layers."""
+    forgets: Tensor
+    """See `RecurrentStates.forgets`, [R, H]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """Documents in one order, as R consecutive recurrent layers read them."""
+
+    maps: Sequence[RecurrentStates]
+    """Maps of the documents, from the first one on that changes what some head holds at the end."""
+    tails: Sequence[Tensor]
+    """Last inputs of the convolution before each document and at the end, [R, channels, kernel]."""
+    remembered: Tensor
+    """Whether each head remembers at the end the state before each document, [documents + 1, R, H].
+    The last row is the state at the end."""
+
+    @classmethod
+    def of(cls, documents: Sequence[_Document], tail: Tensor) -> _Order:
+        """Lead the last inputs of the convolution, [R, channels, kernel], through documents."""
+        kept = [~each.forgets for each in documents]
+        remembered = (
+            torch.stack([*kept, torch.ones_like(kept[0])]).flip(0).cumprod(0).flip(0).bool()
+        )
+        some = remembered.flatten(1).any(1).tolist()
+        begin = some.index(True, 1) - 1 if remembered.numel() else 0
+        tails, width = [tail], tail.shape[-1]
+        for each in documents:
+            last = each.maps.last[:, 0]
+            short = last.shape[-1] < width
+            tails.append(torch.cat([tails[-1], last], -1)[..., -width:] if short else last)
+        maps = [each.maps for each in documents[begin:]]
+        return cls(maps, tails[begin:], remembered[begin:])
+
+    def advance(self, state: Tensor, seams: Sequence[StateUpdate], layers: slice) -> Tensor:
+        """Return the recurrent states of some of the layers behind the documents.
+
+        Args:
+            state: Their states before the documents, [heads, dk, dv].
+            seams: Effect of the first tokens of each document, [R * H, ...].
+            layers: The layers.
+        """
+        found, spare = torch.empty_like(state), torch.empty_like(state)
+        remembered = self.remembered[:, layers].flatten(1).tolist()
+        at = layers.start * self.remembered.shape[2]
+        for number, each in enumerate(self.maps):
+            transition, increment = each.transition.flatten(0, 1), each.increment.flatten(0, 1)
+            for begin, end, (before, behind) in _runs(remembered[number], remembered[number + 1]):
+                here, heads = slice(begin, end), slice(at + begin, at + end)
+                if before:
+                    opened = seams[number].of(heads).apply(state[here], spare[here])
+                    apply_map(transition[heads], increment[heads], opened, found[here])
+                elif behind:
+                    found[here] = increment[heads]
+            state = found
+        return state
+
+
+def _runs(*marks: Sequence[bool]) -> Iterator[tuple[int, int, tuple[bool, ...]]]:
+    """Runs of consecutive heads that have the same marks, with these marks."""
+    begin = 0
+    for same, heads in groupby(zip(*marks, strict=True)):
+        end = begin + len(list(heads))
+        yield begin, end, same
+        begin = end
+
+
+def _compose(
+    mixers: Sequence[nn.Module],
+    states: Sequence[LayerState],
+    documents: Sequence[_Document],
+    *,
+    both: bool,
+) -> list[LayerState]:
+    """The states of a few layers behind documents."""
+    found = list(states)
+    if not found[0].convolution:  # the first document begins the text, and stays first
+        found, documents = _behind(mixers, found, [documents[:1]]), documents[1:]
+    if not documents:
+        return found
+    orders = [documents, documents[::-1]] if both and len(documents) > 1 else [documents]
+    return _behind(mixers, found, orders)
+
+
+def _behind(
+    mixers: Sequence[nn.Module],
+    states: Sequence[LayerState],
+    orders: Sequence[Sequence[_Document]],
+) -> list[LayerState]:
+    """The states behind documents. Recurrent states are the mean over the orders."""
+    weight = _weight(mixers[0])
+    if states[0].convolution:
+        tail = torch.cat([each.convolution[0] for each in states])
+    else:
+        tail = weight.new_zeros(len(mixers), weight.shape[0], weight.shape[-1])
+    placed = [_Order.of(each, tail) for each in orders]
+    last = placed[0].tails[-1]
+    behind = [LayerState({0: each[None].to(weight.dtype, copy=True)}) for each in last]
+    recurrence = recurrence_of(mixers[0])
+    if recurrence is None:
+        return behind
+    seams = iter(_seams(mixers, placed, recurrence))
+    opened = [list(islice(seams, len(each.maps))) for each in placed]
+    size = len(mixers) if weight.is_cuda else 1  # the caches of a CPU hold the states of one layer
+    for begin in range(0, len(mixers), size):
+        layers = slice(begin, begin + size)
+        if states[0].recurrent:
+            parts = [each.recurrent[0][0] for each in states[layers]]
+            before = parts[0].float() if size == 1 else torch.cat(parts).float()
+        else:
+            shape = placed[0].maps[0].increment[layers].flatten(0, 1).shape
+            before = torch.zeros(shape, device=weight.device)
+        ends = [
+            order.advance(before, each, layers) for order, each in zip(placed, opened, strict=True)
+        ]
+        end = ends[0] if len(ends) == 1 else ends[0].add_(ends[1]).div_(2)
+        for state, each in zip(behind[layers], end.chunk(size), strict=True):
+            state.recurrent[0] = each[None]
+    return behind
+
+
+def _seams(
+    mixers: Sequence[nn.Module], orders: Sequence[_Order], recurrence: Recurrence
+) -> Iterator[StateUpdate]:
+    """Effect of the first tokens of each document of all orders, [R * H, ...] each.
+
+    Every document has `kernel` such tokens: tokens that are missing change nothing. One is always
+    missing, since products of four rows are faster than products of three.
+    """
+    documents = [each for order in orders for each in order.maps]
+    tails = [each for order in orders for each in order.tails[:-1]]
+    some, (layers, channels, kernel) = documents[0].increment, tails[0].shape
+    seen = recurrence.channels(channels, some)
+    shape = 2 * kernel - 1, len(documents), layers, len(range(channels)[seen])
+    windows = torch.zeros(shape, device=some.device)
+    for window, tail, each in zip(windows.unbind(1), tails, documents, strict=True):
+        window[: kernel - 1] = tail[:, seen, 1:].permute(2, 0, 1)
+        window[kernel - 1 :][: each.first.shape[-1]] = each.first[:, 0, seen].permute(2, 0, 1)
+    mixed = _convolved(mixers, windows, seen).permute(1, 2, 3, 0)
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(
+            [nn.functional.pad(each, (0, 0, 0, kernel - each.shape[-2])) for each in tensors]
+        )
+
+    decays = padded([each.decays for each in documents])
+    steps = padded([each.steps for each in documents])
+    return recurrence.update(recurrence.inputs(mixed, some, decays, steps)).unbind()
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d:
@@ -255,13 +399,26 @@ def _kernel(module: nn.Module) -> int:
     return int(_weight(module).shape[-1])
 
 
-def _convolved(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Output of a mixer's convolution for the inputs [1, channels, kernel - 1 + T]:
-    [channels, T]."""
-    convolution = _convolution(module)
-    out = nn.functional.conv1d(
-        inputs, convolution.weight, convolution.bias, groups=convolution.groups
-    )
-    activation = getattr(module, "activation", None)
-    out = out if activation is None else ACT2FN[activation](out)
-    return out[0]
+def _convolved(mixers: Sequence[nn.Module], inputs: Tensor, channels: slice) -> Tensor:
+    """Output of some channels of the convolutions of R mixers, in float32.
+
+    Args:
+        mixers: The mixers.
+        inputs: Inputs of these channels, [kernel - 1 + T, n, R, channels]. The axis of the tokens
+            is the first one, so that each operation takes long rows.
+        channels: The channels.
+
+    Returns:
+        [T, n, R, channels].
+    """
+    taps = torch.stack([_weight(each)[channels, 0].float() for each in mixers]).permute(2, 0, 1)
+    taps = taps.contiguous()
+    windows = inputs.unfold(0, len(taps), 1)
+    out = windows[..., 0] * taps[0]
+    for number in range(1, len(taps)):
+        out.addcmul_(windows[..., number], taps[number])
+    biases = [each for each in (_convolution(mixer).bias for mixer in mixers) if each is not None]
+    if biases:
+        out += torch.stack(biases)[:, channels]
+    activation = getattr(mixers[0], "activation", None)
+    return out if activation is None else ACT2FN[activation](out)

@@ -26,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.recurrent import RecurrentBatch, RecurrentRun
 from ragcache.attention.triton.operator import OperatorMetadata
-from ragcache.models.composition import compose_layer, is_affine, record_mixer
+from ragcache.models.composition import compose_layers, is_affine, record_mixer
 from ragcache.models.hf_patch import SegmentCache
 from ragcache.models.model import CausalLM, ForwardBatch
 from ragcache.states.recurrent import LayerMap, LayerState, RecurrentSnapshot, RecurrentStates
@@ -64,15 +64,34 @@ class HybridCache(SegmentCache):
         backend: AttentionBackend,
         recurrent: RecurrentBatch,
         kinds: LayerKinds,
+        mixers: Sequence[nn.Module],
     ) -> None:
         super().__init__(metadata, backend)
         self.recurrent = recurrent
         self._number = {layer: number for number, layer in enumerate(kinds.keys)}
-        self._recurrent = {layer: number for number, layer in enumerate(kinds.recurrent)}
+        self._layers, self._mixers = kinds.recurrent, mixers
+        self._composed: dict[RecurrentRun, dict[int, LayerState]] = {}
 
-    def map_of(self, document: RecurrentStates, layer_idx: int) -> LayerMap:
-        """Return the map of a document for one layer."""
-        return document.layer(self._recurrent[layer_idx])
+    def state_before(self, run: RecurrentRun, layer_idx: int) -> LayerState:
+        """Return the state before the rows of a run, which a call over the rows may change.
+
+        Documents are composed in all layers at once. A run that continues another run of the step
+        composes layer by layer, since the states before its documents are not known earlier.
+        """
+        if not run.documents:
+            return _state_before(run, layer_idx)
+        composed = self._composed.setdefault(run, {})
+        if layer_idx not in composed:
+            first = self._layers.index(layer_idx)
+            states = [
+                LayerState() if run.before is None else run.before.layers[layer]
+                for layer in self._layers[first:]
+                if run.before is None or layer in run.before.layers
+            ]
+            mixers = self._mixers[first : first + len(states)]
+            found = compose_layers(mixers, states, run.documents, first=first, both=run.both)
+            composed.update(zip(self._layers[first:], found, strict=False))
+        return composed.pop(layer_idx)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -195,7 +214,8 @@ class HybridLM(CausalLM):
     def _call(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM._call`."""
         assert batch.recurrent is not None
-        cache = HybridCache(batch.metadata, self.backend, batch.recurrent, self.kinds)
+        mixers = list(recurrent_mixers(self.model))
+        cache = HybridCache(batch.metadata, self.backend, batch.recurrent, self.kinds, mixers)
         return self._call_with(batch, cache)
 
 
@@ -235,10 +255,7 @@ def run_by_request(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
         for number, run in enumerate(batch.steps):
             run.after.layers[layer] = _row_of(state, number)
     for run in batch.texts:
-        state = _state_before(run, layer)
-        if run.documents:
-            maps = [cache.map_of(each, layer) for each in run.documents]
-            state = compose_layer(module, state, maps, both=run.both)
+        state = cache.state_before(run, layer)
         rows = hidden_states[:, run.begin : run.end]
         if run.maps is None:
             output, _ = _call_mixer(module, rows, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -88,7 +89,7 @@ class LayerMap:
         return tuple(getattr(self, each.name) for each in fields(self))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RecurrentStates:
     """Effect of a text on the states of all recurrent layers: a `LayerMap` for each.
 
@@ -138,9 +139,24 @@ class RecurrentStates:
         """All tensors by name."""
         return {name: getattr(self, name) for name in RECURRENT_NAMES}
 
-    def layer(self, number: int) -> LayerMap:
-        """Return the map of one recurrent layer, counted from 0."""
-        return LayerMap(*(each[number] for each in self.tensors().values()))
+    @cached_property
+    def forgets(self) -> Tensor:
+        """Whether each head forgets the state before the text, [R, H] bool on the CPU.
+
+        A head forgets if the Frobenius norm of its transition M is at most u, the rounding of a
+        number in the dtype of the maps. The state S before the text then changes the state behind
+        it by |M S| <= u |S|, and compositions leave M S out. On a GPU, no head counts as one that
+        forgets, since the answer would have to be waited for.
+        """
+        if self.transition.device.type != "cpu":
+            return torch.zeros(self.transition.shape[:2], dtype=torch.bool)
+        rounding = torch.finfo(self.transition.dtype).eps / 2
+        norms: Tensor = torch.linalg.matrix_norm(self.transition.float())
+        return norms <= rounding
+
+    def part(self, layers: slice) -> RecurrentStates:
+        """Return the maps of some recurrent layers."""
+        return RecurrentStates(*(each[layers] for each in self.tensors().values()))
 
     def fits(self, shapes: RecurrentStates) -> bool:
         """Whether the tensors have the shapes of others, which are a long text's. The maps of a

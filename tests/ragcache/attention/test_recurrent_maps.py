@@ -103,7 +103,8 @@ def test_channels_of_the_convolution_are_split(rule: Recurrence, channels: int) 
     mixed = torch.arange(float((channels + width) * length)).view(-1, length)
     decays = steps = torch.zeros(heads, length, 1)
     shape = (heads, KEY, VALUE) if rule is DELTA_RULE else (heads, VALUE, KEY)
-    found = rule.inputs(mixed, torch.zeros(shape), decays, steps)
+    state = torch.zeros(shape)
+    found = rule.inputs(mixed[rule.channels(len(mixed), state)], state, decays, steps)
     keys = mixed[channels // 2 : channels] if rule is DELTA_RULE else mixed[width:][: channels // 2]
     values = mixed[channels:] if rule is DELTA_RULE else mixed[:width]
     torch.testing.assert_close(found.values[1], values[VALUE : 2 * VALUE].T)

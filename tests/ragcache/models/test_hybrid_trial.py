@@ -17,16 +17,16 @@ from tests.tiny_hybrids import tiny_hybrid
 from tests.tiny_models import tiny_model
 
 
-def without_transition(transition: Tensor, increment: Tensor, state: Tensor) -> Tensor:
+def without_transition(transition: Tensor, increment: Tensor, state: Tensor, out: Tensor) -> Tensor:
     del transition
-    return state + increment
+    return torch.add(state, increment, out=out)
 
 
-def without_seam(module: Any, inputs: Tensor) -> Tensor:
+def without_seam(mixers: Any, inputs: Tensor, channels: slice) -> Tensor:
     """Nothing stands before the first tokens of a document."""
-    kernel = composition._kernel(module)
-    inputs = torch.nn.functional.pad(inputs[..., kernel - 1 :], (kernel - 1, 0))
-    return convolved(module, inputs)
+    inputs = inputs.clone()
+    inputs[: composition._kernel(mixers[0]) - 1] = 0
+    return convolved(mixers, inputs, channels)
 
 
 def without_decay(self: DeltaRule, transition: Tensor, increment: Tensor, inputs: Any) -> Any:
