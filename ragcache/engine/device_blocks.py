@@ -81,10 +81,10 @@ class BlockPlanner:
 
     def _shares_blocks(self, rows: StepRows, until: Ints) -> bool:
         """Whether two requests have a block in common, among the first `until` of each."""
-        _, _, block_id = rows.blocks(until)
-        places = np.arange(len(block_id))
-        self._places[block_id] = places
-        return bool((self._places[block_id] != places).any())
+        ids = rows.block_ids(until)
+        places = np.arange(len(ids))
+        self._places[ids] = places
+        return bool((self._places[ids] != places).any())
 
     def _runs_of_batch(self, batch: DecodeBatch, until: Ints) -> ReadArrays:
         """One read for each run of the first `until` blocks of a batch's rows, which share none."""

@@ -103,28 +103,30 @@ class StepRows:
             for each in self.placed
         )
 
-    def blocks(self, until: Ints) -> tuple[Ints, Ints, Ints]:
-        """The first `until` blocks of each request, one after another: request, number in its table
-        and id, [N] each. Requests in contiguous memory have none."""
-        count, batch = self.decoding.rows, self.decoding
+    def block_ids(self, until: Ints) -> Ints:
+        """Ids of the first `until` blocks of each request, one after another, [N]. Requests in
+        contiguous memory have none."""
+        count, blocks = self.decoding.rows, self.decoding.blocks
         width = int(until[:count].max()) if count else 0
-        wanted = np.arange(width) < until[:count, None]
-        request, number = wanted.nonzero()
-        block_id = batch.blocks[:, :width][wanted]
+        ids: Ints = blocks[:, :width][np.arange(width) < until[:count, None]]
         if not self.placed:
-            return request, number, block_id
-        ids = [
-            table.block_ids[:end] if isinstance(table, BlockTable) else []
-            for table, end in zip(
-                (each.chunk.private for each in self.placed), until[count:].tolist(), strict=True
-            )
+            return ids
+        tables = (each.chunk.private for each in self.placed)
+        behind = [
+            table.block_ids[:end]
+            for table, end in zip(tables, until[count:].tolist(), strict=True)
+            if isinstance(table, BlockTable)
         ]
-        counts = ints([len(each) for each in ids])
-        return (
-            np.concatenate([request, np.arange(count, self.requests).repeat(counts)]),
-            np.concatenate([number, counted(counts)]),
-            np.concatenate([block_id, ints([*chain.from_iterable(ids)])]),
-        )
+        return np.concatenate([ids, ints([*chain.from_iterable(behind)])])
+
+    def blocks(self, until: Ints) -> tuple[Ints, Ints, Ints]:
+        """Request, number in its table and id of the blocks of `block_ids`, [N] each."""
+        counts = until.copy()
+        for owner, each in enumerate(self.placed, self.decoding.rows):
+            if not isinstance(each.chunk.private, BlockTable):
+                counts[owner] = 0
+        request = np.arange(self.requests).repeat(counts)
+        return request, counted(counts), self.block_ids(until)
 
 
 def ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:
