@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
+from _pytest import runner
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -70,6 +71,22 @@ def _end_at_once() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _run_test(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    return runner.pytest_runtest_protocol(item, nextitem)
+
+
+# Python keeps the frames of calls in chunks of 16 KiB. A loop at the end of a chunk maps and unmaps
+# the next one with each call. A frame this large gets a chunk of its own size, whose other half
+# holds the frames of a test.
+_run_test.__code__ = _run_test.__code__.replace(co_stacksize=2**17)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test as pytest does, in a frame that has room for all others."""
+    return _run_test(item, nextitem)
 
 
 WAITING = ("cluster", "page")
