@@ -343,8 +343,8 @@ class EngineCore:
         full, available = batch.full_rows(), self.kv_manager.available_blocks
         beside, ending = list[Sequence](), 0
         if len(self._running) > batch.rows:
-            sampled = {sequence.number for sequence in last.sequences}
-            beside = [each for each in self._running if each.number not in sampled]
+            sampled = set(last.sequences)
+            beside = [each for each in self._running if each not in sampled]
             ending = len(self._running) - batch.rows - len(beside)  # their last token is to come
         running = [sequence.schedulable() for sequence in beside]
         available -= len(full)
