@@ -245,10 +245,11 @@ def describe_kinds() -> str:
 
 
 ROOTED, ISOLATED, EXACT = ReuseMode(_ROOTED), ReuseMode(_ISOLATED), ReuseMode(_EXACT)
+PRIMED = ReuseMode(_PRIMED)
 
 GATED = (
     ROOTED,
-    ReuseMode(_PRIMED),
+    PRIMED,
     ReuseMode(_PRIMED, 16),
     ReuseMode(_LINKED, 16),
     ReuseMode(_BLEND, 16),

@@ -138,7 +138,7 @@ class ChatPipeline:
         """
         called, search = time.perf_counter(), options.search
         for text, seconds in options.keep.items():
-            self.observed.keep(text, seconds, options.mode, options.keeper)
+            self.observed.keep(text, seconds, self._mode([], options), options.keeper)
         if search is None:
             chats = [self._render(each, options) for each in conversations]
         else:
@@ -147,7 +147,10 @@ class ChatPipeline:
         times = Timestamps(called, time.perf_counter(), rerank=reranking)
         collection = "" if search is None else search.collection
         asked = AskedQuestion("", options.mode, "chat", collection, times, keeper=options.keeper)
-        questions = [replace(asked, text=chat.question) for chat in chats]
+        questions = [
+            replace(asked, text=chat.question, mode=self._mode(chat.found, options))
+            for chat in chats
+        ]
         choose = self._build_least if options.resumable else self.build
         return [choose(*each) for each in zip(chats, questions, strict=True)]
 
@@ -279,7 +282,12 @@ class ChatPipeline:
         found = [each for each in found if not find_mark(each.module.text)]
         if not options.recognize_recurring:
             return found
-        return self.observed.find(text, found, options.mode)
+        return self.observed.find(text, found, self._mode(found, options))
+
+    def _mode(self, found: Sequence[RecognizedModule], options: ChatCall) -> ReuseMode:
+        """Return the mode in which a chat reads the modules in it."""
+        ingested = any(each.ingested for each in found)
+        return options.mode if ingested else self.observed.mode_for(options.mode)
 
     def _tokens_of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
         """Return the tokens of ingested and observed modules."""

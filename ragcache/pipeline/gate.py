@@ -153,6 +153,10 @@ class ModeGate:
         result = self._known.get(name)
         return name in self._known and (result is None or result.passes)
 
+    def is_near(self, mode: ReuseMode) -> bool:
+        """Tell whether a mode was measured near enough to `exact`. Measures nothing."""
+        return self.passes(mode) and self._known.get(str(mode.measured)) is not None
+
     def _readable(self, mode: ReuseMode) -> bool:
         """Whether the model can read states as a mode that reads states does."""
         causal = self.model.causal

@@ -209,7 +209,7 @@ class SharedServices:
         return replace(deletion, observed=deletion.observed + unstored)
 
     def keep_up(self) -> None:
-        """Forget namespaces that other processes have deleted, and end what is over in others."""
+        """Forget namespaces that other processes have deleted, and end expired pins and texts."""
         self._end_namespaces(NamespaceRows(self.database).find_deleted())
         for each in list(self._namespaces.values()):
             each.pins.end_expired()

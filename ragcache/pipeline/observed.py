@@ -23,7 +23,7 @@ from ragcache.db import ModuleRow
 from ragcache.db.observed import ObservedText, ObservedTexts
 from ragcache.errors import EngineClosed, RagCacheError, StoreError
 from ragcache.models import LoadedModel
-from ragcache.modes import Encoding, ReuseMode
+from ragcache.modes import PRIMED, ROOTED, Encoding, ReuseMode
 from ragcache.params.open import ObservedStorage
 from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.keeper import Keeper
@@ -148,6 +148,19 @@ class ObservedModules:
             spans = self._recurrences.observe(text)
         self._promote_later(text, spans, found, mode)
         return found
+
+    def mode_for(self, mode: ReuseMode) -> ReuseMode:
+        """Return the mode in which a chat without ingested texts reads recurring ones.
+
+        Recurring texts follow the preamble, as ingested texts do. Where the gate refuses `rooted`,
+        modules after the first are read behind the priming text, in `primed`, if that was measured
+        near enough to `exact`.
+
+        Args:
+            mode: The mode that the chat asks for.
+        """
+        refused = mode == ROOTED and not self._gate.passes(mode)
+        return PRIMED if refused and self._gate.is_near(PRIMED) else mode
 
     def keep(self, text: str, seconds: float, mode: ReuseMode, keeper: Keeper) -> None:
         """Make modules of a text at once, and keep them for a time.
@@ -326,6 +339,9 @@ class ObservedModules:
         try:
             self._wait_until_idle()
             self._gate.measure([mode])
+            if mode == ROOTED and not self._gate.passes(mode):
+                self._gate.measure([PRIMED])
+            mode = self.mode_for(mode)
             if not self._gate.passes(mode):
                 return
             for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):

@@ -429,7 +429,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
-    from ragcache.modes import ROOTED
+    from ragcache.modes import PRIMED, ROOTED
     from ragcache.pipeline.gate import ModeGate, propose_mode
 
     if settings.force_modes:
@@ -455,8 +455,10 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
         else f"proposed as the default: {proposed.mode}"
     )
     said = "; ".join([advice, *map(str, results)])
-    if any(each.mode == str(ROOTED) and not each.passes for each in results):
-        raise ModeRefused(f"{said}; texts that recur in chats are computed, too")
+    serving = {each.mode for each in results if each.passes}
+    if str(ROOTED) not in serving:
+        recurring = "read in primed" if str(PRIMED) in serving else "computed, too"
+        raise ModeRefused(f"{said}; texts that recur in chats are {recurring}")
     return said
 
 

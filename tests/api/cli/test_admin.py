@@ -274,6 +274,21 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         monkeypatch.setattr(gate, "measure_modes", None)
 
 
+@pytest.mark.parametrize(("divergence", "read"), [(0.05, "read in primed"), (4.5, "computed, too")])
+def test_doctor_tells_how_recurring_texts_are_read(
+    divergence: float, read: str, run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+
+    def measure(_model: object, _engine: object, modes: list[object]) -> list[GateResult]:
+        far = {str(mode): divergence if str(mode) == "primed" else 4.5 for mode in modes}
+        return [GateResult(mode, 24, n, 0.75, 2.0, 6.0, 1.0, 0.75) for mode, n in far.items()]
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    detail = json.loads(run("doctor", "--json")[1])["modes"]["detail"]
+    assert detail.endswith(f"texts that recur in chats are {read}")
+
+
 def test_doctor_keeps_its_measurements_in_the_set_ledger(
     run: Run, ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

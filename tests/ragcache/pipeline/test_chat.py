@@ -518,7 +518,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
         ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer)),
         cast("Any", tokens),
         none,
-        cast("Any", SimpleNamespace(find=lambda _, found, __: found)),
+        cast("Any", SimpleNamespace(find=lambda _, found, __: found, mode_for=lambda mode: mode)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,15 @@ import pytest
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import LLMEngine
+from ragcache.errors import ModeRefused
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.modes import ROOTED
+from ragcache.modes import ROOTED, ReuseMode
 from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
 from ragcache.pipeline.history import HistoryReads
 from ragcache.recognition import NO_DOCUMENT, RecognizedModule
 from ragcache.store import KVStore
-from tests.ragcache.pipeline.test_gate import FAR
+from tests.ragcache.pipeline.test_gate import FAR, NEAR
 from tests.ragcache.test_recurrence import passage
 from tests.tiny_models import tiny_model
 
@@ -204,6 +206,26 @@ def test_a_refused_mode_reads_nothing_and_fails_no_chat(
             assert ask(rag, seeds, "Who?").mode == "exact"
         assert rag.modules.observed.all() == []
         assert [each.mode for each in rag.gate.results()] == ["rooted"]
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
+def test_texts_are_read_primed_where_rooted_is_refused(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    def measure(_model: LoadedModel, _engine: LLMEngine, modes: list[ReuseMode]) -> Any:
+        nearer = replace(NEAR if near else FAR, mode="primed")
+        return [nearer if str(each) == "primed" else FAR for each in modes]
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    with RagCache.open(tmp_path / "state", model, force_modes=False) as rag:
+        modes = [ask(rag, seeds, "Who?").mode for seeds in ([1, 2], [3, 1], [4, 1], [5, 1])]
+        read = "recognized:primed" if near else "exact"
+        assert modes == ["exact", "exact", read, read]
+        kept = {len(each.keys) for each in rag.modules.observed.all()}
+        assert kept == ({2} if near else set())
+        rag.ingest("notes", [SourceDocument("one", passage(9, 5))])
+        with pytest.raises(ModeRefused):
+            ask(rag, [9, 1], "Who?")
 
 
 @pytest.mark.slow
