@@ -1,5 +1,7 @@
 """Documents that compose in a hybrid model, beside their own arithmetic and an ordinary prefill.
 
+Times are processor time of one thread, so that other work on the machine counts little.
+
 python benchmarks/hybrid.py --json FILE
 """
 
@@ -10,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,6 @@ from harness import (
     plain_table,
     print_figures,
     run_benchmark,
-    seconds,
 )
 
 from ragcache.bench.harness import prefill
@@ -114,7 +116,7 @@ def bench_composition(causal: CausalLM, setting: HybridSetting) -> dict[str, flo
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(setting.runs + 1):
         for name, way in ways.items():
-            taken = seconds(way)
+            taken = _seconds(way)
             if run:  # the first one warms up
                 times[name].append(taken)
     return {name: statistics.median(each) for name, each in times.items()}
@@ -166,15 +168,25 @@ def bench_first_token(
                 end = at + len(question)
                 placed = tuple(segments), tuple(question), tuple(range(at, end)), end, compose
                 request = Request(Context(*placed), 1)
-                begin = time.perf_counter()
-                engine.submit_request(request).result()
+                spent = _seconds(partial(_answer, engine, request))
                 if run:
-                    taken.append(time.perf_counter() - begin)
+                    taken.append(spent)
     progress("prefill by Hugging Face, once")
     prompt = [*preamble, *(token for each in modules for token in each), *question]
     prefill(causal.model, prompt[:64])
     medians = {str(name): statistics.median(each) for name, each in times.items()}
-    return {"prefill": seconds(lambda: prefill(causal.model, prompt)), **medians}
+    return {"prefill": _seconds(lambda: prefill(causal.model, prompt)), **medians}
+
+
+def _answer(engine: LLMEngine, request: Request) -> None:
+    engine.submit_request(request).result()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Processor time of a call, in all threads of the process."""
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
 
 
 def bench_hybrid(setting: HybridSetting, progress: Progress) -> dict[str, Any]:
@@ -200,6 +212,7 @@ def bench_hybrid(setting: HybridSetting, progress: Progress) -> dict[str, Any]:
 
 def main(json_file: JsonFile = None, module_tokens: int = 1024, runs: int = 5) -> None:
     """Compose modules of the shape of Qwen3.5-0.8B, beside products alone and a prefill."""
+    torch.set_num_threads(1)
     setting = HybridSetting(module_tokens=module_tokens, runs=runs)
     found = run_benchmark(lambda progress: bench_hybrid(setting, progress))
     result = {**found, "setting": asdict(setting), "machine": describe_machine()}

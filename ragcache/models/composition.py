@@ -363,14 +363,13 @@ def _seams(
 ) -> Iterator[StateUpdate]:
     """Effect of the first tokens of each document of all orders, [R * H, ...] each.
 
-    Every document has `kernel` such tokens: tokens that are missing change nothing. One is always
-    missing, since products of four rows are faster than products of three.
+    Documents that are shorter than the convolution get tokens that change nothing.
     """
     documents = [each for order in orders for each in order.maps]
     tails = [each for order in orders for each in order.tails[:-1]]
     some, (layers, channels, kernel) = documents[0].increment, tails[0].shape
     seen = recurrence.channels(channels, some)
-    shape = 2 * kernel - 1, len(documents), layers, len(range(channels)[seen])
+    shape = 2 * (kernel - 1), len(documents), layers, len(range(channels)[seen])
     windows = torch.zeros(shape, device=some.device)
     for window, tail, each in zip(windows.unbind(1), tails, documents, strict=True):
         window[: kernel - 1] = tail[:, seen, 1:].permute(2, 0, 1)
@@ -379,7 +378,7 @@ def _seams(
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(
-            [nn.functional.pad(each, (0, 0, 0, kernel - each.shape[-2])) for each in tensors]
+            [nn.functional.pad(each, (0, 0, 0, kernel - 1 - each.shape[-2])) for each in tensors]
         )
 
     decays = padded([each.decays for each in documents])
