@@ -203,4 +203,4 @@ def test_thousands_of_operations() -> None:
 
 @pytest.mark.slow
 def test_thousands_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
-    run(on_postgres(request), scaled(200, quick=0.04))
+    run(on_postgres(request), scaled(200, quick=0.08))
