@@ -215,6 +215,8 @@ def test_questions_are_filtered_and_keep_their_collection(page: Page, rag: RagCa
     page.find("[name=field]").send_keys(Keys.CONTROL, "a")
     page.find("[name=field]").send_keys("year")
     page.find("[name=operator] option[value='lt']").click()
+    years = "return [...document.querySelectorAll('#values-0 option')].map((each) => each.value)"
+    page.until(lambda: "2019" in page.window.execute_script(years))
     page.find("[name=value]").send_keys("2020")
     page.click(".options summary", "1 filter")
     ask(page, "Which color is the ferry?")
@@ -254,6 +256,26 @@ def test_refusals_are_told_in_words(page: Page, rag: RagCache) -> None:
     asked(page, "zzqx wvvk", "handbook")
     assert page.find(".said.refused .markdown").text == REFUSAL
     assert "Nothing in the collection fits" in page.find(".said .why").text
+
+
+def test_sources_begin_with_their_texts(page: Page) -> None:
+    source = {"document": "leave.md", "module": "leave.md#1", "text": "# Leave\n\nIn writing."}
+    refused = {"text": REFUSAL, "finish": "no_answer", "confidence": 0.004, "spans": []}
+    ended = {"id": "1", "kind": "ask", "collection": "handbook", "status": "done", "question": "?"}
+    page.open_ask("handbook")
+    page.window.execute_script(
+        "sessionStorage.setItem('ragcache.conversation', JSON.stringify(arguments[0]))",
+        {
+            "name": "page-1",
+            "exchanges": [
+                {**ended, "answer": {**refused, "sources": [{**source, "tier": "disk"}]}}
+            ],
+        },
+    )
+    page.window.refresh()
+    page.find(".said.refused .why", "0.4 %")
+    page.click(".sources summary")
+    assert "In writing. …" in page.find(".sources li").text
 
 
 def test_questions_are_edited_and_asked_again(page: Page) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from ragcache import RagCache
@@ -22,6 +23,19 @@ pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 FILES = 30
 FIRST = 8  # files of the first portion that the page sends
 NETWORK = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+
+PICK = """
+const given = new DataTransfer();
+for (const name of arguments) {
+  const file = new File(["The lamp is green."], name.split("/").at(-1));
+  Object.defineProperty(file, "webkitRelativePath", { value: name.includes("/") ? name : "" });
+  given.items.add(file);
+}
+const input = document.querySelector(".upload input[type=file]");
+input.files = given.files;
+input.dispatchEvent(new Event("change"));
+"""
+"""Script that chooses files by names, or by paths within a folder, as the browser's dialog does."""
 
 
 @pytest.fixture
@@ -121,3 +135,25 @@ def test_a_first_folder_is_dropped_on_the_page_itself(
         page.until(lambda: page.window.execute_script(focused) == "question")
         ask(page, "Which color is the lamp of quay 7?")
         assert "green" in page.find(".said").text
+
+
+def test_chosen_files_need_no_name_of_a_collection(page: Page, server: httpx.Client) -> None:
+    page.open_ask("none")
+    page.click("[data-act=add]")
+    page.window.execute_script(PICK, "lamp.md")
+    page.until(lambda: page.find("[name=into]").get_attribute("value") == "documents")
+    page.click(".upload [type=submit]", "Add 1 file")
+    page.find(".picked .done", "lamp.md")
+    assert not page.window.find_elements(By.CSS_SELECTOR, ".picked button"), (
+        "it is not deleted here"
+    )
+    assert get(server, "/v1/collections/documents/documents")["total"] == 1
+
+
+def test_hidden_files_of_a_chosen_folder_are_left_out(page: Page) -> None:
+    page.open_ask("none")
+    page.click("[data-act=add]")
+    page.window.execute_script(PICK, "quay/.git/config", "quay/.env", "quay/lamp.md")
+    page.find(".upload [type=submit]", "Add 1 file")
+    assert page.find(".picked li").text.startswith("quay/lamp.md")
+    assert page.find("[name=into]").get_attribute("value") == "quay"

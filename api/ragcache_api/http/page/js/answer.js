@@ -5,6 +5,7 @@ import { Bar, Button, Fault, html, part, Tier, useState, useStore } from "./ui.j
 
 const QUOTED = 3;
 const EXCERPT = 320; // characters of a found text
+const GLIMPSE = 90; // of a source
 const CONTEXT = 240; // characters: the server cuts longer lines there, be it within a word
 const STAGES = { retrieve: "remote", assemble: "disk", queued: "shared", prefill: "encoded", decode: "host" }; // colors
 
@@ -58,6 +59,7 @@ function Live({ live }) {
 }
 
 const before = (text) => (text.length < CONTEXT ? text : `…${text.slice(text.search(/\s/))}`);
+const excerpt = (text, length) => `${plain(text.replace(/^#+ /gm, "").trim().slice(0, length))} …`;
 const after = (text) => (text.length < CONTEXT ? text : text.replace(/\s\S*$/, " …"));
 
 /** Where a place is, in words. */
@@ -78,7 +80,7 @@ function Sources({ sources, open }) {
     <summary>${t("sources", { n: sources.length })}</summary>
     <ol aria-label=${t("modules_used")}>${sources.map((source) => html`<li data-module=${source.module}>
       <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(source.document, { text: source.text })}>${placeOf(source)}</button>
-      <${Tier} id=${source.tier} />
+      <${Tier} id=${source.tier} /> <span class="muted">${excerpt(source.text, GLIMPSE)}</span>
     </li>`)}</ol>
   </details>`;
 }
@@ -91,12 +93,8 @@ function Cost({ answer: { reuse, timings, mode, confidence } }) {
     part(t("shared"), "shared", reuse.shared_tokens ?? 0),
     part(t("computed"), "computed", reuse.computed_tokens),
   ];
-  const line = t("cost", {
-    share: percent(kept / reuse.prompt_tokens),
-    n: reuse.prompt_tokens,
-    first: seconds(timings.first_token),
-    total: seconds(timings.total),
-  });
+  const times = { first: seconds(timings.first_token), total: seconds(timings.total) };
+  const line = t("cost", { share: percent(kept / reuse.prompt_tokens), n: reuse.prompt_tokens, ...times });
   return html`<details class="cost muted">
     <summary data-figure="cost">${line}</summary>
     <${Bar} label=${t("prompt_tokens")} parts=${parts} format=${String} />
@@ -120,7 +118,7 @@ function Hits({ hits, status, open }) {
   return html`<ol class="hits" aria-label=${t("found")}>${hits.map(({ document, text, score }) => html`<li>
     <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(document, { text })}>${plain(document)}</button>
     ${" "}<span class="muted num">${fixed(score)}</span>
-    <p dir="auto">${plain(text.replace(/^#+ /gm, "").trim().slice(0, EXCERPT))} …</p>
+    <p dir="auto">${excerpt(text, EXCERPT)}</p>
   </li>`)}</ol>`;
 }
 

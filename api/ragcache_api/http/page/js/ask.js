@@ -166,14 +166,14 @@ function Composer({ collection, talk, draft, setDraft, children }) {
 }
 
 function Options({ collection, options, set }) {
-  const [fields, setFields] = useState([]);
+  const [known, setKnown] = useState([]); // metadata of documents
   const [opened, setOpened] = useState(false);
   useEffect(() => {
     if (!opened || !collection) return;
-    get(withQuery(`${collectionPath(collection)}/documents`, { limit: 200 })).then(({ items }) => {
-      setFields([...new Set(items.flatMap(({ metadata }) => Object.keys(metadata)))].filter((name) => name !== "omitted"));
-    }, complain);
+    get(withQuery(`${collectionPath(collection)}/documents`, { limit: 200 })).then(({ items }) => setKnown(items.map(({ metadata }) => metadata)), complain);
   }, [collection, opened]);
+  const choices = (all) => [...new Set(all.flat())].map((value) => html`<option value=${String(value)} />`);
+  const fields = [...new Set(known.flatMap(Object.keys))].filter((name) => name !== "omitted");
   const with_ = (changes) => set((now) => ({ ...now, ...changes }));
   const filter = (index, changes) => with_({ filters: options.filters.map((each, at) => (at === index ? { ...each, ...changes } : each)) });
   const used = options.filters.filter(({ field }) => field).length;
@@ -187,11 +187,12 @@ function Options({ collection, options, set }) {
       </div>
       <fieldset>
         <legend>${t("filters")}</legend>
-        <datalist id="fields">${fields.map((name) => html`<option value=${name} />`)}</datalist>
+        <datalist id="fields">${choices(fields)}</datalist>
         ${options.filters.map(({ field, operator, value }, index) => html`<div class="row filter">
           <input name="field" list="fields" aria-label=${t("filter_field")} placeholder=${t("filter_field")} value=${field} onChange=${({ target }) => filter(index, { field: target.value.trim() })} />
           <select name="operator" aria-label=${t("filter_operator")} onChange=${({ target }) => filter(index, { operator: target.value })}>${OPERATORS.map((each) => html`<option value=${each} selected=${each === operator}>${t(`operator_${each}`)}</option>`)}</select>
-          <input name="value" aria-label=${t("filter_value")} placeholder=${t("filter_value")} value=${String(value)} onChange=${({ target }) => filter(index, { value: valueOf(target.value) })} />
+          <datalist id="values-${index}">${choices(known.map((each) => each[field] ?? []))}</datalist>
+          <input name="value" list="values-${index}" aria-label=${t("filter_value")} placeholder=${t("filter_value")} value=${String(value)} onChange=${({ target }) => filter(index, { value: valueOf(target.value) })} />
           <${Button} kind="ghost" icon="close" label=${t("filter_remove")} onClick=${() => with_({ filters: options.filters.filter((_, at) => at !== index) })} />
         </div>`)}
         <${Button} icon="add" data-act="filter" onClick=${() => with_({ filters: [...options.filters, { field: fields[0] ?? "", operator: "eq", value: "" }] })}>${t("filter_add")}<//>

@@ -15,7 +15,8 @@ export const jobs = store([]);
 let number = 0;
 
 function choose(more) {
-  const ordered = [...more].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+  const shown = more.filter(({ name }) => !name.includes("/.")); // of a folder, nothing that is hidden
+  const ordered = shown.sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
   const added = ordered.map(({ file, name }) => ({ id: (number += 1), file, name, status: "chosen" }));
   files.set([...files.value, ...added]);
 }
@@ -34,8 +35,7 @@ async function dropped(transfer) {
 async function within(entry, path) {
   const name = path + entry.name;
   if (entry.name.startsWith(".")) return [];
-  if (entry.isFile)
-    return [{ file: await new Promise((found, failed) => entry.file(found, failed)), name }];
+  if (entry.isFile) return [{ file: await new Promise((found, failed) => entry.file(found, failed)), name }];
   const children = await listed(entry.createReader());
   return (await Promise.all(children.map((child) => within(child, `${name}/`)))).flat();
 }
@@ -157,7 +157,7 @@ export function Upload({ collection, names, changed, chose = () => {}, asks }) {
   const [typed, setTyped] = useState(collection || null);
   const [busy, setBusy] = useState(false);
   const chosen = listed.filter(({ status }) => status === "chosen");
-  const target = typed ?? chosen.find(({ name }) => name.includes("/"))?.name.split("/")[0] ?? "";
+  const target = typed ?? chosen.find(({ name }) => name.includes("/"))?.name.split("/")[0] ?? (chosen.length ? t("collection_example") : "");
   const ready = asks && !chosen.length && listed.some(({ status }) => status === "done");
   const submit = async (event) => {
     event.preventDefault();
@@ -201,5 +201,5 @@ const Picked = ({ each: { id, name, file, status, reason } }) =>
     <span class="what"><${Name} text=${name} />${reason && html`<small class="fault">${plain(reason)}</small>`}</span>
     <span class="muted">${word("file", status)}</span>
     <span class="num muted">${bytes(file.size)}</span>
-    <${Button} kind="ghost" icon="close" label=${t("remove_file", { name: plain(name) })} onClick=${() => forget(id)} />
+    ${["chosen", "refused"].includes(status) && html`<${Button} kind="ghost" icon="close" label=${t("remove_file", { name: plain(name) })} onClick=${() => forget(id)} />`}
   </li>`;
