@@ -47,7 +47,7 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     assert done.json()["changes"]
     client.delete(f"/admin/modules/{one['id']}", headers=red)
     left = listed(client, "/admin/evictions", red)
-    assert [each["id"] for each in left] == [r.public_id for r in tenant.evictions().items]
+    assert [each["id"] for each in left] == [r.public_id for r in tenant.modules.evictions().items]
 
 
 def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
