@@ -18,8 +18,9 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -202,11 +203,9 @@ def checksum_of(parts: Parts) -> str:
 def stream_entries(entries: Iterable[ArchiveEntry]) -> Iterator[memoryview]:
     """Yield an archive in pieces, to be written or sent in order."""
     index = ArchiveIndex()
-    for entry in entries:
-        parts = entry.load()
-        if parts is not None:
-            index.add_entry(entry, parts)
-            yield from _framed(entry.name, parts)
+    for entry, parts in _load_ahead(entries):
+        index.add_entry(entry, parts)
+        yield from _framed(entry.name, parts)
     yield from _framed(INDEX, [memoryview(index.to_bytes())])
     yield memoryview(_END)
 
@@ -230,20 +229,19 @@ def write_entries(path: Path, entries: Iterable[ArchiveEntry]) -> int:
     with os.fdopen(
         os.open(part, os.O_RDWR | os.O_CREAT | BINARY, 0o600), "r+b", buffering=0
     ) as file:
-        end, written, kept = file.seek(0, io.SEEK_END), 0, True
-        for entry in chain([first], left):
-            if kept:
-                member = _find_kept(file.fileno(), written, end, entry, index)
-                if member is not None:
-                    written = member.end
-                    continue
-                kept = False
-                file.truncate(written)
-                file.seek(written)
-            parts = entry.load()
-            if parts is not None:
-                index.add_entry(entry, parts)
-                written += write_parts(file, _framed(entry.name, parts))
+        end, written = file.seek(0, io.SEEK_END), 0
+        rest = chain([first], left)
+        for entry in rest:
+            member = _find_kept(file.fileno(), written, end, entry, index)
+            if member is None:
+                rest = chain([entry], rest)
+                break
+            written = member.end
+        file.truncate(written)
+        file.seek(written)
+        for entry, parts in _load_ahead(rest):
+            index.add_entry(entry, parts)
+            written += write_parts(file, _framed(entry.name, parts))
         file.truncate(written)
         file.seek(written)
         listed = _framed(INDEX, [memoryview(index.to_bytes())])
@@ -251,6 +249,17 @@ def write_entries(path: Path, entries: Iterable[ArchiveEntry]) -> int:
         os.fsync(file.fileno())
     part.replace(path)
     return written
+
+
+def _load_ahead(entries: Iterable[ArchiveEntry]) -> Iterator[tuple[ArchiveEntry, Parts]]:
+    """Yield the files that are there with their contents, each read while the last is written."""
+    with ThreadPoolExecutor(1, "ragcache-export") as reader:
+        begun = ((entry, reader.submit(entry.load)) for entry in entries)
+        for current, _ in pairwise(chain(begun, [None])):  # which begins the next one
+            assert current is not None
+            entry, reading = current
+            if (parts := reading.result()) is not None:
+                yield entry, parts
 
 
 def _find_kept(
