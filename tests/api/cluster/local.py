@@ -34,7 +34,8 @@ from ragcache_api.http import ServiceSettings, create_app
 
 @dataclass
 class LocalReplica:
-    """loses: after how many messages it is lost, for the next request; None for never.
+    """loses: after how many messages it is lost, for the next request that is posted, since a page
+    may still fetch a file; None for never.
     halted: it takes requests, and sends nothing after those messages."""
 
     name: str
@@ -78,7 +79,9 @@ class LocalReplicas:
         replica.seen.append(request)
         request.route.sessions = frozenset((replica.session,))
         replica.running += 1
-        left, replica.loses = replica.loses, None
+        left = None
+        if request.scope["method"] == "POST":
+            left, replica.loses = replica.loses, None
         try:
             async with aclosing(_messages(replica.app, request)) as messages:
                 if left == 0:
