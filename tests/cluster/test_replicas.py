@@ -213,7 +213,14 @@ def test_replicas_answer_without_postgresql(service: Cluster, measured: Measured
     ingest(client)
     made = client.post("/admin/keys", json={"name": "page", "role": "admin"})
     client.headers["Authorization"] = f"Bearer {made.json()['secret']}"  # the last test's
-    ask_all(client)
+    first = routed(client)
+
+    def both_know_the_key() -> bool:
+        ask_all(client, at_once=6)
+        now = routed(client)
+        return len(now) == 2 and all(now[each] > first.get(each, 0) for each in now)
+
+    wait_until(30, both_know_the_key)
     service.switch.off()
     away = time.monotonic()
     answered, before = 0, routed(client)
