@@ -229,16 +229,14 @@ class _MessageWriter:
         yield _event("message_start", message=self._fields | nothing | {"usage": begun})
         async with aclosing(deltas_of(self._active, stream)) as deltas:
             async for delta in deltas:
-                for event in blocks.feed(self._reader.feed(delta.text)):
-                    yield event
+                if events := b"".join(blocks.feed(self._reader.feed(delta.text))):
+                    yield events
         answer = self._active.answers[0]
-        for event in blocks.feed(self._reader.finish()):
-            yield event
-        for event in blocks.end(self._citations(answer)):
-            yield event
+        last = [*blocks.feed(self._reader.finish()), *blocks.end(self._citations(answer))]
         ended = {"delta": self._stop(answer.choices[0]), "usage": _usage(answer)}
-        yield _event("message_delta", **ended, **self._reuse_fields(answer))
-        yield _event("message_stop")
+        last.append(_event("message_delta", **ended, **self._reuse_fields(answer)))
+        last.append(_event("message_stop"))
+        yield b"".join(last)
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         """Return the reason why the answer ended."""

@@ -281,16 +281,18 @@ class _ResponseWriter:
         """Yield all events of the response. It is stored before the last one."""
         begun = self._fields | {"status": "in_progress", "output": [], "usage": None}
         begun["incomplete_details"] = None
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
         items = _ItemEvents(self._event, self._message, self._call)
+        opening = [
+            self._event("response.created", response=begun),
+            self._event("response.in_progress", response=begun),
+        ]
         for found in self._search_items(stream.sources):
-            for event in items.search(found):
-                yield event
+            opening += items.search(found)
+        yield b"".join(opening)
         async with aclosing(deltas_of(self._active, stream)) as deltas:
             async for delta in deltas:
-                for event in items.feed(self._reader.feed(delta.text)):
-                    yield event
+                if events := b"".join(items.feed(self._reader.feed(delta.text))):
+                    yield events
         answer = self._active.answers[0]
         for event in items.feed(self._reader.finish()):
             yield event
