@@ -30,6 +30,13 @@ PUBLIC = (
 ).split()
 
 
+PRINTING = set(
+    "annotated_doc attr click markdown_it mdurl pygments rich shellingham typer "
+    "typing_extensions".split()
+)
+"""Libraries that read a command line and print its help."""
+
+
 def loaded_by(*programs: str) -> list[set[str]]:
     """Return the imports of a fresh process after each of the programs, one after another."""
     show = "print(*sys.modules)"
@@ -50,6 +57,20 @@ def test_importing_ragcache_loads_no_library() -> None:
     [loaded] = loaded_by("import ragcache")
     assert "ragcache" in loaded
     assert foreign(loaded) == set()
+    assert not loaded & {"asyncio", "multiprocessing", "sqlite3", "ssl", "unittest"}
+
+
+def test_help_loads_only_what_prints_it() -> None:
+    [loaded] = loaded_by(
+        "import contextlib, io\n"
+        "from ragcache_api.cli.main import main\n"
+        "sys.argv = ['ragcache', '--help']\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        "    main()\n"
+        "assert 'ingest' in out.getvalue()"
+    )
+    assert "ragcache_api.cli.main" in loaded
+    assert foreign(loaded) <= PRINTING
     assert not loaded & {"asyncio", "multiprocessing", "sqlite3", "ssl", "unittest"}
 
 

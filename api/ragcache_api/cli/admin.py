@@ -349,7 +349,11 @@ def doctor(
         "machine": _check_machine,
         "attention backend": _check_backend,
     }
-    results = {name: _run_check(check) for name, check in checks.items()}
+    results = {}
+    with ui.errors.status("checking") as status:
+        for name, check in checks.items():
+            status.update(f"checking: {name}")
+            results[name] = _run_check(check)
     if as_json:
         found = {name: {"ok": ok, "detail": detail} for name, (ok, detail) in results.items()}
         ui.print_json(found)

@@ -172,7 +172,11 @@ def _print_summary(done: Ingestion) -> None:
     removed = f", {len(done.removed)} removed" if done.removed else ""
     new = ""
     if done.modules:
-        new = f": {done.modules} modules of {done.tokens:,} tokens, {done.encoded} states encoded"
+        preamble = " with the preamble's" if done.encoded > done.modules else ""
+        new = (
+            f": {done.modules} modules of {done.tokens:,} tokens, "
+            f"{done.encoded} states encoded{preamble}"
+        )
     elif done.encoded:
         new = f": {done.encoded} states of unchanged documents encoded, which this model lacked"
     ui.console.print(
