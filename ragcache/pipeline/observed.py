@@ -51,7 +51,11 @@ MOST_WAITING = 64
 
 _REFRESHES = 100
 """Most refreshes of a stored text's end during its time to live."""
-_IDLE_SECONDS, _POLL_SECONDS = 5.0, 0.02  # limit and pause of waiting for an idle engine
+_PAUSE_SECONDS = 0.05
+"""Seconds after a prompt in which nothing is encoded: its request is on the way to the engine."""
+_MOST_SECONDS = 5.0
+"""Longest wait of a text for a pause. Under constant load it is then encoded beside requests."""
+_POLL_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -117,7 +121,8 @@ class ObservedModules:
         self._rows, self._refreshed = rows, time.time()
         self._recurrences = RecurrenceTable()
         self._modules: OrderedDict[str, ObservedModule] = OrderedDict()  # least recently used first
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, float] = {}  # with the time at which a text waits no longer
+        self._prompted = -_PAUSE_SECONDS  # time of the last prompt
         self._table = FingerprintTable(Fingerprints.of(()))
         self._lock = threading.Lock()
         self._loading = threading.Lock()  # texts that are being loaded are not forgotten meanwhile
@@ -139,6 +144,7 @@ class ObservedModules:
         """
         if not self._reads(mode):
             return list(covered)
+        self._prompted = time.monotonic()
         found = [*covered]
         if self._gate.passes(mode):
             for gap in gaps(len(text), [(each.begin, each.end) for each in covered]):
@@ -328,16 +334,17 @@ class ObservedModules:
         with self._lock:
             if text in self._waiting or len(self._waiting) >= MOST_WAITING:
                 return
-            self._waiting.add(text)
+            self._waiting[text] = time.monotonic() + _MOST_SECONDS
         try:
             self._background.submit(self._promote, text, mode)
         except RuntimeError:  # the folder has been closed
-            self._waiting.discard(text)
+            self._waiting.pop(text, None)
 
     def _promote(self, text: str, mode: ReuseMode) -> None:
         """Make modules of a text, unless the gate refuses the mode. Runs in the background."""
         try:
-            self._wait_until_idle()
+            until = self._waiting[text]
+            self._wait_for_pause(until)
             self._gate.measure([mode])
             if mode == ROOTED and not self._gate.passes(mode):
                 self._gate.measure([PRIMED])
@@ -345,21 +352,21 @@ class ObservedModules:
             if not self._gate.passes(mode):
                 return
             for piece in pieces(text, self._module_tokens, lambda part: len(self._tokens(part))):
-                self._add(piece.strip(), mode)
+                self._add(piece.strip(), mode, until)
         except EngineClosed:
             pass
         except RagCacheError as error:
             logger.warning("a recurring text was not encoded: %s", error)
         finally:
             with self._lock:
-                self._waiting.discard(text)
+                self._waiting.pop(text, None)
 
-    def _add(self, text: str, mode: ReuseMode) -> None:
-        """Encode a text, and recognize it from now on."""
+    def _add(self, text: str, mode: ReuseMode, until: float) -> None:
+        """Encode a text in a pause or after a time, and recognize it from now on."""
         made = self._module_of(text, mode)
         if made is None or made.id in self._modules:
             return
-        self._wait_until_idle()
+        self._wait_for_pause(until)
         with self._encoder.lease([made.token_ids] * len(made.keys), mode.encodings):
             self._enter(made)
 
@@ -470,10 +477,15 @@ class ObservedModules:
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._model.encode_untrusted(text))
 
-    def _wait_until_idle(self) -> None:
-        """Wait for a pause between requests, for a few seconds at most."""
-        deadline = time.monotonic() + _IDLE_SECONDS
-        while not self._is_idle() and time.monotonic() < deadline:
+    def _wait_for_pause(self, until: float) -> None:
+        """Wait for a pause between requests, until a time at most.
+
+        The engine is idle before the first request that finds a text, too: a prompt begins no
+        pause until its request has reached the engine.
+        """
+        while (now := time.monotonic()) < until:
+            if self._is_idle() and now - self._prompted >= _PAUSE_SECONDS:
+                return
             time.sleep(_POLL_SECONDS)
 
 

@@ -14,11 +14,13 @@ import pytest
 from ragcache import Answer, GenerationParams, RagCache, SourceDocument
 from ragcache.db import ModuleRow
 from ragcache.engine import LLMEngine
+from ragcache.engine.core import EngineCore
 from ragcache.errors import ModeRefused
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.modes import ROOTED, ReuseMode
 from ragcache.pipeline import Keeper, gate
 from ragcache.pipeline import observed as module
+from ragcache.pipeline.chat import ChatPipeline
 from ragcache.pipeline.history import HistoryReads
 from ragcache.recognition import NO_DOCUMENT, RecognizedModule
 from ragcache.store import KVStore
@@ -142,6 +144,53 @@ def test_nothing_of_another_namespace_changes_the_work(
             work.append(own)
     assert work[0] == work[1]
     assert [mode for mode, *_ in work[0]] == ["exact", "exact", *["recognized:rooted"] * 2]
+
+
+def test_a_text_is_encoded_after_the_request_that_finds_it(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is idle while a prompt is prepared. That is no pause between requests."""
+    order: list[str] = []
+    build = ChatPipeline.build
+
+    def record(name: str) -> None:
+        method = getattr(EngineCore, name)
+
+        def recorded(*given: Any) -> Any:
+            order.append(name)
+            return method(*given)
+
+        monkeypatch.setattr(EngineCore, name, recorded)
+
+    def build_slowly(*given: Any) -> Any:
+        time.sleep(module._POLL_SECONDS + 0.02)
+        return build(*given)
+
+    ask(rag, [1, 2], "How many days?")
+    monkeypatch.setattr(rag.gate, "measure", lambda _: None)  # its passes are requests, too
+    monkeypatch.setattr(ChatPipeline, "build", build_slowly)
+    record("add_request")
+    record("add_encoding")
+    time.sleep(module._PAUSE_SECONDS)
+    ask(rag, [3, 1], "Who decides?")
+    assert order[0] == "add_request"
+    assert set(order[1:]) == {"add_encoding"}
+
+
+def test_texts_wait_together_under_constant_load(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = []
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock) * 1e-3)
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(rag.modules.observed, "_is_idle", lambda: False)
+    for seeds in ([1, 2, 3, 4], [5, 4, 3, 2, 1]):
+        rag.modules.observed.find(chat(seeds, "Who?")[0]["content"], [], ROOTED)
+    rag.internals.shared.observing.submit(lambda: None).result()
+    assert len(rag.modules.observed.all()) == 4
+    readings = module._MOST_SECONDS * 1e3
+    assert 0 < len(slept) <= readings, "no text waits for the one before it"
 
 
 def counted_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
