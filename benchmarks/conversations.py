@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from harness import (
-    SHAPES,
+    ALL_SHAPES,
     DeviceOption,
     JsonFile,
     PlotFile,
@@ -31,16 +31,7 @@ from plots import draw_conversations
 
 from ragcache.bench.conversation_turns import AGENTS, SessionKind, Trace
 from ragcache.bench.conversations import ConversationsSetting, bench_conversations, words_of
-from ragcache.bench.harness import LlamaShape
 from ragcache.models import load_model
-
-ALL = {
-    "tiny": LlamaShape(2, 256, 4, 2, 512, 16_384, 131_072, 5e5),
-    "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6, tied=True),
-    "1.5b": LlamaShape(28, 1536, 12, 2, 8960, 151_936, 32_768, 1e6, tied=True),
-    **SHAPES,
-}
-"""Shapes: one for shares, which need no large model, two of small instruct models, two for GPUs."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -72,7 +63,7 @@ def shape(
     plot: PlotFile = None,
 ) -> None:
     """Chats and agents that outlive the engine's pool, with and without kept states."""
-    sizes = ALL[shape]
+    sizes = ALL_SHAPES[shape]
     words = words_of(load_model().decode, sizes.vocabulary)
     model = shaped_model(sizes, None if device == "cpu" else device, answers=words)
     make = ConversationsSetting.reduced if reduced else ConversationsSetting

@@ -34,11 +34,19 @@ from ragcache_api.cli.measure import (
 )
 
 __all__ = [
-    "SHAPES", "BenchDTypeOption", "DeviceOption", "JsonFile", "LlamaShape", "PlotFile", "Progress",
-    "PromptSetting", "describe_machine", "dtypes_of", "empty_schema", "made_up_key", "named_shapes",
-    "new_figure", "plain_table", "print_figures", "run_benchmark", "seconds", "shaped_causal",
-    "shaped_model",
+    "ALL_SHAPES", "SHAPES", "BenchDTypeOption", "DeviceOption", "JsonFile", "LlamaShape",
+    "PlotFile", "Progress", "PromptSetting", "describe_machine", "dtypes_of", "empty_schema",
+    "made_up_key", "named_shapes", "new_figure", "plain_table", "print_figures", "run_benchmark",
+    "seconds", "shaped_causal", "shaped_model",
 ]  # fmt: skip
+
+ALL_SHAPES = {
+    "tiny": LlamaShape(2, 256, 4, 2, 512, 16_384, 131_072, 5e5),
+    "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6, tied=True),
+    "1.5b": LlamaShape(28, 1536, 12, 2, 8960, 151_936, 32_768, 1e6, tied=True),
+    **SHAPES,
+}
+"""Shapes: one for shares, which need no large model, two of small instruct models, two for GPUs."""
 
 PlotFile = Annotated[
     Path | None,
@@ -51,10 +59,10 @@ DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 def named_shapes(names: str) -> dict[str, LlamaShape]:
     """Shapes by their names, with commas between. Raises `BadParameter` for one that is none."""
     try:
-        return {name: SHAPES[name] for name in names.split(",")}
+        return {name: ALL_SHAPES[name] for name in names.split(",")}
     except KeyError as error:
         raise typer.BadParameter(
-            f"there is no shape {error}; give {' or '.join(SHAPES)}"
+            f"there is no shape {error}; give {' or '.join(ALL_SHAPES)}"
         ) from error
 
 

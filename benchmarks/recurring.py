@@ -1,6 +1,8 @@
 """The trace of `ragcache bench recurring` on a shape with random weights, and on vLLM.
 
     python benchmarks/recurring.py shape --shape 8b --device cuda --concurrent 16 --json FILE
+    python benchmarks/recurring.py shape --shape 1.5b --device cpu --concurrent 1 \
+        --conversations 40 --chunks 400 --json FILE
     python benchmarks/recurring.py vllm --model MODEL --json FILE
     python benchmarks/recurring.py vllm --model MODEL --blend --json FILE
 
@@ -43,7 +45,7 @@ Sentences = Annotated[int, typer.Option(min=1, help="sentences of a chunk, of 14
 
 @app.command()
 def shape(
-    shape: Annotated[str, typer.Option(help="7b or 8b.")] = "8b",
+    shape: Annotated[str, typer.Option(help="tiny, 0.5b, 1.5b, 7b or 8b.")] = "8b",
     device: DeviceOption = "cuda",
     conversations: Conversations = 100,
     chunks: Chunks = 1000,
@@ -56,11 +58,15 @@ def shape(
     setting = RecurringSetting(
         chunks=chunks, conversations=conversations, sentences=sentences, concurrent=concurrent
     )
+    place = None if device == "cpu" else device
     result = run_benchmark(
-        lambda progress: bench_recurring(setting, shaped_model(found, device), progress)
+        lambda progress: bench_recurring(setting, shaped_model(found, place), progress)
     )
+    result |= {"shape": shape, "device": device}
     names = ("read_share", "recurring_share", "ttft_speedup", "rate_ratio", "detect_ms_32k_100000")
     rows = [(name, f"{result[name]:.3f}") for name in names]
+    for new, each in result["by_new_chunks"].items():
+        rows.append((f"first token, {new} of 5 chunks new", f"{each['ttft_speedup']:.3f}"))
     print_figures(
         [plain_table(f"{result['turns']} turns of {shape}", "", rows=rows)], result, json_file
     )

@@ -39,6 +39,8 @@ class _Run:
     chunk_tokens: int
     repeated_tokens: int
     """Tokens of the chunks that two earlier prompts had."""
+    new_chunks: int
+    """Number of the other chunks."""
     reading: Answer
     computing: Answer
 
@@ -85,7 +87,8 @@ def bench_recurring(
     Returns:
         `read_share`: share of the chunks' tokens that are read from states and not computed.
         `recurring_share`: share that two earlier prompts had, which is the most that can be read.
-        `ttft_speedup`: median ratio of the times to the first token. `rate_ratio`: ratio of the
+        `ttft_speedup`: median ratio of the times to the first token. `by_new_chunks`: first tokens
+        by the number of chunks that fewer than two earlier prompts had. `rate_ratio`: ratio of the
         times of all turns. `equal_answers_share`: share of equal answers. `detect_ms_32k_100000`:
         milliseconds of detection in a prompt of 32,000 characters, with 100,000 chunks known.
     """
@@ -147,8 +150,9 @@ def _answer(
         seconds[name] = time.perf_counter() - begin
     runs = []
     for turn, *both in zip(part, answers[READING], answers[COMPUTING], strict=True):
-        repeated = sum(count(text) for text in turn.chunks if seen[text] > 1)
-        runs.append(_Run(turn, sum(map(count, turn.chunks)), repeated, *both))
+        repeated = [text for text in turn.chunks if seen[text] > 1]
+        tokens, new = sum(map(count, turn.chunks)), len(turn.chunks) - len(repeated)
+        runs.append(_Run(turn, tokens, sum(map(count, repeated)), new, *both))
         seen.update(turn.chunks)
     return _Wave(runs, not alone, seconds)
 
@@ -158,10 +162,6 @@ def _figures(waves: Sequence[_Wave]) -> dict[str, Any]:
     alone = [run for wave in waves if not wave.at_once for run in wave.runs]
     timed = [wave for wave in waves if wave.at_once] or waves
     tokens = sum(run.chunk_tokens for run in runs)
-    first = {
-        name: statistics.median(getattr(run, name).timings.first_token for run in alone)
-        for name in (READING, COMPUTING)
-    }
     rates = {
         name: sum(len(wave.runs) for wave in timed) / sum(wave.seconds[name] for wave in timed)
         for name in (READING, COMPUTING)
@@ -169,13 +169,33 @@ def _figures(waves: Sequence[_Wave]) -> dict[str, Any]:
     return {
         "read_share": sum(run.read_tokens for run in runs) / tokens,
         "recurring_share": sum(run.repeated_tokens for run in runs) / tokens,
-        "ttft_speedup": statistics.median(run.speedup for run in alone),
-        "ttft_seconds": first,
+        **_first_tokens(alone),
+        "by_new_chunks": {
+            new: _first_tokens([run for run in alone if run.new_chunks == new])
+            for new in sorted({run.new_chunks for run in alone})
+        },
         "rate_ratio": rates[READING] / rates[COMPUTING],
         "requests_per_second": rates,
         "equal_answers_share": statistics.mean(run.equal for run in runs),
         "turns": len(runs),
         "prompt_tokens": statistics.mean(run.computing.reuse.prompt_tokens for run in runs),
+    }
+
+
+def _first_tokens(runs: Sequence[_Run]) -> dict[str, Any]:
+    """Return the medians of first tokens, and the mean number of tokens that were computed."""
+    both = {name: [getattr(run, name) for run in runs] for name in (READING, COMPUTING)}
+    return {
+        "ttft_speedup": statistics.median(run.speedup for run in runs),
+        "ttft_seconds": {
+            name: statistics.median(each.timings.first_token for each in answers)
+            for name, answers in both.items()
+        },
+        "computed_tokens": {
+            name: statistics.mean(each.reuse.computed_tokens for each in answers)
+            for name, answers in both.items()
+        },
+        "first_tokens": len(runs),
     }
 
 

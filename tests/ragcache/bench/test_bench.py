@@ -208,6 +208,10 @@ def test_recurring_chunks_are_read_in_the_second_half(
     assert result["turns"] == 6
     assert 0.8 < result["read_share"] <= result["recurring_share"] + 0.02
     assert result["ttft_speedup"] > 0
+    first = [(new, each["first_tokens"]) for new, each in result["by_new_chunks"].items()]
+    assert sum(count for _, count in first) == result["first_tokens"]
+    tokens = result["computed_tokens"]
+    assert tokens["reading"] < tokens["computing"]
     assert result["rate_ratio"] > 0
     assert 0 <= result["equal_answers_share"] <= 1
     assert result["detect_ms_32k_100000"] > 0
