@@ -209,11 +209,12 @@ class Probe:
                 sums = {kind: sum(each[kind] for each in backends) for kind in ("memory", "mapped")}
                 measured.append({"role": "postgres", "pid": 0, **sums})
         ledger = self._ledger()
+        numbers = {"processes": len(measured), "connections": ledger.pop("connections", None)}
         return {
             "at": round(time.monotonic() - self.begun, 2),
             "events": events,
             "processes": [each for each in measured if each["role"] != "other"],
-            "numbers": {"processes": len(measured), "connections": ledger.pop("connections", None)},
+            "numbers": numbers | {"observed": self.load.observed()},
             "cpu": round(sum(self._cpu.values()), 2),
             "disk": {
                 name: _bytes_below(service.folder / name)

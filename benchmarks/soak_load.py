@@ -21,6 +21,7 @@ HANDBOOK, NOTES = "handbook", "notes"
 NAMES = tuple(f"note-{number}" for number in range(32))
 SETTLE_SECONDS = 15.0
 """Seconds after a disturbance in which its errors still count as its own."""
+_TEXTS, _PROMPTS_OF_A_TEXT = 12, 2  # texts that clients paste meanwhile; prompts until one goes
 _MOST_DELETED = 3  # notes, or an upload brings one back: what is stored stays about as much
 _PATIENCE = 180.0  # seconds until a change must be acknowledged, and until its job must be done
 _PAGES = (
@@ -46,7 +47,7 @@ _PAGES = (
 CLIENTS: Mapping[str, tuple[float, Mapping[str, float]]] = {
     "asker": (3.0, {"answer": 1.0}),
     "streamer": (8.0, {"stream": 0.3, "leave": 0.7}),
-    "chatter": (10.0, {"schema": 0.3, "tools": 0.3, "pasted": 0.4}),
+    "chatter": (10.0, {"schema": 0.2, "tools": 0.2, "pasted": 0.2, "recurring": 0.4}),
     "editor": (15.0, {"upload": 0.5, "files": 0.2, "delete": 0.3}),
     "operator": (8.0, {"listing": 0.8, "key": 0.1, "evict": 0.1}),
     "builder": (90.0, {"pml": 0.5, "collection": 0.5}),
@@ -84,6 +85,7 @@ class MixedLoad:
     """Calls by kind and outcome, as `answer ok` and `answer excused 503`."""
     unexpected: list[str] = field(default_factory=list)
     """Errors that no disturbance explains."""
+    _pasted: int = 0  # prompts with texts that nobody has ingested
     _seconds: dict[str, list[float]] = field(default_factory=dict)
     _disturbed: list[list[float]] = field(default_factory=list)
     _stopped: threading.Event = field(default_factory=threading.Event)
@@ -147,6 +149,12 @@ class MixedLoad:
             listed = _json(client.get("/admin/tiers", timeout=5))["items"]
             return {each["name"]: [each["used_bytes"], each["states"]] for each in listed}
         return {}
+
+    def observed(self) -> int | None:
+        """Number of texts that became modules by themselves; None without an answer."""
+        with self._client() as client, suppress(httpx.HTTPError, WrongResponse):
+            return len(_json(client.get("/admin/observed", timeout=5))["items"])
+        return None
 
     def _client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=90)
@@ -273,6 +281,15 @@ class MixedLoad:
         text = rng.choice(list(self.handbook.values()))
         self._chat(client, rng, None, before=f"{text}\n\n", max_tokens=8)
 
+    def _do_recurring(self, client: httpx.Client, rng: random.Random) -> None:
+        """A chat whose client retrieves by itself, from texts that nobody has ingested."""
+        self._pasted += 1
+        newest = self._pasted // _PROMPTS_OF_A_TEXT
+        chosen = rng.sample(range(newest, newest + _TEXTS), 2)
+        texts = [self._text(random.Random(f"{self.seed} text {each}"), 12) for each in chosen]
+        sources = "".join(f"<source>{text}</source>\n" for text in texts)
+        self._chat(client, rng, None, before=f"Answer from these.\n{sources}\n", max_tokens=8)
+
     def _chat(
         self,
         client: httpx.Client,
@@ -325,11 +342,11 @@ class MixedLoad:
         self._repeat(partial(client.delete, path), 200, 204, 404)
         self.deleted[name] = time.monotonic()
 
-    def _text(self, rng: random.Random) -> str:
+    def _text(self, rng: random.Random, most: int = 40) -> str:
         sentences = [
             s for text in self.handbook.values() for s in text.split(". ") if "\n" not in s
         ]
-        chosen = rng.choices(sentences, k=rng.randint(5, 40))
+        chosen = rng.choices(sentences, k=rng.randint(5, most))
         return f"Version {rng.randrange(10**9)}. " + ". ".join(chosen) + "."
 
     def _do_listing(self, client: httpx.Client, rng: random.Random) -> None:

@@ -132,6 +132,7 @@ class SoakRun:
             yield f"{role} {kind}", kind, points
         for name in ("processes", "connections"):
             yield name, "processes", self._points(lambda sample, name=name: sample["numbers"][name])
+        yield "observed texts", "rows", self._points(lambda sample: sample["numbers"]["observed"])
         for name in self.samples[0]["disk"]:
             yield f"{name} on disk", "disk", self._points(lambda s, name=name: s["disk"][name])
         yield "ledger", "ledger", self._points(lambda sample: sample["ledger"]["bytes"])
