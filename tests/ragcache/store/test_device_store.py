@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from ragcache.db import Database, Ledger
+from ragcache.engine import Context
 from ragcache.errors import DeadlineExceeded, StoreBudgetExceeded
+from ragcache.pipeline.conversations import PrefixRun, placed_segments
 from ragcache.states import KVKey
 from ragcache.store import DeviceTier, HostTier, KVStore, Lease, LeaseRequest, memory_tiers
 from tests.ragcache.conftest import make_key, make_states, same
@@ -57,6 +59,24 @@ def test_the_keys_of_a_lease_are_copied_side_by_side(store: KVStore, streams: St
         assert first is not None
         assert all(other is first for other in others)
     assert [line for line in streams.log if line.startswith("copy")] == ["copy on upload"]
+
+
+def test_a_resumed_turn_begins_while_its_states_arrive(store: KVStore, streams: Streams) -> None:
+    """The engine waits for each layer of a conversation's states when a step reads the layer."""
+    after = 7  # tokens of a document between own tokens
+    positions = (*range(10), *range(10 + after, TOKENS + after), TOKENS + after)
+    context = Context((), tuple(range(TOKENS + 1)), positions, TOKENS + after + 1)
+    run = PrefixRun(make_key(0), 0, TOKENS)
+    with store.fetch([run.key]) as lease:
+        assert lease.source == {run.key: "disk"}
+        segments = list(placed_segments(run, lease.found[run.key], context))
+        assert [(each.start, each.states.length) for each in segments] == [(0, 10), (17, 30)]
+        for each in segments:
+            assert each.states.arrival is not None
+            assert not each.states.arrival.ready()
+        streams.end_all()
+        assert all(each.states.arrival.ready() for each in segments if each.states.arrival)
+        check(lease, 0)
 
 
 def test_a_question_pushes_out_what_nobody_reads(store: KVStore) -> None:
