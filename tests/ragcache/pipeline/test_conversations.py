@@ -20,6 +20,7 @@ from ragcache.pipeline.conversations import BLOCK, PrefixRun, worth_reading
 from ragcache.states import KVKey
 from ragcache.store.verify import verify
 from tests.conftest import scaled
+from tests.ragcache.pipeline.test_observed import counted_work
 from tests.ragcache.store.test_processes import run_and_kill
 from tests.ragcache.test_recurrence import passage
 from tests.tiny_models import tiny_model
@@ -142,6 +143,34 @@ def test_short_chats_are_not_kept(rag: RagCache) -> None:
     short = [said("user", "How many days are there in a week?")]
     turn(rag, short, max_tokens=8)
     assert rag.modules.conversations.sizes() == {}
+
+
+def test_a_canceled_answer_is_not_kept(rag: RagCache) -> None:
+    stream = rag.stream_chat(conversation(1), generation=FREE.replace(max_tokens=400))
+    next(iter(stream))
+    stream.close()
+    assert resumed(turn(rag, conversation(1, 2, 3), store=False)) == 0
+    assert rag.modules.conversations.sizes() == {}
+
+
+def test_nothing_of_another_namespace_changes_the_work(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost of a turn must not tell which conversations another namespace has had."""
+    done = counted_work(monkeypatch)
+    work: list[list[Any]] = []
+    for other in (0, 50):  # the conversation of the other namespace is the same, or another one
+        with opened(tmp_path / str(other), model) as rag:
+            for seeds in ((1,), (1, 2, 3)):
+                turn(rag.within("red"), conversation(*(seed + other for seed in seeds)))
+            own = []
+            for seeds in ((1,), (1, 2, 3), (1, 2, 3)):
+                done.clear()
+                answer = turn(rag.within("blue"), conversation(*seeds))
+                own.append((answer.reuse, answer.choices[0].token_ids, dict(done)))
+            work.append(own)
+    assert work[0] == work[1]
+    assert [sum(reuse.resumed_tokens.values()) > 0 for reuse, *_ in work[0]] == [False, True, True]
 
 
 def test_conversations_survive_a_restart_on_disk(tmp_path: Path, model: LoadedModel) -> None:
