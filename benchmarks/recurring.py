@@ -7,9 +7,9 @@
     python benchmarks/recurring.py vllm --model MODEL --blend --json FILE
 
 `vllm` needs vLLM, and `--blend` LMCache: neither is a dependency of the project. It answers the
-same prompts in the same order, with vLLM's prefix cache and without it, or with LMCache's blending,
-and prints the same ratios. Answers have random weights' text with `shape`, so that their share of
-equal ones says nothing there.
+same prompts in the same order, and prints the same ratios: of LMCache's blending against vLLM's
+prefix cache, as `shape` compares, or of the prefix cache against none. Answers have random weights'
+text with `shape`, so that their share of equal ones says nothing there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ from ragcache.bench.recurring import bench_recurring
 from ragcache.bench.recurring_turns import RecurringSetting, Turn, draw_turns
 
 app = typer.Typer(add_completion=False, help=__doc__)
+
+SEPARATOR = " # # "
+"""The string between chunks that LMCache is set to."""
+_MARK = "\ue000"
 
 Conversations = Annotated[int, typer.Option(min=1, help="conversations.")]
 Chunks = Annotated[int, typer.Option(min=5, help="chunks that are pasted by Zipf's law.")]
@@ -83,12 +87,13 @@ def vllm(
     sentences: Sentences = 18,
     json_file: JsonFile = None,
 ) -> None:
-    """vLLM over the same prompts: its prefix cache, or LMCache's blending, against neither."""
+    """vLLM over the same prompts: its prefix cache against none, or blending against the cache."""
     setting = RecurringSetting(chunks=chunks, conversations=conversations, sentences=sentences)
-    turns = list(draw_turns(setting))
-    plain = _first_tokens(model, turns, enable_prefix_caching=False)
-    reusing = _first_tokens(model, turns, **(_blending() if blend else {}))
-    half = len(turns) // 2
+    prompts = _tokenize(model, list(draw_turns(setting)), SEPARATOR if blend else None)
+    plain = _first_tokens(model, prompts, {"enable_prefix_caching": blend})
+    options = _blending() if blend else {"enable_prefix_caching": True}
+    reusing = _first_tokens(model, prompts, options)
+    half = len(prompts) // 2
     ratios = [a / b for a, b in zip(plain[half:], reusing[half:], strict=True)]
     result = {
         "peer": "lmcache" if blend else "vllm",
@@ -105,39 +110,67 @@ def vllm(
     )
 
 
-def _first_tokens(model: str, turns: Sequence[Turn], **options: Any) -> list[float]:
+def _tokenize(model: str, turns: Sequence[Turn], separator: str | None) -> list[list[int]]:
+    """Return the tokens of each prompt, with LMCache's separator around each chunk.
+
+    Clients write no separators. LMCache finds chunks by them alone, so it gets them here.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    between = tokenizer.encode(separator)[1:] if separator else []  # LMCache drops the first one
+    prompts = []
+    for turn in turns:
+        *history, last = turn.messages
+        content = str(last["content"])
+        for chunk in turn.chunks if separator else ():
+            content = content.replace(chunk, f"{_MARK}{chunk}{_MARK}")
+        chat = [*history, {**last, "content": content}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        first, *others = text.split(_MARK)
+        prompt = tokenizer.encode(first, add_special_tokens=False)
+        for each in others:
+            prompt += between + tokenizer.encode(each, add_special_tokens=False)
+        prompts.append(prompt)
+    return prompts
+
+
+def _first_tokens(model: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> list[float]:
     """Return the seconds of each prompt's answer of one token."""
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
-    engine = LLM(model, **({"enable_prefix_caching": True} | options))
+    engine = LLM(model, **options)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     seconds = []
-    for turn in turns:
+    for prompt in prompts:
         begin = time.perf_counter()
-        engine.chat(turn.messages, one, use_tqdm=False)
+        engine.generate([TokensPrompt(prompt_token_ids=prompt)], one, use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
     del engine
     return seconds
 
 
 def _blending() -> dict[str, Any]:
-    """Return vLLM's options for LMCache with blending, as its documentation sets them.
-
-    LMCache finds chunks by a separator in the prompt, which a client would have to write. Its
-    configuration takes the end of the templates' chunks.
-    """
+    """Return vLLM's options for LMCache with blending, as LMCache's own example sets them."""
     from vllm.config import KVTransferConfig
 
     os.environ |= {
         "LMCACHE_CHUNK_SIZE": "256",
         "LMCACHE_ENABLE_BLENDING": "True",
-        "LMCACHE_BLEND_SPECIAL_STR": "\n\n",
+        "LMCACHE_BLEND_SPECIAL_STR": SEPARATOR,
         "LMCACHE_USE_LAYERWISE": "True",
+        "LMCACHE_BLEND_CHECK_LAYERS": "1",
+        "LMCACHE_BLEND_RECOMPUTE_RATIOS": "0.15",
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "40",
     }
     connector = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")
-    return {"kv_transfer_config": connector, "enable_prefix_caching": False}
+    return {
+        "kv_transfer_config": connector,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
 
 
 if __name__ == "__main__":
