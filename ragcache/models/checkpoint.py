@@ -99,7 +99,7 @@ def _check_quantization(config: Any, text: Any, quantization: str) -> None:
             f"the weights of this model were stored quantized; leave quantization={quantization!r} "
             "out, or give the checkpoint that it was made from"
         )
-    check_family(text_class(text), text)
+    check_family(text_class(text), text, quantization)
 
 
 def _dequantized(source: str, config: Any, dtype: torch.dtype | str) -> Any:

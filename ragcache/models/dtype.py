@@ -25,9 +25,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-INT8, INT4 = "int8", "int4"
-QUANTIZATIONS = (INT8, INT4)
-"""Quantizations of the weights of a model."""
+INT8, INT4, FP8 = "int8", "int4", "fp8"
+QUANTIZATIONS = (INT8, INT4, FP8)
+"""Quantizations of the weights of a model: the first two for a CPU, the last one for a GPU."""
 MARGIN = 1.5
 """Factor by which float32 must be faster. A machine that is about as fast in both keeps the
 checkpoint's dtype in every process, and so its states."""
@@ -74,15 +74,36 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
 
 
 def check_quantization(name: str | None, device: torch.device) -> None:
-    """Raises `ConfigurationError` for an unknown quantization of weights, and for any on a GPU."""
+    """Raises `ConfigurationError` for an unknown quantization of weights, and for one that the
+    device has no products for."""
     if name not in (None, AUTO, *QUANTIZATIONS):
         raise ConfigurationError(
             f"unknown quantization {name!r}; quantizations: {AUTO}, {', '.join(QUANTIZATIONS)}"
         )
-    if name in QUANTIZATIONS and device.type != "cpu":
+    if name in (INT8, INT4) and device.type != "cpu":
         raise ConfigurationError(
-            f"weights in {name} are multiplied by a CPU alone; leave quantization out on {device}"
+            f"weights in {name} are multiplied by a CPU alone; on {device}, give "
+            "quantization='fp8' or leave it out"
         )
+    if name == FP8 and not supports_fp8(device):
+        raise ConfigurationError(
+            f"weights in fp8 are multiplied by NVIDIA GPUs of compute capability 8.9 or later, "
+            f"and not by {device_name(device)}; leave quantization out"
+        )
+
+
+def supports_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies in fp8: a GPU of NVIDIA's Ada or Hopper, or a later one."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA A100 (cuda:0)`, or `cpu`."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{torch.cuda.get_device_name(device)} ({device})"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

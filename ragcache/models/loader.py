@@ -21,6 +21,7 @@ import torch
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
 from ragcache.models.dtype import (
     AUTO,
+    FP8,
     DTypeChoice,
     Recall,
     check_quantization,
@@ -124,7 +125,8 @@ def load_model(
             text. The window becomes the whole context.
         quantization: `int8` or `int4` quantizes the weights of linear layers, for a CPU. `auto`
             does so where it makes decoding quicker: in 8 bits, but in 4 the layers whose weights 4
-            bits hold no worse, or all where 8 do not fit the memory.
+            bits hold no worse, or all where 8 do not fit the memory. `fp8` is for NVIDIA GPUs from
+            Ada and Hopper on, and rounds activations too.
         tensor_parallel: Number of processes that the model will be split over (`split_model`).
             A model that cannot be split is refused before its weights are read.
         recall: Keeps the times behind `auto` for later processes, as `Ledger.recall_fact` does.
@@ -162,7 +164,7 @@ def load_model(
             quantization=quantization,
             ranks=tensor_parallel,
         )
-    if place.type != "cpu":
+    if place.type != "cpu" and quantization == AUTO:
         quantization = None
     choice = choose_dtypes(
         model,
@@ -174,7 +176,7 @@ def load_model(
         recall=recall,
     )
     if quantization is not None:
-        model, choice = _quantize(model, quantization, choice, recall)
+        model, choice = _quantize(model, quantization, choice, place, recall)
     causal = _wrap(convert(model, choice.compute).to(place), embedded=embedded)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
@@ -237,11 +239,16 @@ def _read_checkpoint(
 
 
 def _quantize(
-    model: Any, quantization: str, choice: DTypeChoice, recall: Recall
+    model: Any, quantization: str, choice: DTypeChoice, device: torch.device, recall: Recall
 ) -> tuple[Any, DTypeChoice]:
-    """The model with packed weights, and the choice with their name, if `auto` stands for any."""
+    """The model with quantized weights, and the choice with their name, if `auto` stands for
+    any."""
+    from ragcache.models.fp8 import quantize_fp8
     from ragcache.models.quantized import choose_quantization, quantize_model
 
+    if quantization == FP8:
+        quantize_fp8(model, model.get_output_embeddings(), device)
+        return model, replace(choice, reason=f"{choice.reason}; weights in {FP8}")
     chosen = choose_quantization(model, quantization, choice.compute, recall)
     if chosen is None:
         return model, choice

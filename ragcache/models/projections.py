@@ -8,6 +8,8 @@ replaced by one that returns its columns of the product. The model's own code st
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +73,19 @@ def merge_projections(language: CausalLM) -> int:
                 _merge(owner, names, parts)
                 merged += 1
     return merged
+
+
+def linear_groups(
+    owner: nn.Module, packs: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, ...]]:
+    """Names of the linear layers of a module that `packs` accepts, layers over the same input
+    together."""
+    single = [name for name, each in owner.named_children() if packs(each)]
+    for names in GROUPS:
+        if set(names) <= set(single) and plain_linears(owner, names):
+            yield names
+            single = [name for name in single if name not in names]
+    yield from ((name,) for name in single)
 
 
 def plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:

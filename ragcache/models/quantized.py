@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -29,6 +29,7 @@ from ragcache.errors import UnsupportedModel
 from ragcache.machine import available_memory, quicker_rows
 from ragcache.models.dtype import (
     AUTO,
+    FP8,
     INT4,
     INT8,
     MEMORY_SHARE,
@@ -39,7 +40,8 @@ from ragcache.models.dtype import (
     vocabulary_weights,
 )
 from ragcache.models.families import family_of
-from ragcache.models.projections import GROUPS, plain_linears, replace_linears
+from ragcache.models.fp8 import quantize_fp8
+from ragcache.models.projections import linear_groups, replace_linears
 from ragcache.models.trial import SEEDS, TOLERANCE, tiny_config, tiny_model, trial_difference
 
 logger = logging.getLogger(__name__)
@@ -288,7 +290,7 @@ def _places(model: Any, quantization: str) -> list[_Place]:
     head = model.get_output_embeddings()
     places = []
     for owner in model.modules():
-        for names in _groups(owner):
+        for names in linear_groups(owner, _packs):
             layers = [getattr(owner, name) for name in names]
             kind = _kind(layers, quantization, is_head=layers[0] is head)
             places.append(_Place(owner, names, kind))
@@ -302,16 +304,6 @@ def _kind(layers: Sequence[nn.Linear], quantization: str, *, is_head: bool) -> s
     if quantization == INT4:
         return INT8 if is_head else INT4
     return INT4 if _held_in_four(layers) else INT8
-
-
-def _groups(owner: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Names of the linear layers of a module, those over the same input together."""
-    single = [name for name, each in owner.named_children() if _packs(each)]
-    for names in GROUPS:
-        if set(names) <= set(single) and plain_linears(owner, names):
-            yield names
-            single = [name for name in single if name not in names]
-    yield from ((name,) for name in single)
 
 
 def _held_in_four(layers: Sequence[nn.Linear]) -> bool:
@@ -430,8 +422,8 @@ def choose_quantization(
     return AUTO if size <= MEMORY_SHARE * available_memory() else INT4
 
 
-def check_family(kind: type[Any], config: Any) -> None:
-    """Check that a family can be served with packed weights, before weights are read.
+def check_family(kind: type[Any], config: Any, quantization: str = INT8) -> None:
+    """Check that a family can be served with quantized weights, before weights are read.
 
     Tries a tiny random model (`ragcache.models.trial`). Raises `UnsupportedModel` where most
     weights are in no linear layer, or code reads weights past its layers.
@@ -444,7 +436,10 @@ def check_family(kind: type[Any], config: Any) -> None:
     try:
         for seed in SEEDS:
             tiny = tiny_model(kind, tiny_config(config, family), seed)
-            _pack(_places(tiny, INT8), dict.fromkeys(_KINDS, 0))
+            if quantization == FP8:
+                quantize_fp8(tiny, tiny.get_output_embeddings(), tiny.device)
+            else:
+                _pack(_places(tiny, INT8), dict.fromkeys(_KINDS, 0))
             differences.append(trial_difference(tiny))
             if differences[-1] <= TOLERANCE:
                 return

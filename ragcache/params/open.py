@@ -84,9 +84,9 @@ class OpenConfig(TierOptions, Params):
     """Most tokens of an answer that are guessed from its prompt and checked in one step, where the
     answer repeats the prompt. The answer stays the same. 0 guesses none."""
     max_gap_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """Longest gap between two tokens of an answer while documents are encoded beside it, in
-    milliseconds. Encodings then get as many tokens of each step as its time allows. By default the
-    device's number of tokens is the limit."""
+    """Longest gap between two tokens of an answer while prompts are computed or documents encoded
+    beside it, in milliseconds. These then get as many tokens of each step as its time allows. By
+    default the device's number of tokens is the limit."""
     queue: Annotated[int, Field(ge=1)] = 1024
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"
@@ -114,9 +114,9 @@ class OpenConfig(TierOptions, Params):
     several machines share states."""
     states_dtype: DType = "auto"
     """Data type of kept states. `auto` takes the data type of the checkpoint."""
-    quantization: Literal["auto", "int8", "int4"] | None = None
-    """Quantize the weights to 8 or 4 bits, for a CPU. `auto` does so where decoding gets quicker.
-    Off by default."""
+    quantization: Literal["auto", "int8", "int4", "fp8"] | None = None
+    """Quantize the weights to 8 or 4 bits, for a CPU (`int8`, `int4`), or to 8-bit floating point,
+    for a GPU (`fp8`). `auto` does so on a CPU where decoding gets quicker. Off by default."""
     long_context: bool = False
     """Use the long-context factors of LongRoPE (Phi-3.5, Phi-4-mini) for every text. The window
     becomes the whole context. Off by default: the window ends at the model's original length."""

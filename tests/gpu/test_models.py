@@ -17,6 +17,7 @@ from ragcache.models.compiled import (
     no_recompiles,
     prepare_for_device,
 )
+from ragcache.models.fp8 import Fp8Linear, quantize_fp8
 from ragcache.models.hf_patch import number_layers
 from ragcache.models.projections import merge_projections
 from tests.ragcache.attention.triton.own_tokens import OwnTokens
@@ -112,3 +113,32 @@ def test_merging_leaves_the_memory_of_the_model() -> None:
     largest = 2 * 1024 * 256 * 4
     assert torch.cuda.memory_allocated() <= before + 2**16
     assert torch.cuda.max_memory_allocated() <= before + largest + 2**16
+
+
+def test_weights_in_fp8_are_compiled_and_answer_alike(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {**SHAPE, "max_position_embeddings": 1024}
+    expected = logits(on_gpu(model_of("llama", torch.bfloat16, **sizes).float()))
+    model = model_of("llama", torch.bfloat16, **sizes).to("cuda")
+    layers = quantize_fp8(model, model.get_output_embeddings(), torch.device("cuda"))
+    assert layers == 4 * sizes["num_hidden_layers"]
+    causal = on_gpu(model)
+    eager = logits(causal)
+    prepare_for_device(causal)
+    found = logits(causal)
+    assert "cannot be compiled" not in caplog.text
+    for ours, theirs, exact in zip(found, eager, expected, strict=True):
+        assert (ours - theirs).norm() <= 5e-2 * exact.norm()
+        assert 0 < (ours - exact).norm() <= 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_in_fp8_is_that_of_its_numbers(*, bias: bool) -> None:
+    weight = torch.randn(512, 256, device="cuda")
+    layer = Fp8Linear.pack(weight, torch.randn(512, device="cuda") if bias else None)
+    for rows in (1, 2, 17, 300):
+        hidden = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+        exact = torch.nn.functional.linear(
+            hidden.float(), layer.restored(torch.float32), layer.bias
+        )
+        found = layer(hidden).float()
+        assert (found - exact).norm() <= 5e-2 * exact.norm()

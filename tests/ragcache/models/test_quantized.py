@@ -325,12 +325,12 @@ def test_stored_quantized_weights_are_not_quantized_again(folder: str, tmp_path:
 
 def test_a_quantization_without_a_product_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"quantization is 'int2'.*'auto', 'int8' or 'int4'"
+        ConfigurationError, match=r"quantization is 'int2'.*'auto', 'int8', 'int4' or 'fp8'"
     ):
         RagCache.open(tmp_path, quantization="int2")
     with pytest.raises(ConfigurationError, match="unknown quantization 'int2'"):
         load_model(quantization="int2")
-    with pytest.raises(ConfigurationError, match="by a CPU alone; leave quantization out on cuda"):
+    with pytest.raises(ConfigurationError, match="CPU alone; on cuda, give quantization='fp8'"):
         check_quantization("int8", torch.device("cuda"))
 
 
