@@ -39,8 +39,11 @@ class EngineConfig:
     draft_requests: int = 8
     """Most running requests with drafts. One on a CPU, where every row of a step takes time."""
     max_gap_ms: float | None = None
-    """Longest gap between two tokens of an answer that encodings beside it may cause, in
-    milliseconds. Defaults to the time of `step_tokens`."""
+    """Longest gap between two tokens of an answer that prompts and encodings beside it may cause,
+    in milliseconds. Defaults to the time of `step_tokens`."""
+    int8_states: bool = False
+    """Whether documents are kept in eight bits on a GPU. Kernels that also read these are then
+    compiled at start, instead of at the first such document."""
     warm_up: bool = False
     """Whether a GPU's graphs are captured at start instead of at the first steps of each size."""
 

@@ -5,6 +5,8 @@ Batching is per iteration: requests join and leave between steps (Orca §3.1).
 An asynchronous runner computes a step while the host goes on. The core then works one step ahead:
 
 1. Plan and launch step n + 1 while step n runs. Its decoding rows take their tokens from step n.
+   The engine's thread begins with it as late as the device allows (`seconds_to_spare`), so that
+   requests that arrive while step n runs join it.
 2. Wait for the tokens of step n and accept them: stop tokens, limits, constraints.
 3. Launch the sampling of step n + 1.
 4. Deliver the text of step n to callers, while the device computes.
@@ -40,10 +42,12 @@ from ragcache.engine.encoding import (
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool
 from ragcache.engine.kv_cache_manager import create_cache_manager
-from ragcache.engine.pacing import EncodingPace
+from ragcache.engine.launching import LaunchTimer
+from ragcache.engine.pacing import StepPace
 from ragcache.engine.request import ComputedTokens, Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import DeviceTimestamp, SampledToken, SamplerState
+from ragcache.engine.sampling_params import SamplingParams
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import (
@@ -100,8 +104,9 @@ class EngineCore:
         self._measured_at = 0.0
         self._last_timestamp: DeviceTimestamp | None = None  # end of the last computed step
         bound = config.max_gap_ms
-        self._pace = None if bound is None else EncodingPace(bound / 1e3)
+        self._pace = None if bound is None else StepPace(bound / 1e3)
         self._accepted_at: float | None = None  # end of the step before the running one
+        self._launch_timer = LaunchTimer()
 
     @property
     def pool(self) -> BlockPool:
@@ -128,9 +133,29 @@ class EngineCore:
         requests = self._waiting or self._running or self._launched
         return not requests and self._encode_queue.is_stalled
 
+    def seconds_to_spare(self) -> float:
+        """Seconds for which the next step can wait for more requests, because one still runs."""
+        step = self._launched
+        if step is None:
+            return 0.0
+        return self._launch_timer.seconds_left(self.clock() - self._begin_of(step))
+
+    def _begin_of(self, step: LaunchedStep) -> float:
+        """The time from which the device computes a step, by the host's clock."""
+        return max(step.launched_at, self._accepted_at or 0.0)
+
     def lift_encode_budget(self) -> None:
         """Remove the memory limit of encodings, so that all of them can finish."""
         self._encode_queue.budget_bytes = sys.maxsize
+
+    def warm_up(self) -> None:
+        """Compile and capture what steps and their sampling need, before the first request."""
+        self.runner.warm_up()
+        model = self.runner.model
+        logits = torch.zeros(2, model.vocabulary, dtype=model.dtype, device=model.device)
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)):
+            states = [SamplerState.start(sampling, ()) for _ in logits]
+            self._sampler.launch(logits, states).wait()
 
     def add_request(self, request: Request, channel: AnswerChannel, submitted_at: float) -> None:
         """Queue a request that `checker` has accepted. A cancelled request is ignored."""
@@ -146,8 +171,11 @@ class EngineCore:
     def step(self) -> None:
         """Run one step: drop cancelled requests, schedule, compute, sample and deliver."""
         self._measured_at = self.clock()
-        self._drop_gone(self._measured_at)
+        begin = self._measured_at
+        self._drop_gone(begin)
         last, step = self._launched, self._launch()
+        if last is not None and step is not None:
+            self._launch_timer.observe_launch(step.launched_at - begin)
         accepted: list[Sequence] = []
         now = self._measured_at
         try:
@@ -181,6 +209,7 @@ class EngineCore:
     def _pause_clock(self) -> None:
         """Count the time until the next step neither as the step's nor as idle time."""
         self._last_timestamp = self._accepted_at = None
+        self._launch_timer.forget_steps()
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request with `error` and free all memory."""
@@ -247,6 +276,7 @@ class EngineCore:
             timestamps=timestamps,
             scores=scores,
             drafted=any(item.chunk.drafted for item in work),
+            launched_at=self._measured_at,
         )
         return self._launched
 
@@ -324,7 +354,7 @@ class EngineCore:
         output = schedule(
             [sequence.schedulable() for sequence in self._running],
             (sequence.schedulable() for sequence in self._waiting),
-            self._limits(self._max_running),
+            self._limits(self._max_running, sum(each.generated > 0 for each in self._running)),
             free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
@@ -353,7 +383,7 @@ class EngineCore:
         for row in full:
             self.kv_manager.allocate_slots(batch.sequences[row], 1)
             batch.put_blocks(row)
-        limits = self._limits(self._max_running - ending)
+        limits = self._limits(self._max_running - ending, batch.rows)
         if not running and not (self._waiting and batch.rows < limits.max_running):
             return self._with_encodings([])
         output = schedule(
@@ -367,11 +397,14 @@ class EngineCore:
         beside += self._admit(output, now)
         return self._with_encodings(self._work_of(beside, output))
 
-    def _limits(self, max_running: int) -> SchedulerConfig:
-        """The scheduler's limits with at most so many running requests."""
+    def _limits(self, max_running: int, decoding: int) -> SchedulerConfig:
+        """The scheduler's limits with at most so many running requests, of which some decode."""
         config = self._scheduler_config
         if config.max_running != max_running:
             config = replace(config, max_running=max_running)
+        if decoding and self._pace is not None:
+            fitting = decoding + self._pace.tokens_beside(decoding)
+            config = replace(config, step_tokens=min(config.step_tokens, fitting))
         return config
 
     def _work_of(
@@ -481,6 +514,8 @@ class EngineCore:
         for each in step.scores:
             each.record()
         waited, now = self._elapsed(), self._measured_at
+        if not step.work:
+            self._launch_timer.observe_step(now - self._begin_of(step))
         if self._pace is not None and self._accepted_at is not None:
             self._pace.observe(step.rows, now - self._accepted_at)
         self._accepted_at = now
@@ -521,7 +556,9 @@ class EngineCore:
         begin, computed, end = step.timestamps
         self.stats.forward += begin.elapsed_time(computed) / 1e3
         if self._last_timestamp is not None:
-            self.stats.idle += self._last_timestamp.elapsed_time(begin) / 1e3
+            idle = self._last_timestamp.elapsed_time(begin) / 1e3
+            self.stats.idle += idle
+            self._launch_timer.observe_idle(idle)
         self._last_timestamp = end
 
     def _share_blocks(self, step: LaunchedStep) -> None:

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 BUCKETS: dict[StepKind, tuple[int, ...]] = {
     "decode": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    "mixed": (8, 16, 32, 64, 96, 128, 192, 256, 384, 512),
+    "mixed": (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
 }
 """Rows of the graphs, by kind of step. A step is padded to the next size."""
 
@@ -69,7 +69,7 @@ MOST_FAILURES = 3
 """Failed captures after which no more are tried."""
 
 GRAPH_CAPACITY = TableCapacity(
-    rows=512, entries=2**15, items=2**13, bases=2**11, pages_per_row=MAX_TAIL_BLOCKS + 1
+    rows=2048, entries=2**15, items=2**13, bases=2**11, pages_per_row=MAX_TAIL_BLOCKS + 1
 )
 ENTRIES_PER_ROW = 6
 """Entries per row for which the tables of eager steps are sized at first. They grow."""
@@ -138,11 +138,20 @@ class DeviceModelRunner:
         model: The model.
         prefill_tokens: Rows for which the tables of eager steps are sized at first.
         graphs: Whether to capture graphs.
+        int8_states: Whether the kernels read int8 states from the beginning. Otherwise they are
+            replaced at the first such states.
     """
 
     asynchronous = True
 
-    def __init__(self, model: CausalLM, *, prefill_tokens: int = 8192, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        prefill_tokens: int = 8192,
+        graphs: bool = True,
+        int8_states: bool = False,
+    ) -> None:
         self.model = model
         self.device = model.device
         self.stream: torch.cuda.Stream | None = None
@@ -154,7 +163,7 @@ class DeviceModelRunner:
         group = model.num_heads // model.num_kv_heads
         self._heads = HeadLayout(model.num_kv_heads, group, model.head_dim)
         self._rotation = rotation_tables(model)
-        self._quantized = False
+        self._quantized = int8_states
         capacity = replace(
             GRAPH_CAPACITY,
             rows=max(prefill_tokens, GRAPH_CAPACITY.rows),
@@ -221,11 +230,13 @@ class DeviceModelRunner:
             self._planner.forget()
 
     def warm_up(self) -> None:
-        """Compile the model and capture all graphs, the largest first. Logs the progress."""
+        """Compile the model and capture all graphs, the largest first, and run a step of as many
+        rows as the tables hold. Logs the progress."""
         self._prepare()
         begin = time.perf_counter()
         every = sorted(chain.from_iterable(self._buckets.values()), key=lambda each: -each.rows)
-        self._empty_tables()
+        for tables in (self._tables, self._eager_tables):
+            self._empty_tables(tables)
         for number, bucket in enumerate(every if self._graphs else (), 1):
             self._compute(bucket.kind, self._tables, bucket.rows, bucket.logit_rows)
             bucket.whole = self._capture(bucket, by_layer=False)
@@ -235,6 +246,7 @@ class DeviceModelRunner:
         for bucket in self._buckets["mixed"]:
             if self._cuts and bucket.rows <= ROWS_BY_LAYER:
                 bucket.by_layer = self._capture(bucket, by_layer=True)
+        self._compute("mixed", self._eager_tables, self._eager_tables.capacity.rows, MOST_LOGITS)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk], decoding: DecodeBatch) -> _Launch:
@@ -419,12 +431,12 @@ class DeviceModelRunner:
             )
         )
 
-    def _empty_tables(self) -> None:
+    def _empty_tables(self, tables: AttentionTables) -> None:
         """Lay out a step that reads and writes nothing."""
-        plan = build_plan([], rows=0, heads=self._heads, capacity=self._tables.capacity)
-        self._tables.set_plan(plan)
-        self._tables.begin_step(0)
-        self._tables.upload()
+        plan = build_plan([], rows=0, heads=self._heads, capacity=tables.capacity)
+        tables.set_plan(plan)
+        tables.begin_step(0)
+        tables.upload()
 
     def _grow_tables(self, overflow: TableOverflow) -> None:
         """Double the tables of eager steps."""

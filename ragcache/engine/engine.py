@@ -167,7 +167,11 @@ class LLMEngine:
     def __init__(self, model: CausalLM, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.for_device(model.device)
         fit_threads(model.ranks)
-        runner = runner_for(model, prefill_tokens=self.config.prefill_tokens)
+        runner = runner_for(
+            model,
+            prefill_tokens=self.config.prefill_tokens,
+            int8_states=self.config.int8_states,
+        )
         self._core = EngineCore(runner, self.config)
         self.checker = RequestChecker(runner, self._core.kv_manager)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
@@ -350,14 +354,15 @@ class LLMEngine:
     def _warm_up(self) -> None:
         if self.config.warm_up:
             try:
-                self._core.runner.warm_up()
+                self._core.warm_up()
             except Exception:  # the first requests will report it
                 logger.exception("the engine could not be warmed up")
 
     def _run_steps(self) -> None:
         while not (self._stopping and not self._core.busy):
             try:
-                self._take_messages(wait=not self._core.busy or self._core.is_stalled)
+                idle = not self._core.busy or self._core.is_stalled
+                self._take_messages(None if idle else self._core.seconds_to_spare())
                 self._core.step()
             except Exception as error:  # the thread goes on, whatever a step raised
                 self._fail(error)
@@ -382,7 +387,7 @@ class LLMEngine:
         failing = True
         while failing:  # requests that are still in the inbox join the others, and fail with them
             try:
-                self._take_messages(wait=False)
+                self._take_messages(0.0)
                 failing = False
             except BaseException:
                 logger.exception("a request could not be taken")
@@ -392,9 +397,11 @@ class LLMEngine:
             logger.exception("the memory of the engine could not be freed")
         error.with_traceback(None)  # whose frames would keep states
 
-    def _take_messages(self, *, wait: bool) -> None:
+    def _take_messages(self, patience: float | None) -> None:
+        """Run all messages of the inbox. Wait for the first one as many seconds as `patience`, or
+        without it as long as it takes."""
         try:
-            message = self._inbox.get(block=wait)
+            message = self._inbox.get(block=patience != 0, timeout=patience)
             while True:
                 message()
                 message = self._inbox.get_nowait()

@@ -1,11 +1,11 @@
-"""Number of tokens that a step encodes beside answers, so that gaps between tokens are bounded."""
+"""Number of tokens that a step computes beside answers, so that gaps between tokens are bounded."""
 
 from __future__ import annotations
 
 from typing import Final
 
 LEAST_TOKENS: Final = 16
-"""Tokens that a step encodes in any case, so that encodings end."""
+"""Tokens that a step computes beside answers in any case, so that prompts and encodings end."""
 
 MARGIN: Final = 0.9
 """Share of the bound that steps aim at, since they vary."""
@@ -20,19 +20,20 @@ FLATTEST: Final = 0.01
 """Least share of a step's mean time of a row that a further row takes."""
 
 
-class EncodingPace:
-    """Fits the seconds of steps to their rows, for the number of rows that encodings may have.
+class StepPace:
+    """Fits the seconds of steps to their rows, for the number of rows that prompts and encodings
+    may have.
 
     The seconds of a step are a fixed part, such as reading the weights, and a part for each row.
     Both are fitted by least squares to the last few steps, in which newer ones weigh more. While
     the steps have had about equal numbers of rows, all of their time counts as time of rows. The
-    rows of encodings then start low and grow.
+    rows of prompts and encodings then start low and grow.
 
     Args:
         most_seconds: Longest gap between two tokens of an answer.
 
     Example:
-        >>> pace = EncodingPace(0.050)
+        >>> pace = StepPace(0.050)
         >>> for _ in range(20):
         ...     for rows in (40, 240):
         ...         pace.observe(rows, 0.009 + 0.0001 * rows)
@@ -61,7 +62,7 @@ class EncodingPace:
         self._covariance += share * (apart * (seconds - self._seconds) - self._covariance)
 
     def tokens_beside(self, rows: int) -> int:
-        """Return how many tokens a step may encode beside the rows that it has anyway."""
+        """Return how many tokens a step may compute beside the rows that it has anyway."""
         if not self._seconds:
             return LEAST_TOKENS
         known, whole = self._variance, self._seconds / self._rows

@@ -115,7 +115,9 @@ def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> No
                 segment.states.arrival.wait(stream)
 
 
-def runner_for(model: CausalLM, *, prefill_tokens: int = 8192) -> ModelRunner:
+def runner_for(
+    model: CausalLM, *, prefill_tokens: int = 8192, int8_states: bool = False
+) -> ModelRunner:
     """Create the runner that suits a model and its device. A GPU's tables have room for
     `prefill_tokens` rows at first."""
     if model.device.type == "cuda" and model.kernels:
@@ -124,7 +126,7 @@ def runner_for(model: CausalLM, *, prefill_tokens: int = 8192) -> ModelRunner:
         except ImportError as error:  # Triton comes with torch's builds for CUDA
             logger.warning("the GPU computes slowly, without Triton's kernels: %s", error)
         else:
-            return DeviceModelRunner(model, prefill_tokens=prefill_tokens)
+            return DeviceModelRunner(model, prefill_tokens=prefill_tokens, int8_states=int8_states)
     return RaggedModelRunner(model)
 
 

@@ -148,6 +148,9 @@ class LaunchedStep:
     drafted: bool = False
     """Whether the step checks drafts, so that tokens of some rows may not count."""
 
+    launched_at: float = 0.0
+    """Time at which the launch was done, on the core's clock."""
+
     @property
     def rows(self) -> int:
         """Number of tokens that the step computes."""

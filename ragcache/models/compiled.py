@@ -10,6 +10,7 @@ other call of the model takes the eager modules.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from huggingface_hub import cached_assets_path
 from torch import Tensor, nn
 
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
@@ -47,8 +49,17 @@ def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
     """
     if causal.device.type == "cuda":
         prefer_cublaslt()
+        keep_kernels()
     merge_projections(causal)
     compile_layers(causal, backend)
+
+
+def keep_kernels() -> None:
+    """Let compiled kernels be kept in the cache folder of models, unless the environment names
+    another. PyTorch and Triton keep them by what they compute and by their own versions."""
+    folder = cached_assets_path("ragcache", namespace="models", subfolder="kernels")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def compile_layers(causal: CausalLM, backend: Backend = "inductor") -> bool:

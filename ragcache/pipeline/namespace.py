@@ -133,6 +133,7 @@ class SharedServices:
             queue=config.queue,
             draft_tokens=config.draft_tokens,
             max_gap_ms=config.max_gap_ms,
+            int8_states=config.device_kv_dtype == "int8",
             warm_up=config.warm_up,
         )
         with ExitStack() as started:

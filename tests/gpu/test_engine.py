@@ -200,6 +200,48 @@ def test_other_threads_draw_random_numbers_during_captures(
     assert all(0.4 < float(each.mean()) < 0.6 for each in drawn)
 
 
+@pytest.mark.parametrize(
+    ("family", "int8_states"), [("llama", False), ("llama", True), ("gemma2", False)]
+)
+def test_nothing_is_compiled_after_a_warm_up(
+    family: str, monkeypatch: pytest.MonkeyPatch, *, int8_states: bool
+) -> None:
+    import triton
+
+    compiled: list[str] = []
+
+    def note(**known: Any) -> bool:
+        compiled.append(known["repr"])
+        return False
+
+    gpu = on_gpu(family, torch.bfloat16)
+    window = gpu.window
+    limits = config(pool_bytes=2**26, warm_up=True, int8_states=int8_states)
+    with LLMEngine(gpu, limits) as engine:
+        engine.submit_request(plain_request(2)).result()  # once it is warm
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        [root] = engine.encode([EncodeJob(random_tokens(9, seed=1))])
+        jobs = [EncodeJob(random_tokens(n, seed=n), 9, Segment(root, 0)) for n in (33, 200)]
+        states: list[StoredStates] = [root, *engine.encode(jobs)]
+        if int8_states:
+            states[1:] = [quantize(each, "int8") for each in engine.encode(jobs)]
+        requests = [moved_request(states, order, 1) for order in ([], [0], [1, 0])]
+        requests += [plain_request(n) for n in (3, 70, 300, window // 2)]
+        sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
+        requests += [replace(each, sampling=sampling) for each in requests]
+        handles = [engine.submit_request(request) for request in requests]
+        assert all(handle.result().choices for handle in handles)
+    assert compiled == []
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def plain_request(tokens: int) -> Request:
+    """A question of so many tokens, without documents."""
+    positions = tuple(range(tokens))
+    return Request(Context((), tuple(random_tokens(tokens, seed=tokens)), positions, tokens), LIMIT)
+
+
 def test_an_open_engine_keeps_old_objects_from_collections() -> None:
     gpu = on_gpu("llama")
     request = requests_over(encoded(gpu))[0]

@@ -220,6 +220,12 @@ def test_states_in_eight_bits_are_read_in_place(
                 assert_same_logits(runner, causal, eight)
     assert_same_logits(runner, causal, plain)
     assert_same_logits(runner, causal, eight)
+    prepared = module.DeviceModelRunner(causal, prefill_tokens=64, int8_states=True)
+    kernels = prepared._kernels
+    assert kernels.quantized
+    assert_same_logits(prepared, causal, plain)
+    assert_same_logits(prepared, causal, eight)
+    assert prepared._kernels is kernels, "they were not replaced"
 
 
 @pytest.mark.usefixtures("eager_layers")

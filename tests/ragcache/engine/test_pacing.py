@@ -1,4 +1,5 @@
-"""Encodings beside answers: as many tokens as a bound of the gap between tokens allows."""
+"""Prompts and encodings beside answers: as many tokens as a bound of the gap between tokens
+allows."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from ragcache.engine import EncodeJob, Request
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.encoding import StatesChannel
-from ragcache.engine.pacing import LEAST_TOKENS, EncodingPace
+from ragcache.engine.pacing import LEAST_TOKENS, StepPace
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.delayed_runner import DelayedRunner
 from tests.ragcache.engine.stepped_engine import (
@@ -89,6 +90,26 @@ def test_gaps_stay_below_the_bound_and_encodings_use_them(causal: CausalLM) -> N
     assert core.stats.encoded_tokens > 0.7 * 25 * fitting
 
 
+@pytest.mark.parametrize("max_gap_ms", [None, 30.0])
+def test_prompts_beside_answers_keep_the_bound(causal: CausalLM, max_gap_ms: float | None) -> None:
+    clock = ManualClock()
+    runner = TimedRunner(causal, clock)
+    config = replace(config_of(causal, blocks=600, step_tokens=512), max_gap_ms=max_gap_ms)
+    core = SteppedCore(runner, config, clock)
+    handle = core.submit(Request(plain_context(random_tokens(5)), 60))
+    for _ in range(4):
+        core.step()
+    first = len(runner.rows)
+    prompt = core.submit(Request(plain_context(random_tokens(900, seed=1)), 1))
+    while not prompt.done:
+        core.step()
+    rows = runner.rows[first:]
+    assert sum(rows) >= 900
+    assert not handle.done
+    longest = 1e3 * (FIXED + PER_ROW * max(rows))
+    assert longest <= 30 if max_gap_ms else longest > 55
+
+
 def test_a_bound_that_no_step_keeps_leaves_encodings_some_tokens(causal: CausalLM) -> None:
     _, rows, _ = gaps_beside_encodings(causal, 2.0, 10)
     assert set(rows) == {1 + LEAST_TOKENS}
@@ -103,7 +124,7 @@ def test_without_answers_the_bound_counts_for_nothing(causal: CausalLM) -> None:
     assert runner.rows == [900]
 
 
-class RecordedPace(EncodingPace):
+class RecordedPace(StepPace):
     """A pace that keeps the seconds of each step."""
 
     def __init__(self) -> None:
@@ -179,7 +200,7 @@ def test_steps_behind_a_running_one_keep_the_bound(causal: CausalLM) -> None:
 def test_the_pace_finds_the_rows_that_fit(
     fixed: float, per_row: float, rows: int, bound: float, seed: int
 ) -> None:
-    pace, rng = EncodingPace(bound), random.Random(seed)
+    pace, rng = StepPace(bound), random.Random(seed)
     fitting = (bound - fixed) / per_row
     for number in range(60):
         beside = pace.tokens_beside(rows)
