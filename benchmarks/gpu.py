@@ -25,13 +25,15 @@ from typing import Any
 import torch
 from gpu_device import bench_attention, measure_ceilings
 from gpu_parts import ENGINE_PARTS
+from gpu_served import SERVED_PARTS
 from gpu_session import GpuSession, median_ms
 from gpu_table import Ceilings, GpuWorkload, missed, render_markdown, render_text, rows_of
 
 from ragcache.bench.harness import SHAPES, LlamaShape, Progress, concatenate, prefill
 from ragcache.machine import describe_machine
 
-PARTS = ("attention", *ENGINE_PARTS)
+SESSION_PARTS = ENGINE_PARTS | SERVED_PARTS
+PARTS = ("attention", *SESSION_PARTS)
 DEFAULT_PARTS = tuple(part for part in PARTS if part != "profile")
 QUICK = GpuWorkload(runs=9, serve_runs=2, decode_tokens=32, peer_runs=1)
 """Fewer repetitions of everything."""
@@ -49,13 +51,14 @@ class SuiteRun:
     def __init__(
         self, shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload,
         device: str = "cuda", progress: Progress = lambda _: None, save: Save = lambda _: None,
-        limit: float | None = None,
+        limit: float | None = None, quantization: str | None = None,
     ) -> None:  # fmt: skip
+        self.quantization = quantization
         self.load, self.device, self.progress = load, device, progress
         self.save, self.limit = save, limit
         self.shapes = shapes
         chosen = [part for part in PARTS if part in parts]
-        self.document = new_document(shapes, chosen, load, device)
+        self.document = new_document(shapes, chosen, load, device) | {"quantization": quantization}
 
     def run(self) -> dict[str, Any]:
         """Runs everything. Returns the document, with the table's rows."""
@@ -76,19 +79,20 @@ class SuiteRun:
         if "attention" in parts:
             run = partial(bench_attention, shape, self.load, self.device)
             results["attention"] = self._part(f"{name} attention", run) or {}
-        engine_parts = [part for part in ENGINE_PARTS if part in parts]
-        if not engine_parts:
+        session_parts = [part for part in SESSION_PARTS if part in parts]
+        if not session_parts:
             return
-        session = GpuSession(shape, self.load, self.device, self.progress)
+        session = GpuSession(shape, self.load, self.device, self.progress, self.quantization)
         try:
             self._part(f"{name} model", lambda: session.model)
             if "ttft" in parts:
                 results["hf"] = self._part(f"{name} hf", lambda: bench_hugging_face(session)) or {}
             session.free_memory()
-            self._part(f"{name} engine", lambda: session.engine)
+            if any(part in ENGINE_PARTS for part in session_parts):
+                self._part(f"{name} engine", lambda: session.engine)
             ceilings = Ceilings(**self.document["ceilings"])
-            for part in engine_parts:
-                run = partial(ENGINE_PARTS[part], session, ceilings)
+            for part in session_parts:
+                run = partial(SESSION_PARTS[part], session, ceilings)
                 results[part] = self._part(f"{name} {part}", run) or {}
         except Exception as error:  # the other shapes are measured, whatever this one raised
             self.document["errors"][name] = repr(error)
@@ -192,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = QUICK if options.quick else GpuWorkload()
     shapes = {name: SHAPES[name] for name in options.shape.split(",")}
     parts = options.part.split(",")
-    run = SuiteRun(shapes, parts, load, options.device, progress, save, options.limit)
+    limit, quantization = options.limit, options.quantization
+    run = SuiteRun(shapes, parts, load, options.device, progress, save, limit, quantization)
     return report(run.run(), check=options.check)
 
 
@@ -220,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", default=",".join(DEFAULT_PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--shape", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quantization", choices=["fp8"], help="default: bfloat16")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     parser.add_argument("--check", action="store_true", help="exit 1 where a must is missed")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")

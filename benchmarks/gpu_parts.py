@@ -295,6 +295,10 @@ def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
 
     first_tokens = partial(_first_tokens, session, session.documents, load.placed[0], 1)
     found = {"ttft": _profiled(first_tokens)}
+    for count in load.new_texts[-1:]:
+        session.first_token([], session.tokens(count))
+        text = session.tokens(count)
+        found[f"new_{count}"] = _profiled(partial(session.first_token, [], text))
     for name, rows in load.order:
         states = [session.rng.sample(session.documents, load.each) for _ in range(rows)]
         contexts = [session.context(each, 12) for each in states]

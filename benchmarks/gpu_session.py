@@ -37,11 +37,13 @@ class GpuSession(ShapeSession):
     depends on the values."""
 
     def __init__(
-        self, shape: LlamaShape, load: GpuWorkload, device: str, progress: Progress = lambda _: None
-    ) -> None:
-        super().__init__(shape, load.preamble, device, progress)
+        self, shape: LlamaShape, load: GpuWorkload, device: str,
+        progress: Progress = lambda _: None, quantization: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, load.preamble, device, progress, quantization=quantization)
         self.load = load
         self._documents: list[KVStates] = []
+        self._at_defaults = False
 
     @cached_property
     def engine(self) -> LLMEngine:
@@ -57,6 +59,18 @@ class GpuSession(ShapeSession):
         )
         engine.submit_request(Request(context, 2)).result()
         return engine
+
+    def serve_at_defaults(self) -> LLMEngine:
+        """Replace the engine by one at the defaults of the device, once, and return it."""
+        if not self._at_defaults:
+            if "engine" in self.__dict__:
+                self.engine.close()
+                del self.engine
+                self.free_memory()
+            config = EngineConfig.for_device(torch.device(self.device), warm_up=True)
+            self.engine = LLMEngine(self.causal, config)
+            self._at_defaults = True
+        return self.engine
 
     @cached_property
     def texts(self) -> list[list[int]]:

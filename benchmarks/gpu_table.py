@@ -50,6 +50,11 @@ class GpuWorkload:
         ("32x4K", 32, 4096), ("32x16K", 32, 16384), ("256x4K", 256, 4096), ("256x16K", 256, 16384),
     )  # fmt: skip
     peer_runs: int = 3
+    user_tokens: int = 128
+    new_texts: tuple[int, ...] = (64, 256, 512, 513, 1024, 2048, 8192)
+    beside: tuple[int, ...] = (8, 32, 128)
+    beside_tokens: int = 384
+    beside_runs: int = 30
 
 
 Runs = Sequence[tuple[int, int]]

@@ -25,6 +25,7 @@ from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import RagCacheError
 from ragcache.machine import describe_machine
 from ragcache.states import KVKey
+from ragcache.states.quantization import KVDtype
 from ragcache.store import DeviceTier, HostTier, KVStore, Lease, LeaseRequest, Origin
 
 THREADS = 1024
@@ -65,6 +66,8 @@ class ServiceLoad:
     """Memory of the device tier."""
     host_bytes: int = 84 * 2**30
     """Memory of the host tier."""
+    device_kv_dtype: KVDtype = "model"
+    """Dtype of the states in the device tier: `model` or `int8`."""
     rates: tuple[float, ...] = (5, 10, 20, 30, 40, 50, 60)
     """Requests a second, rising."""
     ingest_at: float | None = None
@@ -97,6 +100,7 @@ class LoadSession(ShapeSession):
 
     def __init__(self, load: ServiceLoad, device: str, progress: Progress = lambda _: None) -> None:
         super().__init__(load.shape, load.setting.preamble, device, progress, load.pool_bytes)
+        self.int8_states = load.device_kv_dtype == "int8"
         self.load, self.setting = load, load.setting
 
     @contextmanager
@@ -104,8 +108,9 @@ class LoadSession(ShapeSession):
         """Open a store that was given every document once, the most popular ones last."""
         with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder:
             database = Database.open(Path(folder) / "ledger.sqlite")
-            device = DeviceTier(self.load.device_bytes, self.device)
-            store = KVStore(Ledger(database), [device, HostTier(self.load.host_bytes)])
+            load = self.load
+            device = DeviceTier(load.device_bytes, self.device, kv_dtype=load.device_kv_dtype)
+            store = KVStore(Ledger(database), [device, HostTier(load.host_bytes)])
             store.ledger.begin()
             store.bind_device(self.engine.stream)
             assert self.root.length == self.setting.preamble  # encoded once the engine is warm

@@ -23,6 +23,8 @@ from ragcache.engine import (
     assemble_context,
 )
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.dtype import FP8
+from ragcache.models.fp8 import quantize_fp8
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates
 
@@ -50,6 +52,7 @@ class ShapeSession:
         device: Device of the model.
         progress: Called with a text at each part.
         pool_bytes: Memory of the engine's pool. Defaults to the engine's own choice.
+        quantization: `fp8` rounds the weights. Defaults to bfloat16.
     """
 
     def __init__(
@@ -59,9 +62,11 @@ class ShapeSession:
         device: str,
         progress: Progress = lambda _: None,
         pool_bytes: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         self.shape, self.preamble, self.device = shape, preamble, device
         self.progress, self.pool_bytes = progress, pool_bytes
+        self.quantization, self.int8_states = quantization, False
         self.rng = random.Random(1)
 
     @cached_property
@@ -72,6 +77,9 @@ class ShapeSession:
     @cached_property
     def causal(self) -> CausalLM:
         """The model, as the engine runs it."""
+        if self.quantization == FP8:
+            head = self.model.get_output_embeddings()
+            quantize_fp8(self.model, head, torch.device(self.device))
         causal = wrap_causal(self.model)
         causal.fingerprint = "random weights"  # their digest would take longer than all parts
         return causal
@@ -80,7 +88,10 @@ class ShapeSession:
     def engine(self) -> LLMEngine:
         """The engine, at the defaults of the device."""
         config = EngineConfig.for_device(
-            torch.device(self.device), warm_up=True, pool_bytes=self.pool_bytes
+            torch.device(self.device),
+            warm_up=True,
+            pool_bytes=self.pool_bytes,
+            int8_states=self.int8_states,
         )
         return LLMEngine(self.causal, config)
 

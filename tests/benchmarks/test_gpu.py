@@ -26,7 +26,8 @@ LOAD = gpu_table.GpuWorkload(
     preamble=4, documents=16, document_tokens=4, question=4, runs=2,
     decode=(("32x4K", 3, 16), ("256x4K", 5, 16), ("256x16K", 5, 32)), decode_tokens=9,
     order=(("32", 3), ("256", 5)), requests=4, each=2, new_tokens=5, serve_runs=2,
-    attention=(("32x4K", 2, 16), ("32x16K", 2, 32)), peer_runs=1,
+    attention=(("32x4K", 2, 16), ("32x16K", 2, 32)), peer_runs=1, user_tokens=5,
+    new_texts=(3, 9), beside=(2,), beside_tokens=300, beside_runs=2,
 )  # fmt: skip
 H200 = gpu_table.Ceilings(read_gb_s=4400.0, h2d_gb_s=55.5, bf16_tflops=790.0)
 
@@ -176,7 +177,7 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> dict[str, Any]:
         raise MemoryError("everything is full")
 
-    monkeypatch.setitem(gpu.ENGINE_PARTS, "ttft", broken)
+    monkeypatch.setitem(gpu.SESSION_PARTS, "ttft", broken)
     load = replace(LOAD, placed=(2,), serve_runs=1)
     result = SuiteRun({"7b": TINY}, ["ttft", "serve"], load, "cpu").run()
     assert result["results"]["7b"]["serve"]["model"]["total_s"] > 0

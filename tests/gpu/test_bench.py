@@ -18,7 +18,8 @@ SMALL = LlamaShape(2, 512, 8, 2, 1024, 1024, 8192, tied=False)
 LOAD = GpuWorkload(
     documents=16, document_tokens=256, runs=4, serve_runs=1, peer_runs=1, decode_tokens=16,
     decode=(("32x4K", 32, 4096), ("256x4K", 40, 4096), ("256x16K", 40, 4096)),
-    order=(("32", 8), ("256", 16)), requests=16, new_tokens=8,
+    order=(("32", 8), ("256", 16)), requests=16, new_tokens=8, user_tokens=8,
+    new_texts=(64, 600, 4000), beside=(4,), beside_tokens=256, beside_runs=3,
 )  # fmt: skip
 
 

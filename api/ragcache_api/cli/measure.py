@@ -270,6 +270,9 @@ def load(
     ] = False,
     device_bytes: Annotated[str | None, typer.Option(help="Budget of the device tier.")] = None,
     host_bytes: Annotated[str | None, typer.Option(help="Budget of the host tier.")] = None,
+    device_kv_dtype: Annotated[
+        str, typer.Option(help="Dtype of states on the device: model, int8.")
+    ] = "model",
     documents: Annotated[int | None, typer.Option(min=1, help="documents of the corpus.")] = None,
     rates: Annotated[
         str | None, typer.Option(help="Requests a second, rising, with commas between.")
@@ -289,6 +292,7 @@ def load(
     """
     from ragcache.bench.harness import SHAPES
     from ragcache.bench.load import ServiceLoad, bench_load
+    from ragcache.states.quantization import check_kv_dtype
 
     if shape not in SHAPES:
         raise ConfigurationError(f"there is no shape {shape!r}; give {' or '.join(SHAPES)}")
@@ -303,6 +307,7 @@ def load(
         ),
         device_bytes=parse_bytes(device_bytes or load.device_bytes),
         host_bytes=parse_bytes(host_bytes or load.host_bytes),
+        device_kv_dtype=check_kv_dtype(device_kv_dtype),
         rates=load.rates if rates is None else _rising(rates),
         ingest_at=ingest_at,
     )
