@@ -101,7 +101,7 @@ def bench_recurring(
             part = turns[start : start + setting.concurrent]
             progress(f"turn {start + len(part)} of {len(turns)}")
             alone = setting.concurrent == 1 or (2 * start >= len(turns) and number % 2 == 0)
-            waves.append(_answer(part, sides, alone, number, count, seen))
+            waves.append(_answer(part, sides, setting.mode, alone, number, count, seen))
             sides[READING].internals.shared.observing.submit(lambda: None).result()
     progress("timing detection")
     context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
@@ -130,6 +130,7 @@ def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
 def _answer(
     part: Sequence[Turn],
     sides: dict[str, RagCache],
+    mode: str,
     alone: bool,
     number: int,
     count: Callable[[str], int],
@@ -145,6 +146,7 @@ def _answer(
             answers[name] += sides[name].chat_batch(
                 [turn.messages for turn in together],
                 generation=generation,
+                mode=mode,
                 recognize_recurring=name == READING,
             )
         seconds[name] = time.perf_counter() - begin
