@@ -76,9 +76,8 @@ def bench_recurring(
 ) -> dict[str, Any]:
     """Answer the same conversations twice, turn by turn: with and without recurring texts.
 
-    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. The
-    states of new recurring texts are encoded, and those of conversations stored, between two calls,
-    as they are while users read.
+    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. New
+    recurring texts are encoded and conversations stored between two calls, as while users read.
 
     Args:
         setting: The conversations.
