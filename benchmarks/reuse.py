@@ -47,10 +47,13 @@ SETS: dict[str, tuple[str, Literal["all", "own"]]] = {
     "COVID-QA": ("covid_qa.json", "own"),
     "XQuAD, English": ("xquad.en.json", "all"),
     "XQuAD, Chinese": ("xquad.zh.json", "all"),
+    "CMRC 2018": ("cmrc2018.trial.json", "all"),
     "QED": ("qed.jsonl", "all"),
 }
 MAIN = 4, 384
 """Number and size of the modules that are measured first."""
+SHORT = 8
+"""Tokens of the beginnings of answers that are compared in addition."""
 AT_ONCE = 4
 """Questions whose states are in memory together."""
 
@@ -91,7 +94,7 @@ def prepare(
     prompts: Path,
     data: Annotated[Path, typer.Option()],
     settings: Annotated[str, typer.Option(help="k:module_tokens:questions of a set")] = (
-        "4:384:100,8:384:40,2:384:40,4:128:40"
+        "4:384:300,8:384:60,2:384:60,4:128:60"
     ),
 ) -> None:
     """Retrieve modules by BM25, without a threshold, and tokenize."""
@@ -306,12 +309,18 @@ def measure(
         print(f"{done} of {len(wanted)} prompts in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of each mode over rows with marks."""
+def _same_first(answer: dict[str, Any], tokens: int) -> bool:
+    """Tell whether an answer begins as the answer of `exact` does, as far as rows tell it."""
+    return bool(answer["same"]) or answer.get("equal", 0) >= tokens
+
+
+def summarize(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of each mode over the rows with marks that have it."""
     from ragcache.evaluation.metrics import bootstrap_interval, paired_bootstrap
 
     found = {}
-    for mode in rows[0]["modes"]:
+    for mode in dict.fromkeys(chain(*(row["modes"] for row in every))):
+        rows = [row for row in every if mode in row["modes"]]
         own = [row["modes"][mode] for row in rows]
         rooted, exact = ([row["modes"][name] for row in rows] for name in ("rooted", "exact"))
         kl, base = ([max(each["kl"], 1e-9) for each in many] for many in (own, rooted))
@@ -323,6 +332,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "kl": statistics.fmean(kl), "kl_median": statistics.median(kl),
             "ratio": [math.exp(x) for x in (statistics.fmean(logs), interval.low, interval.high)],
             "same": statistics.fmean(each["same"] for each in own),
+            "same_short": statistics.fmean(_same_first(each, SHORT) for each in own),
             "over_twice_rooted": statistics.fmean(a > 2 * b for a, b in zip(kl, base, strict=True)),
         }  # fmt: skip
         if timed := [e["seconds"] for e in own if e["seconds"] is not None]:
@@ -362,16 +372,18 @@ def report(model: str, prompts: Path, rows: Path, json_file: Path | None = None)
     for name, modes in result.items():
         print(f"\n{name}, {modes['exact']['questions']} questions\n")
         print(
-            "| mode | computed | KL mean, median | ratio | same | over 2x | F1 - exact | contains |"
+            "| mode | n | computed | KL mean, median | ratio | same | same, short | over 2x "
+            "| F1 - exact | contains |"
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for mode, each in modes.items():
             ratio, f, c = ([f"{x:.2f}" for x in each[key]] for key in (
                 "ratio", "f1_over_exact", "contains_over_exact"))  # fmt: skip
             print(
-                f"| `{mode}` | {each['computed']:.1%} "
+                f"| `{mode}` | {each['questions']} | {each['computed']:.1%} "
                 f"| {each['kl']:.3f}, {each['kl_median']:.3f} | "
                 f"{ratio[0]} ({ratio[1]} to {ratio[2]}) | {each['same']:.0%} | "
+                f"{each['same_short']:.0%} | "
                 f"{each['over_twice_rooted']:.1%} | {f[0]} ({f[1]} to {f[2]}) | "
                 f"{c[0]} ({c[1]} to {c[2]}) |"
             )

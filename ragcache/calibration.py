@@ -36,7 +36,7 @@ from ragcache.errors import (
 from ragcache.evaluation import Dataset, Question, contains_answer, f1
 from ragcache.evaluation.builtin import builtin_dataset
 from ragcache.models import LoadedModel
-from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams
 from ragcache.rag import RagCache
 from ragcache.retrieval import HeldOutSearch
@@ -94,7 +94,7 @@ def collect_examples(
     collection: str,
     questions: Sequence[Question],
     *,
-    mode: str | ReuseMode = ROOTED,
+    mode: str | ReuseMode | None = None,
     k: int = DEFAULT_K,
     relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
     extractive: bool | None = None,
@@ -118,7 +118,7 @@ def collect_examples(
     Raises:
         UnknownCollection: There is no such collection.
     """
-    submitter = rag.internals.submitter
+    submitter, asked_in = rag.internals.submitter, rag.internals.shared.mode_of(mode)
     if not (submitter.model.extractive if extractive is None else extractive):
         submitter = replace(submitter, calibration=_evidence_only(submitter.model))
     generation = GenerationParams(
@@ -141,7 +141,7 @@ def collect_examples(
                 left_out=left_out,
             )
             prompts += rag.internals.ask.prepare_prompts(
-                [question.question], collection, params, ReuseMode.parse(mode)
+                [question.question], collection, params, asked_in
             )
         pending = submitter.run(prompts, generation)
         for (question, _), each in zip(part, pending, strict=True):
@@ -228,11 +228,12 @@ def calibrate_model(
 
 def _default_mode(rag: RagCache) -> ReuseMode:
     """Return the default mode or, on a model on which the gate refuses it, `exact`."""
+    mode = rag.internals.shared.default_mode
     try:
-        rag.gate.check_mode(ROOTED)
+        rag.gate.check_mode(mode)
     except ModeRefused:
         return EXACT
-    return ROOTED
+    return mode
 
 
 def fit_built_in(examples: Sequence[CalibrationExample]) -> Calibration:

@@ -10,7 +10,7 @@ from pydantic import InstanceOf, SkipValidation, ValidationInfo, field_validator
 from ragcache.config import check_texts
 from ragcache.documents import FileFilter, SourceDocument
 from ragcache.errors import ConfigurationError, RagCacheError
-from ragcache.modes import ISOLATED, ROOTED, ReuseMode
+from ragcache.modes import ISOLATED, ReuseMode
 from ragcache.params import GenerationParams, Params, SearchParams
 from ragcache.pipeline.ingest import Preparing, Progress
 from ragcache.pipeline.keeper import Keeper
@@ -67,10 +67,10 @@ class SearchOptions(SearchParams):
 class AskOptions(SearchOptions):
     """Options of `ask`, `ask_batch` and `stream`: the options of `retrieve`, and more."""
 
-    mode: str | ReuseMode = ROOTED
-    """How stored states are read.
+    mode: str | ReuseMode | None = None
+    """How stored states are read. Defaults to the folder's mode (`OpenConfig.default_mode`).
 
-    `rooted` (default) reads states that were encoded after the preamble. `linked:N` also
+    `rooted` reads states that were encoded after the preamble. `linked:N` also
     computes the first N tokens of each module in context, `blend:R` the R percent of the
     modules' tokens that context changes most. `primed` reads modules after the first from
     states that were encoded behind other text; `primed:N` also computes the first N tokens of
@@ -109,10 +109,10 @@ class ChatOptions(SearchParams):
     keeper: InstanceOf[Keeper] = Keeper()
     """The caller that keeps the texts, with its budget. Unlimited by default."""
 
-    mode: str | ReuseMode = ROOTED
-    """How stored states of recognized modules are read, as in `AskOptions`. Defaults to `rooted`.
-    In a chat, modules follow another beginning than the preamble, so that answers may differ from
-    answers in mode `exact`."""
+    mode: str | ReuseMode | None = None
+    """How stored states of recognized modules are read, as in `AskOptions`. In a chat, modules
+    follow another beginning than the preamble, so that answers may differ from answers in mode
+    `exact`."""
     recognize: bool = True
     """Read texts of ingested modules, of any collection, from their stored states. On by default.
     A text may lack the module's outer whitespace but must be equal otherwise. Texts under 32

@@ -356,7 +356,7 @@ class RagCache:
     def _start_questions(
         self, questions: Sequence[str], options: AskOptions
     ) -> list[PendingAnswer]:
-        mode = ReuseMode.parse(options.mode)
+        mode = self._shared.mode_of(options.mode)
         selection = _single_selection(options.selection, len(questions))
         build = partial(
             self.internals.ask.prepare_prompts,
@@ -438,7 +438,8 @@ class RagCache:
     def _start_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
-        mode, generation, tools = ReuseMode.parse(options.mode), options.generation, options.tools
+        mode, generation = self._shared.mode_of(options.mode), options.generation
+        tools = options.tools
         if tools and generation.confidence is None:
             generation = generation.replace(confidence=False)  # a call is not to be refused
         search, keep = None, options.keep

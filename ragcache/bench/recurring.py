@@ -7,10 +7,9 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -76,8 +75,8 @@ def bench_recurring(
 ) -> dict[str, Any]:
     """Answer the same conversations twice, turn by turn: with and without recurring texts.
 
-    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. New
-    recurring texts are encoded and conversations stored between two calls, as while users read.
+    Both sides share equal beginnings of prompts. Figures are of the second half of the turns. The
+    states of new recurring texts are encoded between two waves, as they are while users read.
 
     Args:
         setting: The conversations.
@@ -102,7 +101,8 @@ def bench_recurring(
             part = turns[start : start + setting.concurrent]
             progress(f"turn {start + len(part)} of {len(turns)}")
             alone = setting.concurrent == 1 or (2 * start >= len(turns) and number % 2 == 0)
-            waves.append(_answer(part, sides, setting.mode, alone, number, count, seen))
+            waves.append(_answer(part, sides, alone, number, count, seen))
+            sides[READING].internals.shared.observing.submit(lambda: None).result()
     progress("timing detection")
     context = {"model": model.name, "setting": asdict(setting), "machine": describe_machine()}
     return {**_figures(waves[len(waves) // 2 :]), **_detection(setting), **context}
@@ -130,24 +130,24 @@ def _sides(model: LoadedModel, tokens: int) -> Iterator[dict[str, RagCache]]:
 def _answer(
     part: Sequence[Turn],
     sides: dict[str, RagCache],
-    mode: str,
     alone: bool,
     number: int,
     count: Callable[[str], int],
     seen: Counter[str],
 ) -> _Wave:
-    """Answer the turns of wave `number` on both sides, each turn alone or by callers at once."""
+    """Answer the turns of wave `number` on both sides, each turn alone or all at once."""
+    generation = GenerationParams(max_tokens=NEW_TOKENS, ignore_eos=True, extractive=False)
     answers: dict[str, list[Answer]] = {name: [] for name in sides}
     seconds: dict[str, float] = {}
     for name in sorted(sides, reverse=number % 4 < 2):
-        seconds[name] = 0.0
+        begin = time.perf_counter()
         for together in [[turn] for turn in part] if alone else [part]:
-            begin = time.perf_counter()
-            with ThreadPoolExecutor(len(together)) as callers:
-                ask = partial(_ask, sides[name], mode, name == READING)
-                answers[name] += callers.map(ask, together)
-            seconds[name] += time.perf_counter() - begin
-            _settle(sides[name])
+            answers[name] += sides[name].chat_batch(
+                [turn.messages for turn in together],
+                generation=generation,
+                recognize_recurring=name == READING,
+            )
+        seconds[name] = time.perf_counter() - begin
     runs = []
     for turn, *both in zip(part, answers[READING], answers[COMPUTING], strict=True):
         repeated = [text for text in turn.chunks if seen[text] > 1]
@@ -155,19 +155,6 @@ def _answer(
         runs.append(_Run(turn, tokens, sum(map(count, repeated)), new, *both))
         seen.update(turn.chunks)
     return _Wave(runs, not alone, seconds)
-
-
-def _ask(rag: RagCache, mode: str, recognize: bool, turn: Turn) -> Answer:
-    """Answer a turn, as one of the callers of a wave."""
-    generation = GenerationParams(max_tokens=NEW_TOKENS, ignore_eos=True, extractive=False)
-    return rag.chat(turn.messages, generation=generation, mode=mode, recognize_recurring=recognize)
-
-
-def _settle(rag: RagCache) -> None:
-    """Wait until recurring texts are encoded, and conversations stored."""
-    shared = rag.internals.shared
-    for background in (shared.observing, shared.keeping):
-        background.submit(lambda: None).result()
 
 
 def _figures(waves: Sequence[_Wave]) -> dict[str, Any]:

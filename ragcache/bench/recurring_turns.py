@@ -55,8 +55,6 @@ class RecurringSetting:
     concurrent: int = 1
     """Prompts of a wave that are answered at once. From the second half on, every second wave is
     answered one by one, for the times to the first token."""
-    mode: str = "rooted"
-    """Mode in which recurring texts are read."""
     known_spans: int = 100_000
     """Chunks that were seen before detection is timed."""
     seed: int = 7

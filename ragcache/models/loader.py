@@ -33,6 +33,7 @@ from ragcache.models.dtype import (
 from ragcache.models.model import CausalLM
 from ragcache.models.reader import READER, ReaderLM, read_reader
 from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
+from ragcache.modes import PRIMED, ROOTED, ReuseMode
 
 INSTRUCTION = (
     "Answer the question from the documents below. "
@@ -61,6 +62,8 @@ class LoadedModel:
     extractive: bool = field(default=False, kw_only=True)
     """Whether answers are quotations unless a request says otherwise, as for the embedded
     reader."""
+    default_mode: ReuseMode = field(default=ROOTED, kw_only=True)
+    """Mode of questions and chats that name none. Set by `load_model`."""
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -180,7 +183,23 @@ def load_model(
     causal = _wrap(convert(model, choice.compute).to(place), embedded=embedded)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
-    return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
+    return LoadedModel(
+        called,
+        causal,
+        tokenizer,
+        dtypes=choice,
+        extractive=name is None,
+        default_mode=ROOTED if name is None else _default_mode(causal),
+    )
+
+
+def _default_mode(causal: CausalLM) -> ReuseMode:
+    """Return the default mode of a model that was not trained on modules.
+
+    Its answers in `primed` are nearer to its answers in `exact`. Models with recurrent layers and
+    models whose states cannot move were not measured (docs/internals/adr, 91).
+    """
+    return PRIMED if causal.divides and causal.scheme.movable else ROOTED
 
 
 def _wrap(model: Any, *, embedded: bool) -> CausalLM:

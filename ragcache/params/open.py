@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from ragcache.config import check_instruction
 from ragcache.errors import ConfigurationError
+from ragcache.modes import ReuseMode
 from ragcache.params.base import Params
 from ragcache.tiers import Size, TierOptions
 
@@ -56,6 +57,10 @@ class OpenConfig(TierOptions, Params):
     force_modes: bool = False
     """Serve every mode, even a mode that is far from `exact` on the model. By default, each mode is
     measured once per folder, before its first question."""
+    default_mode: ReuseMode | None = None
+    """Mode of questions and chats that name none (`AskOptions.mode`). Defaults to `rooted` for the
+    embedded reader, for models with recurrent layers and for models whose states cannot move, and
+    to `primed` for all others."""
     compose: Literal["auto", "order", "both"] = "auto"
     """How documents compose in the recurrent layers of a hybrid model: in the `order` of the
     prompt, or as the mean of `both` this order and its reverse, in which later documents do not

@@ -10,23 +10,26 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ragcache.db import Ledger
 from ragcache.engine import LLMEngine
 from ragcache.errors import EngineClosed, ModeRefused, StoreError
 from ragcache.models import LoadedModel
-from ragcache.modes import COMPOSITIONS, GATED, ROOTED, Compose, ReuseMode
+from ragcache.modes import COMPOSITIONS, GATED, Compose, ReuseMode
 from ragcache.pipeline.gate_measurement import (
     GateResult,
+    SizeResult,
     measure_compositions,
     measure_modes,
 )
+from ragcache.pipeline.gate_sizes import measure_sizes
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the measurement. Results of other versions are ignored."""
 
 BOUND = 0.9
@@ -41,10 +44,10 @@ def propose_mode(results: Iterable[GateResult]) -> GateResult | None:
 
     Returns:
         The result of the proposed mode. None if no mode gives the answers of `exact` to a share
-        `BOUND` of the built-in prompts.
+        `BOUND` of the prompts that were measured.
     """
     costs = {str(mode): cost for cost, mode in enumerate(GATED)}
-    near = [r for r in results if r.passes and r.equal_answers >= BOUND and r.mode in costs]
+    near = [r for r in results if r.passes and r.equal_share >= BOUND and r.mode in costs]
     return min(near, key=lambda result: costs[result.mode], default=None)
 
 
@@ -66,12 +69,13 @@ class ModeGate:
     """How documents compose in recurrent layers. See `OpenConfig.compose`."""
     _known: dict[str, GateResult | None] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _sizes: dict[str, tuple[SizeResult, ...]] = field(default_factory=dict, init=False)
     _in_background: bool = field(default=False, init=False)
     _wanted: set[str] = field(default_factory=set, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _wanting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def measure_in_background(self, modes: Sequence[ReuseMode] = (ROOTED,)) -> None:
+    def measure_in_background(self, modes: Sequence[ReuseMode] | None = None) -> None:
         """Measure modes in a thread, now and whenever a prompt asks for an unknown one.
 
         Prompts do not wait for it: they are answered in `exact` meanwhile, and
@@ -79,12 +83,13 @@ class ModeGate:
         and `ragcache ask` for its one question.
 
         Args:
-            modes: Modes to measure now, before any prompt asks for them.
+            modes: Modes to measure now, before any prompt asks for them. Defaults to the model's
+                default mode.
         """
         if not self.model.causal.composes:  # every prompt is answered in `exact`
             return
         self._in_background = True
-        for mode in modes:
+        for mode in (self.model.default_mode,) if modes is None else modes:
             self.defers(mode)
 
     def defers(self, mode: ReuseMode) -> bool:
@@ -224,6 +229,43 @@ class ModeGate:
         """
         return self._results([str(ReuseMode.parse(mode).measured) for mode in modes])
 
+    def measure_sizes(
+        self, modes: Sequence[str | ReuseMode] = GATED, seconds: float = 30.0
+    ) -> list[GateResult]:
+        """Return the results of modes with their distance by number and length of modules.
+
+        Measures sizes that the ledger does not have for all of the modes.
+
+        Args:
+            modes: Modes, or their texts. Modes that are refused or cannot be measured are left out.
+            seconds: Time after which no size begins.
+
+        Raises:
+            RequestError: The engine failed.
+            ConfigurationError: A mode is unknown.
+        """
+        found = [each for each in self.measure(modes) if each is not None and each.passes]
+        if not self.model.causal.divides:  # their prompts have several sizes already
+            return found
+        known = {each.mode: self._sizes_of(each.mode) for each in found}
+        if not all(known.values()):
+            wanted = [ReuseMode.parse(mode) for mode in known]
+            with self._lock:
+                measured = measure_sizes(self.model, self.engine, wanted, seconds)
+            for mode, sizes in measured.items():
+                self._write(self._sizes_fact(str(mode)), [asdict(each) for each in sizes])
+                self._sizes[str(mode)] = known[str(mode)] = sizes
+        return [replace(each, sizes=known[each.mode]) for each in found]
+
+    def _sizes_of(self, mode: str) -> tuple[SizeResult, ...]:
+        """Return the known results of a mode by size. Measures nothing."""
+        if mode not in self._sizes and self.ledger is not None:
+            with suppress(StoreError):
+                text = self.ledger.get_fact(self._sizes_fact(mode))
+                if text is not None:
+                    self._sizes[mode] = tuple(SizeResult(**each) for each in json.loads(text))
+        return self._sizes.get(mode, ())
+
     def _results(self, names: Sequence[str], *, waiting: bool = False) -> list[GateResult | None]:
         """Return the results of modes. Warns if an answer is waiting for a measurement."""
         with self._lock:
@@ -244,13 +286,17 @@ class ModeGate:
         facts = {} if self.ledger is None else self.ledger.facts(self._fact(""))
         known = [GateResult.parse(text) for text in facts.values()]
         own = (result for result in self._known.copy().values() if result is not None)
-        return sorted({r.mode: r for r in (*known, *own)}.values(), key=lambda r: r.mode)
+        found = sorted({r.mode: r for r in (*known, *own)}.values(), key=lambda r: r.mode)
+        return [replace(each, sizes=self._sizes_of(each.mode)) for each in found]
 
     def _fact(self, mode: str) -> str:
         causal = self.model.causal
         model = f"{causal.fingerprint}/{self.model.tokenizer_fingerprint}/{causal.device.type}"
         composing = "" if causal.divides else f"{self.compose}:"
         return f"gate/{VERSION}/{model}/{composing}{mode}"
+
+    def _sizes_fact(self, mode: str) -> str:
+        return f"sizes/{self._fact(mode)}"
 
     def _read(self, mode: str) -> None:
         """Read a result from the ledger. If the ledger fails, the mode is measured instead."""
@@ -273,14 +319,14 @@ class ModeGate:
             results = measure_compositions(self.model, self.engine, parsed, ways)
         for result in results or ():
             self._known[result.mode] = result
-            self._write(result)
+            self._write(self._fact(result.mode), asdict(result))
         for mode in modes:
             self._known.setdefault(mode, None)
 
-    def _write(self, result: GateResult) -> None:
+    def _write(self, fact: str, value: object) -> None:
         if self.ledger is None:
             return
         try:
-            self.ledger.agree_on_fact(self._fact(result.mode), json.dumps(asdict(result)))
+            self.ledger.agree_on_fact(fact, json.dumps(value))
         except StoreError as error:
-            logger.warning("%s; the result of mode %s is not kept", error, result.mode)
+            logger.warning("%s; the result %s is not kept", error, fact)

@@ -130,6 +130,26 @@ DOCUMENTS = (
     ),
 )
 
+PEOPLE = (
+    "Amund Berg",
+    "Cora Ellis",
+    "Ines Falk",
+    "Jakob Lund",
+    "Mirka Toth",
+    "Olav Reim",
+    "Pia Stark",
+)
+THINGS = (
+    *("ladders", "lamps", "nets", "ovens", "pumps", "ropes", "scales", "tables"),
+    *("tents", "tools", "wagons"),
+)
+PLACES = (
+    *("the old barn", "the town hall", "the harbor", "the station", "the cellar of the inn"),
+    *("the boathouse", "the north tower", "the workshop", "the greenhouse"),
+)
+DAYS = "Monday", "Tuesday", "Wednesday", "Thursday", "Friday"
+"""Words of the notices that lengthen documents."""
+
 ORDERS = (
     (0, 3, 5, 6),
     (1, 4, 7, 2),
@@ -142,6 +162,24 @@ ORDERS = (
 
 Orders come in three pairs without common documents, so that each document takes three of the four
 places. Order n asks question n // 2 of each of its documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeResult:
+    """The distance of a mode from `exact` over prompts of one size."""
+
+    documents: int
+    """Number of modules of each prompt."""
+    module_tokens: int
+    """Number of tokens of each module, about."""
+    prompts: int
+    kl_divergence: float
+    """Mean Kullback-Leibler divergence over the tokens of `exact`'s answers, in nats."""
+    equal_answers: float
+    """Share of prompts whose greedy answers are the answers of `exact`, 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{self.documents} x {self.module_tokens}: {self.equal_answers:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +211,18 @@ class GateResult:
     compositions: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     """Divergence of each way to compose, by the number of documents. The largest
     divergence of the nearest way decides. Empty for models without recurrent layers."""
+    sizes: tuple[SizeResult, ...] = ()
+    """The distance by number and length of modules, as far as it was measured
+    (`ragcache.pipeline.gate_sizes`)."""
+
+    @property
+    def equal_share(self) -> float:
+        """Share of answers that are the answers of `exact`: over prompts of all sizes that were
+        measured, or else over the built-in prompts, 0 to 1."""
+        if not self.sizes:
+            return self.equal_answers
+        equal = sum(size.prompts * size.equal_answers for size in self.sizes)
+        return equal / sum(size.prompts for size in self.sizes)
 
     @property
     def passes(self) -> bool:
@@ -185,14 +235,19 @@ class GateResult:
             f"{self.mode}{composed} {'serves' if self.passes else 'is refused'}: "
             f"{self.kl_divergence:.2f} nats from exact (limit {self.limit:.2f}), "
             f"{self.agreement:.0%} of {self.prompts} first tokens agree, "
-            f"{int(10 * self.equal_answers)} of 10 answers are "
-            "those of exact"
+            f"{int(10 * self.equal_share)} of 10 answers are those of exact{self._by_size()}"
         )
+
+    def _by_size(self) -> str:
+        sizes = ", ".join(map(str, self.sizes))
+        return f" (modules x tokens: {sizes})" if sizes else ""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse the JSON of a result."""
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        sizes = tuple(SizeResult(**each) for each in values.pop("sizes"))
+        return cls(**values, sizes=sizes)
 
 
 def measure_modes(
@@ -214,7 +269,7 @@ def measure_modes(
     """
     for documents in (4, 3, 2):
         try:
-            return _Measurement(model, engine, documents, kv_dtype).run(modes)
+            return Measurement(model, engine, documents, kv_dtype).run(modes)
         except PromptTooLong as error:
             logger.info("prompts of %d documents do not fit: %s", documents, error)
     return None
@@ -248,7 +303,7 @@ def measure_compositions(
     begin, limit, found = time.perf_counter(), (0.0, 0.0), list[_Composed]()
     for documents in COMPOSED:
         try:
-            measurement = _Measurement(model, engine, documents, asked=documents // 2)
+            measurement = Measurement(model, engine, documents, asked=documents // 2)
             exact, others = measurement.in_exact()
             rows = list[_Composed]()  # of one size: all ways are compared over the same sizes
             for mode in whole:
@@ -337,14 +392,14 @@ class _Slot(NamedTuple):
     """Position of states that cannot move."""
 
 
-class _Prompt(NamedTuple):
+class MeasuredPrompt(NamedTuple):
     """A prompt, and the states that it reads."""
 
     prompt: TokenPrompt
     states: list[KVStates]
 
 
-class _Measurement:
+class Measurement:
     """The built-in prompts in the tokens of a model, asked through the engine that serves it.
 
     Holds the states of at most one whole prompt and eight documents at a time.
@@ -357,6 +412,8 @@ class _Measurement:
         count: int,
         kv_dtype: KVDtype = "model",
         asked: int | None = None,
+        module_tokens: int = 0,
+        orders: int = len(ORDERS),
     ) -> None:
         """Tokenize the prompts.
 
@@ -366,16 +423,19 @@ class _Measurement:
             count: Number of documents of each prompt.
             kv_dtype: Storage format of the states.
             asked: Number of first documents that are asked about. Defaults to all.
+            module_tokens: Number of tokens to which notices lengthen each document.
+            orders: Number of orders of the documents.
         """
         self.kv_dtype = kv_dtype
         self.causal, self.engine, self.stop_ids = model.causal, engine, model.stop_ids
         frame = prompt_frame(model.tokenizer)
         self.preamble = tuple(model.encode(frame.preamble))
         self.surroundings = Surroundings(model, self.preamble)
-        self.documents = [tuple(model.encode_untrusted(each.text)) for each in DOCUMENTS]
         every = range(len(DOCUMENTS))
+        self.documents = [_lengthened(each, module_tokens, model) for each in every]
         rests = [[each for each in every if each not in order] for order in ORDERS]
-        self.orders = [(*order, *rest)[:count] for order, rest in zip(ORDERS, rests, strict=True)]
+        whole = zip(ORDERS[:orders], rests[:orders], strict=True)
+        self.orders = [(*order, *rest)[:count] for order, rest in whole]
         self.questions = [
             [
                 question_ids(model, frame, DOCUMENTS[each].questions[n // 2])
@@ -396,7 +456,7 @@ class _Measurement:
         ]
 
     def compare(
-        self, prompts: Sequence[_Prompt], exact: Sequence[Choice], compose: Compose = "order"
+        self, prompts: Sequence[MeasuredPrompt], exact: Sequence[Choice], compose: Compose = "order"
     ) -> tuple[float, float, float]:
         """Return divergence, agreement and share of equal answers of prompts, beside `exact`."""
         contexts = [
@@ -420,12 +480,14 @@ class _Measurement:
         for n, order in enumerate(self.orders):
             tokens = [*self.preamble, *chain(*(self.documents[each] for each in order))]
             [whole] = self.engine.encode([EncodeJob(tokens)])
-            own[n] = self._answers([_after(whole, each) for each in self.questions[n]])
+            own[n] = self._answers([after_states(whole, each) for each in self.questions[n]])
             if len(order) < len(self.documents):
-                others[n ^ 1] = self._answers([_after(whole, q) for q in self.questions[n ^ 1]], 1)
+                others[n ^ 1] = self._answers(
+                    [after_states(whole, q) for q in self.questions[n ^ 1]], 1
+                )
         return list(chain(*own)), list(chain(*others))
 
-    def prompts(self, mode: ReuseMode) -> list[_Prompt]:
+    def prompts(self, mode: ReuseMode) -> list[MeasuredPrompt]:
         """Return the prompts of all questions in a mode, in `AskPipeline`'s layout."""
         [root] = self.engine.encode([EncodeJob(self.preamble)])
         layouts = [
@@ -443,7 +505,7 @@ class _Measurement:
             if percent := mode.blend_percent:
                 token_ids = [group.token_ids for group in layout.groups]
                 prompt = blend_prompt(prompt, percent, states, token_ids, self.causal, self.engine)
-            prompts.append(_Prompt(prompt, states))
+            prompts.append(MeasuredPrompt(prompt, states))
         return prompts
 
     def _lay_out(
@@ -501,7 +563,29 @@ class _Measurement:
         return choices
 
 
-def _after(states: KVStates, question: Sequence[int]) -> Context:
+def _lengthened(number: int, tokens: int, model: LoadedModel) -> tuple[int, ...]:
+    """Return a built-in document with as many notices as fit into so many tokens."""
+    found: tuple[int, ...] = ()
+    text, notice = DOCUMENTS[number].text, 100 * number
+    longer = tuple(model.encode_untrusted(text))
+    while not found or len(longer) <= tokens:
+        found = longer
+        text = f"{text}\n\n{_notice(notice)}"
+        longer = tuple(model.encode_untrusted(text))
+        notice += 1
+    return found
+
+
+def _notice(number: int) -> str:
+    who, what = PEOPLE[number % len(PEOPLE)], THINGS[number % len(THINGS)]
+    where, day = PLACES[number % len(PLACES)], DAYS[number % len(DAYS)]
+    return (
+        f"Notice {number}: {who} keeps {number % 13 + 2} {what} in {where}, and lends them on "
+        f"{day} for {number % 17 + 3} crowns."
+    )
+
+
+def after_states(states: KVStates, question: Sequence[int]) -> Context:
     """Return the context of a question that directly follows the states of its documents."""
     end = states.length + len(question)
     positions = tuple(range(states.length, end))

@@ -23,7 +23,7 @@ from ragcache.db import (
     module_page,
 )
 from ragcache.errors import ConfigurationError
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.pipeline.conversations import Conversations
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.pipeline.observed import ObservedModules
@@ -62,6 +62,8 @@ class Modules:
     """Texts that recur in prompts, which no document has."""
     conversations: Conversations
     """States of chats: their sizes, and their deletion."""
+    default_mode: ReuseMode
+    """Mode of questions that name none."""
 
     def page(
         self,
@@ -127,7 +129,7 @@ class Modules:
         collection: str,
         documents: Sequence[str] | None = None,
         *,
-        mode: str | ReuseMode = ROOTED,
+        mode: str | ReuseMode | None = None,
         dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:
@@ -137,7 +139,7 @@ class Modules:
             collection: The collection.
             documents: Only modules of these documents.
             mode: The mode whose questions are to find their states. `primed` has two of each
-                module.
+                module. Defaults to the folder's mode.
             dry_run: Return the changes without making them.
             names: Only modules with these names.
 
@@ -147,9 +149,10 @@ class Modules:
         Raises:
             ConfigurationError: The mode reads no states.
         """
-        encodings = ReuseMode.parse(mode).encodings
+        asked = self.default_mode if mode is None else ReuseMode.parse(mode)
+        encodings = asked.encodings
         if not encodings:
-            raise ConfigurationError(f"mode {str(mode)!r} reads no states that could be warmed")
+            raise ConfigurationError(f"mode {str(asked)!r} reads no states that could be warmed")
         rows = [
             row
             for row in self.catalog.modules(collection)

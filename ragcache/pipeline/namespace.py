@@ -31,6 +31,7 @@ from ragcache.engine.config import GPU_RESERVE
 from ragcache.errors import EngineClosed, StoreError
 from ragcache.machine import close_at_exit
 from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
+from ragcache.modes import ReuseMode
 from ragcache.params import OpenConfig
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
@@ -101,6 +102,19 @@ class SharedServices:
     _pid: int = field(default_factory=os.getpid, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @property
+    def default_mode(self) -> ReuseMode:
+        """Mode of questions and chats that name none."""
+        return self.config.default_mode or self.model.default_mode
+
+    def mode_of(self, named: str | ReuseMode | None) -> ReuseMode:
+        """Return the mode that a call names, or the default mode.
+
+        Raises:
+            ConfigurationError: The mode is unknown.
+        """
+        return self.default_mode if named is None else ReuseMode.parse(named)
 
     @classmethod
     def start(
@@ -308,7 +322,9 @@ class Namespace:
         in_context = InContextTokenizer(template)
         observed = _observed_modules(shared, encoder, name)
         conversations = _conversations(shared, encoder, name)
-        modules = Modules(catalog, store, encoder, tokens, observed, conversations)
+        modules = Modules(
+            catalog, store, encoder, tokens, observed, conversations, shared.default_mode
+        )
         pins = Pins(modules, store, StoredObjects(database, name))
         return cls(
             name,

@@ -433,7 +433,7 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     from ragcache.db import Ledger
     from ragcache.engine import LLMEngine
     from ragcache.errors import ModeRefused, StoreError
-    from ragcache.modes import PRIMED, ROOTED
+    from ragcache.modes import PRIMED
     from ragcache.pipeline.gate import ModeGate, propose_mode
 
     if settings.force_modes:
@@ -450,6 +450,8 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
         engine = stack.enter_context(LLMEngine(model.causal))
         gate = ModeGate(model, engine, ledger, compose=settings.compose)
         results = [each for each in gate.measure() if each is not None]
+        sized = {each.mode: each for each in gate.measure_sizes()}
+        results = [sized.get(each.mode, each) for each in results]
     if not results:
         return f"not measured: a window of {model.causal.window} tokens is too small"
     proposed = propose_mode(results)
@@ -460,7 +462,9 @@ def _check_modes(model: LoadedModel, settings: ServiceSettings) -> str:
     )
     said = "; ".join([advice, *map(str, results)])
     serving = {each.mode for each in results if each.passes}
-    if str(ROOTED) not in serving:
+    default = settings.default_mode or model.default_mode
+    said = f"default: {default}; {said}"
+    if default.reads_states and str(default.measured) not in serving:
         recurring = "read in primed" if str(PRIMED) in serving else "computed, too"
         raise ModeRefused(f"{said}; texts that recur in chats are {recurring}")
     return said

@@ -6,7 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,7 +31,7 @@ def ask(
     search: SearchParams,
     options: Annotated[ServiceOptions, ASKING],
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
-    mode: ui.ModeOption = ROOTED,
+    mode: ui.ModeOption = None,
     stream: ui.StreamOption = None,
     server: ui.ServerOption = None,
     key: ui.KeyOption = None,
@@ -46,7 +46,9 @@ def ask(
     if server is not None:
         from ragcache_api.cli.served import ServedAnswer
 
-        body = {"question": question, "collection": collection, "mode": str(mode)}
+        body: dict[str, Any] = {"question": question, "collection": collection}
+        if mode is not None:
+            body["mode"] = str(mode)
         served = ServedAnswer.ask(server, key, body | params.given() | search.given())
         if as_json:
             served.result()
@@ -55,7 +57,7 @@ def ask(
             ui.print_answer(served, pieces=stream)
         return
     with ui.open_existing_rag(options, collection) as rag:
-        if mode == ROOTED and not rag.internals.shared.model.extractive:
+        if mode is None and not rag.internals.shared.model.extractive:
             rag.gate.measure_in_background(())  # the first answer does not wait for it
         answer = rag.stream(
             question, collection=collection, mode=mode, generation=params, **search.given()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragcache.errors import PromptTooLong, RequestError, ServiceFailed
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ASKING, ONE_ANSWER, expand_options
@@ -32,7 +32,7 @@ def chat(
     collection: Annotated[
         str | None, typer.Option("--collection", "-c", help="Where to look; else the model alone.")
     ] = None,
-    mode: ui.ModeOption = ROOTED,
+    mode: ui.ModeOption = None,
     server: ui.ServerOption = None,
     key: ui.KeyOption = None,
 ) -> None:
@@ -43,7 +43,9 @@ def chat(
     service answers, and no model is loaded.
     """
     if server is not None:
-        body = {"collection": collection, "mode": str(mode), **params.given(), **search.given()}
+        body = {"collection": collection, **params.given(), **search.given()}
+        if mode is not None:
+            body["mode"] = str(mode)
         _converse(ServedTalk(server, key, body))
         return
     with ui.open_existing_rag(options, collection) as rag:
@@ -115,7 +117,7 @@ class LocalTalk(Talk):
         rag: RagCache,
         collection: str | None,
         search: SearchParams,
-        mode: ReuseMode,
+        mode: ReuseMode | None,
         generation: GenerationParams,
     ) -> None:
         super().__init__()

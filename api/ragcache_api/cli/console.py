@@ -25,7 +25,7 @@ from typer.models import OptionInfo
 import ragcache_api
 from ragcache.config import NAMESPACE, check_embedding, check_reranker
 from ragcache.errors import ModelNotFound, NoState, UnreadableDocument
-from ragcache.modes import ROOTED, ReuseMode, describe_kinds
+from ragcache.modes import ReuseMode, describe_kinds
 
 if TYPE_CHECKING:
     from ragcache import Answer, AnswerSpan, AnswerStream, RagCache
@@ -55,12 +55,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def mode_option(help: str) -> OptionInfo:
     """Create the option `--mode` for a parameter of type `ReuseMode`."""
     option: OptionInfo = typer.Option(
-        "--mode", parser=str, callback=ReuseMode.parse, metavar="MODE", help=help
+        "--mode", parser=str, callback=_parse_mode, metavar="MODE", help=help
     )
     return option
 
 
-ModeOption = Annotated[ReuseMode, mode_option(describe_kinds())]
+def _parse_mode(text: str | ReuseMode | None) -> ReuseMode | None:
+    return None if text is None else ReuseMode.parse(text)
+
+
+ModeOption = Annotated[
+    ReuseMode | None, mode_option(f"{describe_kinds()} Defaults to the model's mode.")
+]
 ServerOption = Annotated[
     str | None,
     typer.Option(
@@ -379,16 +385,16 @@ def example_handbook() -> Path:
     return installed if installed.is_dir() else package.parent.parent / "examples" / "handbook"
 
 
-def warm_command(collection: str, mode: ReuseMode, options: ServiceOptions) -> str:
+def warm_command(collection: str, mode: ReuseMode | None, options: ServiceOptions) -> str:
     """Return the `ragcache warm` command that keeps the states for questions in a mode.
 
     Args:
         collection: The collection.
-        mode: The mode of the questions.
+        mode: The mode that the questions name, if any.
         options: Options with which the folder was opened.
     """
     words = ["ragcache", "warm", collection]
-    if mode.encodings != ROOTED.encodings:
+    if mode is not None:
         words += ["--mode", str(mode)]
     return _with_options(words, options)
 

@@ -17,7 +17,7 @@ from ragcache.config import (
     check_reranker,
 )
 from ragcache.errors import ConfigurationError, DocumentError
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.params import SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, LEDGER, STORE, Offer, expand_options
@@ -279,7 +279,10 @@ def warm(
     ids: Annotated[
         list[str] | None, typer.Argument(help="Ids of documents; without any, all of them.")
     ] = None,
-    mode: Annotated[ReuseMode, ui.mode_option("Mode of the questions to come.")] = ROOTED,
+    mode: Annotated[
+        ReuseMode | None,
+        ui.mode_option("Mode of the questions to come. Defaults to the model's mode."),
+    ] = None,
     dry_run: DryRunOption = False,
     as_json: ui.JsonOption = False,
 ) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from ragcache.errors import ConfigurationError, NoState
-from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.modes import EXACT, ReuseMode
 from ragcache.params import GenerationParams, SearchParams
 from ragcache_api.cli import console as ui
 from ragcache_api.cli.options import ENCODING, Offer, expand_options
@@ -65,8 +65,13 @@ def evaluate_command(
     params: Annotated[GenerationParams, Offer(("extractive",))],
     options: Annotated[ServiceOptions, Offer((*ENCODING.names, "embedding", "reranker"))],
     modes: Annotated[
-        str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
-    ] = f"{ROOTED},{EXACT}",
+        str | None,
+        typer.Option(
+            "--modes",
+            "--mode",
+            help="Modes to compare, with commas. Defaults to the model's mode and exact.",
+        ),
+    ] = None,
     over: OverOption = "all",
     sample: SampleOption = None,
     seed: SeedOption = 0,
@@ -93,7 +98,7 @@ def evaluate_command(
     _check_choice("--over", over, ("all", "own"))
     if calibrate:
         _check_calibrates(collection, {"--through chat": through == "chat", "--wrong": wrong})
-    named = [ReuseMode.parse(mode.strip()) for mode in modes.split(",")]
+    named = [] if modes is None else [ReuseMode.parse(each.strip()) for each in modes.split(",")]
     if not questions.is_file():
         raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
     from ragcache.evaluation.datasets import load_dataset
@@ -106,6 +111,7 @@ def evaluate_command(
         "extractive": params.extractive,
     }
     with _opened(options, collection, dataset, drawn) as (rag, name):
+        named = named or [rag.internals.shared.default_mode, EXACT]
         if calibrate:
             _calibrate(rag, name, drawn.questions, as_json, mode=named[0], **asked)
             return

@@ -182,7 +182,6 @@ def recurring(
     trace: Annotated[
         Path | None, typer.Option(help="A recorded trace, instead of drawn conversations.")
     ] = None,
-    mode: Annotated[str, typer.Option(help="Mode in which recurring texts are read.")] = "rooted",
     json_file: JsonFile = None,
 ) -> None:
     """Chats whose client pastes chunks, with and without states of recurring texts."""
@@ -198,7 +197,7 @@ def recurring(
     sizes = {"conversations": conversations, "turns": turns, "chunks": chunks, "each": each}
     given = {name: size for name, size in sizes.items() if size is not None}
     make = RecurringSetting.reduced if reduced else RecurringSetting
-    setting = make(**given, concurrent=concurrent, mode=mode)
+    setting = make(**given, concurrent=concurrent)
     if setting.each > setting.chunks:
         raise ConfigurationError(
             f"a turn cannot have {setting.each} of {setting.chunks} chunks; give --each or --chunks"

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ragcache.db import HeldState
+from ragcache.modes import ReuseMode
 from ragcache.pipeline import ObservedModule
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache.store.verify import Disagreement
@@ -177,6 +178,21 @@ class MemoryResponse(ResponseModel):
     tiers: list[TierStatus]
 
 
+class SizeResponse(ResponseModel):
+    """The distance of a mode from `exact` over prompts of one size."""
+
+    documents: int
+    """Number of modules of each prompt."""
+    module_tokens: int
+    """Number of tokens of each module, about."""
+    prompts: int
+    """Number of prompts that were measured."""
+    kl_divergence: float
+    """Mean Kullback-Leibler divergence over the tokens of the answers of `exact`, in nats."""
+    equal_answers: float
+    """Share of prompts whose greedy answers are the answers of `exact`, 0 to 1."""
+
+
 class ModeResponse(ResponseModel):
     """The distance of a mode from `exact` on the model (`ragcache.pipeline.gate.GateResult`)."""
 
@@ -193,6 +209,9 @@ class ModeResponse(ResponseModel):
     """Divergence of prompts with other documents, in nats. The limit follows from it."""
     equal_answers: float
     """Share of prompts whose greedy answers are the answers of `exact`, 0 to 1."""
+    sizes: list[SizeResponse]
+    """The distance by number and length of modules. Empty until `ragcache doctor` has measured
+    it."""
     passes: bool
     """Whether the mode serves without being forced."""
 
@@ -209,6 +228,8 @@ class StateResponse(ResponseModel):
     """Dtype of stored states."""
     window: int
     """Most tokens of a prompt and its answer."""
+    default_mode: ReuseMode
+    """Mode of questions and chats that name none."""
     force_modes: bool
     """Whether modes serve regardless of their measured distance."""
     modes: list[ModeResponse]

@@ -114,7 +114,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     pool = ThreadPoolExecutor(_THREADS, "ragcache-http")
     asyncio.get_running_loop().set_default_executor(pool)
     current_default_thread_limiter().total_tokens = _THREADS
-    await asyncio.to_thread(service.rag.gate.measure_in_background)
+    modes = [service.shared.default_mode]
+    await asyncio.to_thread(service.rag.gate.measure_in_background, modes)
     calibrate_in_background(service.rag)
     ticking = asyncio.create_task(_tick(service))
     end = partial(service.end_namespace, asyncio.get_running_loop())

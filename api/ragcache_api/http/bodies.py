@@ -69,7 +69,7 @@ class Asking(GenerationParams, SearchParams):
     """Options of requests that can read documents."""
 
     mode: ReuseMode | None = None
-    """How stored states are reused. `rooted` by default."""
+    """How stored states are reused. Defaults to the service's mode (`default_mode`)."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template, such as `enable_thinking`."""
 

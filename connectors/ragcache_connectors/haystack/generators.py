@@ -18,7 +18,6 @@ from haystack.dataclasses import (
 from haystack.utils import deserialize_callable, serialize_callable
 
 from ragcache.errors import InvalidRequest
-from ragcache.modes import ROOTED
 from ragcache.params import GenerationParams
 from ragcache_connectors.langchain.shared import shared_rag
 
@@ -44,7 +43,7 @@ class RagCacheChatGenerator:
         state: str | None = None,
         model: str | None = None,
         collection: str | None = None,
-        mode: str = str(ROOTED),
+        mode: str | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
         open_options: dict[str, Any] | None = None,

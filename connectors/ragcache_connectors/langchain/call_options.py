@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.params import SearchParams
 from ragcache_connectors.langchain.structured import call_grammar
 
@@ -141,7 +141,9 @@ class CallOptions:
                 f"the model {wanted!r:.80} is not open here; {info.name!r} is. Make another "
                 "ChatRagCache with its own state folder"
             )
-        mode = ReuseMode.parse(options.pop("mode", ROOTED))
+        mode = options.pop("mode", None)
+        if mode is not None:
+            mode = ReuseMode.parse(mode)
         recognize = options.pop("recognize", True)
         variables = options.pop("chat_template_kwargs", None)
         search = {name: options.pop(name) for name in SEARCH if name in options}

@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
-from ragcache.modes import ROOTED, ReuseMode
+from ragcache.modes import ReuseMode
 from ragcache.params import GenerationParams, SearchParams, Surface
 from ragcache.params.request import StopStrings
 from ragcache_connectors.langchain.batching import BatchingChatModel, Conversation, take_submitted
@@ -87,7 +87,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams, SearchParams):
     embedded reader."""
     open_options: dict[str, Any] = Field(default_factory=dict)
     """More options of `RagCache.open`."""
-    mode: str | ReuseMode = ROOTED
+    mode: str | ReuseMode | None = None
     """How states of modules are reused; see `RagCache.chat`."""
     recognize: bool = True
     """Recognize texts of ingested modules in the prompt."""
@@ -145,7 +145,7 @@ class ChatRagCache(BatchingChatModel, Surface, GenerationParams, SearchParams):
             where = ModelInfo(self.rag).identity
         opened = {name: str(value) for name, value in sorted(self.open_options.items())}
         options = {name: getattr(self, name) for name in self._option_names}
-        options["mode"] = str(self.mode)
+        options["mode"] = None if self.mode is None else str(self.mode)
         options["stop_sequences"] = options.pop("stop")  # LangChain sets `stop` to the call's
         return {"model": self.model_name, **where, "open_options": opened, **options}
 

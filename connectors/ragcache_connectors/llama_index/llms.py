@@ -25,7 +25,6 @@ from llama_index.core.llms.llm import LLM
 from pydantic import Field
 
 from ragcache.errors import InvalidRequest
-from ragcache.modes import ROOTED
 from ragcache.params import GenerationParams
 from ragcache_connectors.langchain.shared import shared_rag
 
@@ -62,7 +61,7 @@ class RagCacheLLM(LLM):
     """More options of `RagCache.open`."""
     collection: str | None = None
     """The collection to answer from. By default nothing is retrieved."""
-    mode: str = str(ROOTED)
+    mode: str | None = None
     """How states of modules are reused; see `RagCache.chat`."""
     generation: dict[str, Any] = Field(default_factory=dict)
     """Fields of `GenerationParams`, such as `{"max_tokens": 200}`."""

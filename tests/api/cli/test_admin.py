@@ -18,8 +18,9 @@ from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.models import LoadedModel
+from ragcache.modes import ReuseMode
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate_measurement import GateResult
+from ragcache.pipeline.gate_measurement import GateResult, SizeResult
 from ragcache.store import KVStore, RemoteTier, admin
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.ragcache.conftest import make_key, make_states, postgres_schema, record_row
@@ -249,6 +250,13 @@ def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     assert checks["state folder"]["detail"].startswith("3 modules in ")
 
 
+def sized(
+    _model: object, _engine: object, modes: list[ReuseMode], _seconds: float
+) -> dict[ReuseMode, tuple[SizeResult, ...]]:
+    """Results of `measure_sizes`, which takes long."""
+    return {mode: (SizeResult(4, 100, 8, 0.1, 0.5),) for mode in modes}
+
+
 @pytest.mark.parametrize(
     ("divergence", "status"), [pytest.param(0.05, 0, marks=pytest.mark.slow), (4.5, 1)]
 )
@@ -264,6 +272,7 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         return [GateResult(str(mode), 24, divergence, 0.75, 2.0, 6.0, 1.0, 0.75) for mode in modes]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
+    monkeypatch.setattr(gate, "measure_sizes", sized)
     for _ in range(2):
         found, out, _ = run("doctor", "--json")
         assert found == status
@@ -271,7 +280,10 @@ def test_doctor_tells_how_far_modes_are_from_exact(
         assert check["ok"] == (status == 0)
         assert f"{divergence:.2f} nats from exact (limit 2.00), 75% of 24 first" in check["detail"]
         assert "no mode that reads states gives 9 of 10 answers as exact does" in check["detail"]
+        sizes = "those of exact (modules x tokens: 4 x 100: 50%)"
+        assert (sizes in check["detail"]) == (status == 0), "refused modes have none"
         monkeypatch.setattr(gate, "measure_modes", None)
+        monkeypatch.setattr(gate, "measure_sizes", None)
 
 
 @pytest.mark.parametrize(("divergence", "read"), [(0.05, "read in primed"), (4.5, "computed, too")])
@@ -285,6 +297,7 @@ def test_doctor_tells_how_recurring_texts_are_read(
         return [GateResult(mode, 24, n, 0.75, 2.0, 6.0, 1.0, 0.75) for mode, n in far.items()]
 
     monkeypatch.setattr(gate, "measure_modes", measure)
+    monkeypatch.setattr(gate, "measure_sizes", sized)
     detail = json.loads(run("doctor", "--json")[1])["modes"]["detail"]
     assert detail.endswith(f"texts that recur in chats are {read}")
 
@@ -297,9 +310,11 @@ def test_doctor_keeps_its_measurements_in_the_set_ledger(
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
     result = GateResult("rooted", 24, 0.05, 0.75, 2.0, 6.0, 1.0, 0.75)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [result])
+    monkeypatch.setattr(gate, "measure_sizes", sized)
     assert json_of(run("doctor", "--json"))["modes"]["ok"]
     with closing(Database.open(url)) as database:
         assert len(Ledger(database).facts("gate/")) == 1
+        assert len(Ledger(database).facts("sizes/gate/")) == 1
 
 
 def test_doctor_tells_the_dtypes_of_the_model_and_why(

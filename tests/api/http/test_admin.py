@@ -308,7 +308,7 @@ def test_modes_are_told_once_measured_and_refused_where_far(
         assert problem.json()["type"] == "urn:ragcache:problem:mode-refused"
         assert client.get("/admin/state").json()["modes"] == [{
             "mode": "rooted", "prompts": 24, "kl_divergence": 4.5, "agreement": 0.25, "limit": 2.0,
-            "other_documents": 6.0, "equal_answers": 0.75,
+            "other_documents": 6.0, "equal_answers": 0.75, "sizes": [],
             "passes": False,
         }]  # fmt: skip
 

@@ -198,12 +198,12 @@ def test_a_recorded_trace_is_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("concurrent", "mode"), [(1, "rooted"), (2, "primed")])
+@pytest.mark.parametrize("concurrent", [1, 2])
 def test_recurring_chunks_are_read_in_the_second_half(
-    concurrent: int, mode: str, tiny_reader: LoadedModel
+    concurrent: int, tiny_reader: LoadedModel
 ) -> None:
     steps: list[str] = []
-    setting = replace(RECURRING, concurrent=concurrent, mode=mode)
+    setting = replace(RECURRING, concurrent=concurrent)
     result = bench_recurring(setting, tiny_reader, steps.append)
     assert result["turns"] == 6
     assert 0.8 < result["read_share"] <= result["recurring_share"] + 0.02

@@ -21,6 +21,7 @@ from ragcache.models import LoadedModel, PromptFrame, load_model, loader, prompt
 from ragcache.models.loader import INSTRUCTION, READER
 from ragcache.models.model import model_fingerprint
 from ragcache.models.tokenizer import tokenizer_fingerprint
+from ragcache.modes import PRIMED, ROOTED, ReuseMode
 from tests.tiny_models import tiny_model
 
 
@@ -38,6 +39,15 @@ def test_the_embedded_reader_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert embedded.name == "ragcache-reader"
     assert embedded.causal.states_dtype == torch.bfloat16, "the checkpoint's own"
     assert load_model(READER).causal.fingerprint == embedded.causal.fingerprint
+    assert embedded.default_mode == ROOTED, "it was trained on rooted modules"
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama", PRIMED), ("gpt2", ROOTED)])
+def test_other_models_read_primed_by_default(
+    tmp_path: Path, reader: LoadedModel, family: str, mode: ReuseMode
+) -> None:
+    """Unless their states cannot move."""
+    assert load_model(save(tmp_path, reader, family)).default_mode == mode
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, reader: LoadedModel) -> None:

@@ -26,10 +26,10 @@ from transformers.utils import chat_template_utils
 from ragcache import Citation, GenerationParams, RagCache, SourceDocument
 from ragcache.db import CollectionVersion, Database, ModuleRow
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, encode
-from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
+from ragcache.errors import ConfigurationError, EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
-from ragcache.modes import EXACT, ROOTED, ReuseMode
+from ragcache.modes import EXACT, PRIMED, ROOTED, ReuseMode
 from ragcache.params import SearchParams
 from ragcache.pipeline import ChatTemplate
 from ragcache.pipeline.ask import AskPipeline, lay_out
@@ -174,6 +174,24 @@ def test_linked_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
     exact = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="exact")
     whole = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="linked:500")
     assert whole.choices[0].token_ids == exact.choices[0].token_ids
+
+
+def test_a_folder_has_a_default_mode(tmp_path: Path, model: LoadedModel) -> None:
+    primed = replace(model, default_mode=PRIMED)
+    message = [{"role": "user", "content": QUESTION}]
+    with RagCache.open(tmp_path / "state", primed, max_tokens=2) as rag:
+        rag.ingest("notes", DOCUMENTS)
+        assert rag.ask(QUESTION, collection="notes").mode == "primed"
+        assert rag.ask(QUESTION, collection="notes", mode="rooted").mode == "rooted"
+        changes = rag.modules.warm("notes", dry_run=True)
+        assert {change.action for change in changes} == {"encode"}, "states for later places"
+    options: dict[str, Any] = {"max_tokens": 2, "default_mode": "linked:4"}
+    with RagCache.open(tmp_path / "state", primed, **options) as rag:
+        assert rag.ask(QUESTION, collection="notes").mode == "linked:4"
+        assert rag.chat(message, collection="notes").mode == "recognized:linked:4"
+        assert rag.chat(message, collection="notes", mode="exact").mode == "exact"
+    with pytest.raises(ConfigurationError, match="default_mode"):
+        RagCache.open(tmp_path / "state", primed, default_mode="fast")
 
 
 def test_states_read_from_disk_are_counted_in_bytes(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache import RagCache
 from ragcache.attention import Rotation
-from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.db import Database, Ledger
+from ragcache.engine import EngineConfig, LLMEngine, SampledToken
 from ragcache.errors import ConfigurationError, EngineFailed, LedgerUnavailable, ModeRefused
 from ragcache.models import LoadedModel, Rotary, wrap_causal
 from ragcache.modes import ISOLATED, ROOTED, ReuseMode
@@ -26,8 +31,10 @@ from ragcache.pipeline.gate_measurement import (
     LEAST_LIMIT,
     ORDERS,
     GateResult,
+    SizeResult,
     measure_modes,
 )
+from ragcache.pipeline.gate_sizes import divergence_of, measure_sizes
 from tests.tiny_models import tiny_model
 
 NEAR = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0, 0.75)
@@ -118,6 +125,74 @@ def test_the_cheapest_mode_that_keeps_answers_is_proposed() -> None:
     assert propose_mode([linked, primed, result("rooted", 0.9)]) == result("rooted", 0.9)
     assert propose_mode([result("rooted", 1.0, divergence=4.5), linked]) == linked
     assert propose_mode([result("rooted", 0.8), result("primed", 0.89)]) is None
+
+
+def test_sizes_of_prompts_that_were_measured_decide() -> None:
+    few, many = SizeResult(2, 100, 6, 0.01, 1.0), SizeResult(8, 384, 8, 0.2, 0.5)
+    short = replace(NEAR, equal_answers=1.0)
+    assert propose_mode([short]) == short
+    assert propose_mode([replace(short, sizes=(few,))]) is not None
+    mixed = replace(short, sizes=(few, many))
+    assert mixed.equal_share == pytest.approx(10 / 14)
+    assert propose_mode([mixed]) is None
+    assert str(mixed).endswith("7 of 10 answers are those of exact (modules x tokens: 2 x 100: "
+                               "100%, 8 x 384: 50%)")  # fmt: skip
+    assert GateResult.parse(json.dumps(asdict(mixed))) == mixed
+
+
+def test_prompts_of_several_sizes_are_compared_token_by_token(loud: LoadedModel) -> None:
+    computed, rooted = ReuseMode.parse("primed:400"), ROOTED
+    with LLMEngine(loud.causal, EngineConfig(pool_bytes=2**23)) as engine:
+        found = measure_sizes(loud, engine, [computed, rooted], math.inf)
+        [first] = measure_sizes(loud, engine, [rooted], 0.0)[rooted]
+    sizes = [(each.documents, each.module_tokens, each.prompts) for each in found[rooted]]
+    assert sizes == [(2, 100, 6), (4, 100, 8)]  # the window ends there
+    for same, other in zip(found[computed], found[rooted], strict=True):
+        assert same.kl_divergence < 0.01 < other.kl_divergence
+        assert same.equal_answers == 1
+    assert first == found[rooted][0]
+
+
+def test_sizes_are_measured_once(
+    tiny_reader: LoadedModel, engine: LLMEngine, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, calls = Ledger(database), list[list[str]]()
+    size = SizeResult(2, 100, 6, 0.01, 1.0)
+
+    def measure(
+        _: object, __: object, modes: list[ReuseMode], ___: float
+    ) -> dict[ReuseMode, tuple[SizeResult, ...]]:
+        calls.append([str(mode) for mode in modes])
+        return dict.fromkeys(modes, (size,))
+
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [NEAR, replace(FAR, mode="isolated")])
+    monkeypatch.setattr(gate, "measure_sizes", measure)
+    first = ModeGate(tiny_reader, engine, ledger)
+    assert first.measure(["rooted", "isolated"]) == [NEAR, replace(FAR, mode="isolated")]
+    assert first.results() == [replace(FAR, mode="isolated"), NEAR]
+    expected = [replace(NEAR, sizes=(size,))]
+    assert first.measure_sizes(["rooted", "isolated"]) == expected  # isolated is refused
+    again = ModeGate(tiny_reader, engine, ledger)
+    assert again.measure_sizes(["rooted", "isolated"]) == expected
+    assert again.results() == [replace(FAR, mode="isolated"), *expected]
+    assert calls == [["rooted"]]
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+       st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.integers(1, 4))  # fmt: skip
+def test_divergence_over_likely_tokens_is_a_lower_bound(
+    one: list[float], other: list[float], kept: int
+) -> None:
+    p, q = ([math.log(x / sum(many)) for x in many] for many in (one, other))
+
+    def scored(logs: list[float], most: int) -> SampledToken:
+        likeliest = sorted(enumerate(logs), key=lambda pair: -pair[1])[:most]
+        return SampledToken(0, logs[0], tuple(likeliest))
+
+    whole = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+    full = divergence_of([scored(p, 4)], [scored(q, 4)])
+    assert full == pytest.approx(whole, abs=1e-6)
+    assert 0 <= divergence_of([scored(p, kept)], [scored(q, kept)]) <= whole + 1e-6
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])

@@ -320,6 +320,7 @@ def get_state(context: ContextDep) -> StateResponse:
             "window": causal.window,
             "dtype": dtype_name(causal.dtype),
             "states_dtype": dtype_name(causal.states_dtype),
+            "default_mode": context.service.shared.default_mode,
             "force_modes": gate.forced,
             "modes": gate.results(),
         }

@@ -37,6 +37,9 @@ export function Requests() {
     <${Listed} title=${t("requests_recent")} state=${state} rows=${({ recent }) => recent} columns=${RECENT} empty="none_ended" />`;
 }
 
+const sized = ({ documents, module_tokens: tokens, equal_answers: equal }) =>
+  html`<span class="chip">${`${count(documents)} × ${count(tokens)}: ${percent(equal)}`}</span>`;
+
 export function Modes() {
   const state = usePolled((signal) => get("admin/state", { signal }), LIST_PERIOD);
   const forced = state.value?.force_modes;
@@ -50,9 +53,10 @@ export function Modes() {
     figured("other_documents", "other_documents", fixed),
     column("agreement", "agreement", ({ agreement, prompts: n }) => t("agreement_of", { share: percent(agreement), n }), { num: true }),
     figured("equal_answers", "equal_answers", percent),
+    column("sizes", "equal_by_size", ({ sizes }) => html`<span class="chips">${sizes.map(sized)}</span>`),
   ];
-  const facts = ({ model, device, dtype, states_dtype, window }) =>
-    Object.entries({ model, device, dtype, states_dtype, window: count(window) }).map(([name, told]) => [t(name), plain(told)]);
+  const facts = ({ model, device, dtype, states_dtype, window, default_mode }) =>
+    Object.entries({ model, device, dtype, states_dtype, window: count(window), default_mode }).map(([name, told]) => [t(name), plain(told)]);
   return html`
     <${Listed} title=${t("gate")} note=${t("gate_note")} state=${state} rows=${({ modes }) => modes} columns=${columns}
       row=${({ mode }) => ({ "data-mode": mode })}

@@ -1,0 +1,590 @@
+"""Ideas for modes of reuse, compared in plain torch before they are built.
+
+    python benchmarks/reuse_variants.py texts MODEL TEXTS
+    python benchmarks/reuse_variants.py measure MODEL.gguf PROMPTS TEXTS ROWS --device cuda
+    python benchmarks/reuse.py report MODEL PROMPTS ROWS
+
+Every variant of a prompt is a complete cache of keys and values, in which row n holds position n.
+Some rows come from states that were encoded elsewhere and moved, the others are computed together
+with the question. Nothing of ragcache is imported by `measure`, which reads prompts of
+`reuse.py prepare` and writes rows for `reuse.py report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_model import Cache, PlainModel
+from torch import Tensor
+
+RUN = 8
+"""Tokens that are chosen together."""
+CHINESE = """# 阅览室
+
+阅览室上午九点开门,下午六点关门,星期三开到晚上八点。靠窗的座位不能预订。书包须存放在入口旁边的柜子里,每次收\
+硬币一枚。地图和报纸只能在室内阅读,其他图书可以借四个星期,六月到八月可以借八个星期。艾莲娜在服务台回答问题。
+
+# 陶罐的制作
+
+陶工先切开陶土,打出里面的空气,再把一块泥放在转盘中央。她用湿手把泥打开,拉起罐壁,做好罐口。陶罐在没有风的架子\
+上晾六天,然后用大约九百度的火烧制,上釉以后再用更高的温度烧一次。每十二个陶罐中有一个会开裂,多半是因为晾得太快。
+
+# 水表报告
+
+第三季度共抄表四百一十二块,总数为四百三十八块,比去年多六块。有九户没有开门,两块水表停走。平均用水三十一立方米,\
+虽然夏天干燥,仍比去年同期少百分之四。委员会建议三月更换最旧的水表,并停止邮寄读数。费用估计为七千二百元。
+
+"""
+
+
+def _short(number: Tensor) -> float:
+    return float(f"{float(number):.5g}")
+
+
+def _mixed(states: Sequence[Cache], weights: Sequence[float]) -> Cache:
+    """Return the weighted sum of states of one module."""
+    pairs = list(zip(states, weights, strict=True))
+    keys = sum(weight * each.keys for each, weight in pairs)
+    values = sum(weight * each.values for each, weight in pairs)
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    return Cache(keys, values)
+
+
+# Variants ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseVariant:
+    """How a prompt is read.
+
+    Attributes:
+        states: The states of modules 2..k, or "exact".
+        first: Tokens at the front of modules 2..k that are computed: the last number counts for
+            all modules after it.
+        last: Tokens at the end of all modules but the last one that are computed.
+        chosen: What chooses further runs: "question", "layer" (CacheBlend), "oracle".
+        percent: Share of all module tokens that are chosen, in percent.
+        bias: Constant on the scores of modules 2..k.
+        scale: Factor of their scores.
+        rounded: States are rounded to bfloat16.
+    """
+
+    states: str
+    first: tuple[int, ...] = (0,)
+    last: int = 0
+    chosen: str = ""
+    percent: float = 0.0
+    bias: float = 0.0
+    scale: float = 1.0
+    rounded: bool = False
+
+
+def _all_variants() -> tuple[dict[str, ReuseVariant], list[str]]:
+    """Return all variants by name, and the names of those that are measured on every prompt."""
+    rooted, primed = ReuseVariant("rooted"), ReuseVariant("primed")
+    primed16 = replace(primed, first=(16,))
+    found = {
+        "rooted": rooted, "primed": primed,
+        "primed:8": replace(primed, first=(8,)), "primed:16": primed16,
+        "primed:32": replace(primed, first=(32,)),
+        "linked:16": replace(rooted, first=(16,)),
+        "blend:20": replace(rooted, chosen="layer", percent=20),
+        "exact, bfloat16 states": ReuseVariant("exact", rounded=True),
+        "primed, question 5 %": replace(primed, chosen="question", percent=5),
+        "mean of 4": ReuseVariant("mean4"), "mean of 4, 16": ReuseVariant("mean4", first=(16,)),
+        "by place": ReuseVariant("by place"), "by place, 16": ReuseVariant("by place", first=(16,)),
+        "900": ReuseVariant("900"), "900, 16": ReuseVariant("900", first=(16,)),
+        "own": ReuseVariant("own"), "own, 16": ReuseVariant("own", first=(16,)),
+        "rooted, bias -0.5": replace(rooted, bias=-0.5),
+        "primed, bias -0.25": replace(primed, bias=-0.25),
+        "primed:16, bias -0.25": replace(primed16, bias=-0.25),
+    }  # fmt: skip
+    core = list(found)
+    for bias in (-1.0, -0.75, -0.25):
+        found[f"rooted, bias {bias}"] = replace(rooted, bias=bias)
+    for bias in (-1.0, -0.75, -0.5, 0.25):
+        found[f"primed, bias {bias}"] = replace(primed, bias=bias)
+        found[f"primed:16, bias {bias}"] = replace(primed16, bias=bias)
+    for scale in (0.95, 1.05):
+        found[f"primed, scale {scale}"] = replace(primed, scale=scale)
+        found[f"primed:16, scale {scale}"] = replace(primed16, scale=scale)
+    found |= {
+        "primed, question 10 %": replace(primed, chosen="question", percent=10),
+        "primed:8, question 2.5 %": replace(primed, first=(8,), chosen="question", percent=2.5),
+        "primed, layer 5 %": replace(primed, chosen="layer", percent=5),
+        "primed, oracle 5 %": replace(primed, chosen="oracle", percent=5),
+        "primed, oracle 20 %": replace(primed, chosen="oracle", percent=20),
+        "primed:32,8": replace(primed, first=(32, 8)),
+        "primed:8,16,24": replace(primed, first=(8, 16, 24)),
+        "primed:8, last 8": replace(primed, first=(8,), last=8),
+        "600": ReuseVariant("600"), "Chinese": ReuseVariant("Chinese"),
+        "Chinese, 16": ReuseVariant("Chinese", first=(16,)),
+        "mean of 2": ReuseVariant("mean2"),
+        "mean of 4, question 5 %": ReuseVariant("mean4", chosen="question", percent=5),
+        "beyond primed 0.25": ReuseVariant("beyond"),
+        "before": ReuseVariant("before"), "before, 16": ReuseVariant("before", first=(16,)),
+        "exact of neighbors": ReuseVariant("neighbors"),
+    }  # fmt: skip
+    return found, core
+
+
+VARIANTS, CORE = _all_variants()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt in tokens."""
+
+    row: dict[str, Any]
+    modules: list[list[int]]
+    question: list[int]
+    own: list[int]
+    """Tokens of other modules of the same set."""
+
+    def starts(self, preamble: int) -> list[int]:
+        return list(accumulate(map(len, self.modules), initial=preamble))
+
+
+def read_prompts(file: Path) -> list[TokenizedPrompt]:
+    """Read prompts of `reuse.py prepare`. Each takes text of its set from another prompt."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["k"], row["module_tokens"]), []).append(row)
+    found = []
+    for group in groups.values():
+        for at, row in enumerate(group):
+            here = {tuple(module) for module in row["modules"]}
+            others = (
+                module
+                for other in [*group[at + 1 :], *group[:at]]
+                for module in other["modules"]
+                if tuple(module) not in here
+            )
+            own: list[int] = []
+            while len(own) < 300 and (more := next(others, None)) is not None:
+                own += more
+            found.append(TokenizedPrompt(row, row["modules"], row["question"], own[:300]))
+    return found
+
+
+class VariantComparison:
+    """Compares variants over the prompts of a batch, which have one number of modules."""
+
+    def __init__(
+        self,
+        model: PlainModel,
+        texts: dict[str, Any],
+        prompts: Sequence[TokenizedPrompt],
+        tokens: int,
+    ) -> None:
+        self.model, self.prompts, self.tokens = model, prompts, tokens
+        self.texts, self.preamble = texts, texts["preamble"]
+        self.stops = set(texts["stop_ids"])
+        self.starts = [each.starts(len(self.preamble)) for each in prompts]
+        self.length = max(
+            s[-1] + len(p.question) for s, p in zip(self.starts, prompts, strict=True)
+        ) + tokens  # fmt: skip
+        self.places = [(n, m) for n, p in enumerate(prompts) for m in range(1, len(p.modules))]
+        self.later = [prompts[n].modules[m] for n, m in self.places]
+        self._states: dict[str, list[Cache]] = {}
+        self._exact()
+
+    def _tensor(self, lists: Sequence[Sequence[int]]) -> Tensor:
+        """Return lists of one length or of several, padded with their last number."""
+        most = max(map(len, lists))
+        padded = [[*each, *[each[-1]] * (most - len(each))] for each in lists]
+        return torch.tensor(padded, device=self.model.device)
+
+    def _exact(self) -> None:
+        model = self.model
+        whole = [
+            [*self.preamble, *(t for module in p.modules for t in module), *p.question]
+            for p in self.prompts
+        ]
+        self.exact = model.cache(len(whole), self.length)
+        rows = [list(range(len(each))) for each in whole]
+        hidden = model.forward(self._tensor(whole), self._tensor(rows), self.exact)
+        last = [len(each) - 1 for each in whole]
+        first = model.logits(hidden[range(len(whole)), last]).argmax(-1)
+        self.answers = self.generated(first, last, self.exact)
+
+    def generated(self, first: Tensor, last: Sequence[int], cache: Cache, **kept: Any) -> Any:
+        """Return greedy answers with their stop tokens. `first`: the first token of each."""
+        model, tokens = self.model, [first]
+        at = torch.tensor(last, device=model.device)
+        for step in range(1, self.tokens):
+            hidden = model.forward(tokens[-1][:, None], (at + step)[:, None], cache, **kept)
+            tokens.append(model.logits(hidden[:, 0]).argmax(-1))
+        return [self._until_stop(each) for each in torch.stack(tokens, 1).tolist()]
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        end = next((n for n, token in enumerate(tokens) if token in self.stops), len(tokens))
+        return tokens[: end + 1]
+
+    def states(self, name: str) -> list[Cache]:
+        """Return the states of modules 2..k of all prompts, [L, Hkv, S, D] from position 0 on."""
+        if name not in self._states:
+            self._states[name] = self._made(name)
+        return self._states[name]
+
+    def _made(self, name: str) -> list[Cache]:
+        texts = self.texts
+        prefix: dict[str, Callable[[], list[Any]]] = {
+            "rooted": lambda: [],
+            "primed": lambda: texts["priming"], "Chinese": lambda: texts["chinese"][:300],
+            "600": lambda: texts["long"][:600], "900": lambda: texts["long"][:900],
+            "other": lambda: texts["other"],
+        }  # fmt: skip
+        if name in prefix:
+            return self._encoded([*self.preamble, *prefix[name]()])
+        if name == "own":
+            return self._encoded_behind([self.prompts[n].own for n, _ in self.places])
+        if name == "before":
+            return self._encoded_behind([self.prompts[n].modules[m - 1] for n, m in self.places])
+        if name == "neighbors":  # the same modules in another order
+            orders = [
+                [t for module in self.prompts[n].modules[:m][::-1] for t in module]
+                for n, m in self.places
+            ]
+            return self._encoded_behind(orders)
+        if name == "by place":
+            by = {1: self.states("primed"), 2: self.states("600")}
+            last = self.states("900")
+            return [by.get(m, last)[at] for at, (_, m) in enumerate(self.places)]
+        if name == "beyond":
+            pairs = zip(self.states("primed"), self.states("rooted"), strict=True)
+            return [_mixed([one, other], [1.25, -0.25]) for one, other in pairs]
+        parts = {"mean2": ("primed", "other"), "mean4": ("primed", "other", "900", "own")}[name]
+        many = zip(*(self.states(each) for each in parts), strict=True)
+        return [_mixed(each, [1 / len(parts)] * len(parts)) for each in many]
+
+    def _encoded(self, prefix: Sequence[int]) -> list[Cache]:
+        """Return the states of the later modules, encoded behind one prefix."""
+        model = self.model
+        one = model.cache(1, len(prefix))
+        model.forward(
+            self._tensor([prefix]), torch.arange(len(prefix), device=model.device)[None], one
+        )
+        many = model.cache(len(self.later), len(prefix) + max(map(len, self.later)))
+        many.keys[..., : len(prefix), :] = one.keys
+        many.values[..., : len(prefix), :] = one.values
+        rows = [list(range(len(prefix), len(prefix) + len(m))) for m in self.later]
+        model.forward(self._tensor(self.later), self._tensor(rows), many)
+        return [self._part(many, n, len(prefix), len(m)) for n, m in enumerate(self.later)]
+
+    def _encoded_behind(self, before: Sequence[Sequence[int]]) -> list[Cache]:
+        """Return the states of the later modules, each encoded behind tokens of its own."""
+        model = self.model
+        starts = [len(self.preamble) + len(each) for each in before]
+        whole = [
+            [*self.preamble, *each, *module]
+            for each, module in zip(before, self.later, strict=True)
+        ]
+        found = []
+        for begin in range(0, len(whole), 8):
+            part = whole[begin : begin + 8]
+            cache = model.cache(len(part), max(map(len, part)))
+            rows = [list(range(len(each))) for each in part]
+            model.forward(self._tensor(part), self._tensor(rows), cache)
+            for n in range(len(part)):
+                at = begin + n
+                found.append(self._part(cache, n, starts[at], len(self.later[at])))
+        return found
+
+    def _part(self, cache: Cache, n: int, begin: int, length: int) -> Cache:
+        keys = cache.keys[:, n, :, begin : begin + length]
+        values = cache.values[:, n, :, begin : begin + length].clone()
+        return Cache(self.model.turned(keys, -begin), values)
+
+    def read(self, variant: ReuseVariant, cache: Cache, at: int) -> None:
+        """Write the kept states of a variant of all prompts into rows `at` and following."""
+        here = slice(at, at + len(self.prompts))
+        cache.keys[:, here] = self.exact.keys
+        cache.values[:, here] = self.exact.values
+        if variant.states != "exact":
+            kept = zip(self.places, self.states(variant.states), strict=True)
+            for (n, m), states in kept:
+                begin, end = self.starts[n][m], self.starts[n][m + 1]
+                cache.keys[:, at + n, :, begin:end] = self.model.turned(states.keys, begin)
+                cache.values[:, at + n, :, begin:end] = states.values
+        if variant.rounded:
+            for each in (cache.keys, cache.values):
+                each[:, here] = each[:, here].bfloat16().float()
+
+    def computed(self, variant: ReuseVariant, n: int) -> list[int]:
+        """Return the positions of module tokens that are computed in prompt `n`."""
+        starts, modules = self.starts[n], self.prompts[n].modules
+        found: set[int] = set()
+        for m, module in enumerate(modules):
+            if m and (first := variant.first[min(m, len(variant.first)) - 1]):
+                found |= set(range(starts[m], starts[m] + min(first, len(module))))
+            if variant.last and m < len(modules) - 1:
+                found |= set(range(starts[m + 1] - min(variant.last, len(module)), starts[m + 1]))
+        if variant.chosen:
+            found |= self._chosen(variant, n, found)
+        return sorted(found)
+
+    def _chosen(self, variant: ReuseVariant, n: int, known: set[int]) -> set[int]:
+        """Return positions of the runs with the largest mean worth."""
+        worth = self._worth(variant.chosen, variant.states)[n]
+        starts = self.starts[n]
+        total = starts[-1] - starts[0]
+        runs = []
+        for begin, end in pairwise(starts):
+            for first in range(begin, end, RUN):
+                own = range(first, min(first + RUN, end))
+                if not known.intersection(own):
+                    runs.append((sum(worth[p] for p in own) / len(own), own))
+        left, found = total * variant.percent / 100, set[int]()
+        for _, own in sorted(runs, key=lambda run: -run[0]):
+            if left <= 0:
+                break
+            found |= set(own)
+            left -= len(own)
+        return found
+
+    def _worth(self, chosen: str, states: str) -> list[list[float]]:
+        """Return the worth of computing each position of each prompt."""
+        name = f"worth {chosen} {states}"
+        if name not in self._states:
+            make = self._attention if chosen == "question" else self._deviation
+            self._states[name] = make(chosen, states)  # type: ignore[assignment]
+        return self._states[name]  # type: ignore[return-value]
+
+    def _attention(self, _: str, states: str) -> list[list[float]]:
+        """The attention of the question over kept states, to modules 2..k alone."""
+        cache = self.model.cache(len(self.prompts), self.length)
+        self.read(ReuseVariant(states), cache, 0)
+        drawn = torch.zeros(len(self.prompts), self.length, device=self.model.device)
+        tokens = self._tensor([p.question for p in self.prompts])
+        rows = [
+            list(range(s[-1], s[-1] + len(p.question)))
+            for s, p in zip(self.starts, self.prompts, strict=True)
+        ]
+        self.model.forward(tokens, self._tensor(rows), cache, drawn=drawn)
+        for n, starts in enumerate(self.starts):
+            drawn[n, : starts[1]] = 0
+        return drawn.tolist()
+
+    def _deviation(self, chosen: str, states: str) -> list[list[float]]:
+        """Squared distance of values from exact ones: of the second layer, or of all layers."""
+        cache = self.model.cache(len(self.prompts), self.length)
+        self.read(ReuseVariant(states), cache, 0)
+        layers = slice(1, 2) if chosen == "layer" else slice(None)
+        one, other = cache.values[layers], self.exact.values[layers]
+        size = other.square().mean((1, 2, 3, 4), keepdim=True)
+        return ((one - other).square() / size).sum((0, 2, 4)).tolist()
+
+    def compare(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the figures of each variant, by prompt."""
+        count = len(self.prompts)
+        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        reference = None
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            cost = max(len(self.computed(VARIANTS[name], n)) for n in range(count))
+            groups.setdefault((cost > 0) + (cost > 20 * len(self.prompts[0].modules)), []).append(
+                name
+            )
+        for n, logs in enumerate(self._forced(["exact"], [ReuseVariant("exact")])[0]):
+            found[n]["exact"] = logs
+        reference = [found[n]["exact"].pop("logs") for n in range(count)]
+        for n in range(count):
+            found[n]["exact"] |= self._figures(reference[n], reference[n], n)
+        for group in groups.values():
+            for begin in range(0, len(group), 12):
+                some = group[begin : begin + 12]
+                results = self._forced(some, [VARIANTS[name] for name in some])
+                for name, own in zip(some, results, strict=True):
+                    for n, each in enumerate(own):
+                        logs = each.pop("logs")
+                        found[n][name] = each | self._figures(logs, reference[n], n)
+        return found
+
+    def _figures(self, logs: Tensor, reference: Tensor, n: int) -> dict[str, Any]:
+        kl = (reference.double().exp() * (reference.double() - logs.double())).sum(-1)
+        likeliest = logs.argmax(-1).tolist()
+        answer = self.answers[n]
+        pairs = zip(likeliest, answer, strict=True)
+        equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(answer))
+        best = logs[: equal + 1].topk(2).values
+        return {
+            "kl": _short(kl.mean()), "first_kl": _short(kl[0]), "same": equal == len(answer),
+            "equal": equal, "length": len(answer),
+            "margin": _short((best[:, 0] - best[:, 1]).min()), "seconds": None,
+        }  # fmt: skip
+
+    def _forced(self, names: Sequence[str], variants: Sequence[ReuseVariant]) -> list[list[Any]]:
+        """Compute the question and exact's answer in variants, then their own answers."""
+        model, count = self.model, len(self.prompts)
+        cache = model.cache(count * len(variants), self.length)
+        tokens, rows, ends = [], [], []
+        extra: dict[str, Tensor] = {}
+        if any(v.bias for v in variants):
+            extra["bias"] = torch.zeros(len(cache.keys[0]), self.length, device=model.device)
+        if any(v.scale != 1 for v in variants):
+            extra["scale"] = torch.ones(len(cache.keys[0]), self.length, device=model.device)
+        costs = []
+        for v, variant in enumerate(variants):
+            self.read(variant, cache, v * count)
+            for n, prompt in enumerate(self.prompts):
+                begin, end = self.starts[n][1], self.starts[n][-1]
+                own = self.computed(variant, n)
+                if "bias" in extra:  # computed tokens have none
+                    extra["bias"][v * count + n, begin:end] = variant.bias
+                    extra["bias"][v * count + n, own] = 0
+                if "scale" in extra:
+                    extra["scale"][v * count + n, begin:end] = variant.scale
+                    extra["scale"][v * count + n, own] = 1
+                whole = [t for module in prompt.modules for t in module]
+                first = self.starts[n][0]
+                answer = self.answers[n]
+                asked = [*prompt.question, *answer[:-1]]
+                tokens.append([*(whole[p - first] for p in own), *asked])
+                rows.append([*own, *range(end, end + len(asked))])
+                ends.append(len(tokens[-1]))
+                costs.append(len(own))
+        hidden = model.forward(self._tensor(tokens), self._tensor(rows), cache, **extra)
+        scored = [
+            model.logits(hidden[b, end - len(self.answers[b % count]) : end]).log_softmax(-1)
+            for b, end in enumerate(ends)
+        ]
+        begins = torch.stack([each[0].argmax() for each in scored])
+        last = [s[-1] + len(p.question) - 1 for s, p in zip(self.starts, self.prompts, strict=True)]
+        answers = self.generated(begins, last * len(variants), cache, **extra)
+        return [
+            [
+                {"logs": scored[b], "computed": costs[b], "answer": self._without_stop(answers[b])}
+                for b in range(v * count, (v + 1) * count)
+            ]
+            for v in range(len(names))
+        ]
+
+    def _without_stop(self, tokens: list[int]) -> list[int]:
+        return [token for token in tokens if token not in self.stops]
+
+
+# Commands ------------------------------------------------------------------------------------
+
+
+def schedule(
+    prompts: Sequence[TokenizedPrompt], full: int, most: int
+) -> Iterator[tuple[str, list[TokenizedPrompt]]]:
+    """Yield lists of prompts: all variants of the main setting, then others with fewer variants."""
+    main = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) == (4, 384)]
+    others = [p for p in prompts if (p.row["k"], p.row["module_tokens"]) != (4, 384)]
+    yield "all", [p for p in main if p.row["number"] < full]
+    yield "core", [p for p in others if p.row["number"] < full]
+    yield "core", [p for p in main if full <= p.row["number"] < most]
+    yield "core", [p for p in others if full <= p.row["number"] < most]
+
+
+def batches(prompts: Sequence[TokenizedPrompt], size: int) -> Iterator[list[TokenizedPrompt]]:
+    """Yield batches of one setting. All sets take turns."""
+    waves: dict[tuple[int, int, int], list[TokenizedPrompt]] = {}
+    for prompt in prompts:
+        row = prompt.row
+        waves.setdefault((row["number"] // 10, row["k"], row["module_tokens"]), []).append(prompt)
+    for (_, k, _), wave in sorted(waves.items(), key=lambda item: item[0]):
+        wave.sort(key=lambda p: sum(map(len, p.modules)))
+        step = max(1, size * 4 // max(k, 4))
+        for begin in range(0, len(wave), step):
+            yield wave[begin : begin + step]
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
+    model = PlainModel(options.model, options.device)
+    texts = json.loads(options.texts.read_text(encoding="utf-8"))
+    prompts = read_prompts(options.prompts)
+    print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
+    done = 0
+    with options.rows.open("a", encoding="utf-8") as out:
+        for kind, part in schedule(prompts, options.full, options.most):
+            names = list(VARIANTS) if kind == "all" else CORE
+            for batch in batches(part, options.batch):
+                if time.perf_counter() - began > options.limit:
+                    print(f"{done} prompts, stopped in {kind}", flush=True)
+                    return
+                try:
+                    compared = VariantComparison(model, texts, batch, options.answer_tokens)
+                    found = compared.compare(names)
+                except Exception:
+                    traceback.print_exc()
+                    if model.device != "cpu":
+                        torch.cuda.empty_cache()
+                    continue
+                for prompt, modes in zip(batch, found, strict=True):
+                    row = {
+                        key: prompt.row[key] for key in ("set", "k", "module_tokens", "number")
+                    } | {"documents": sum(map(len, prompt.modules)), "modes": modes}
+                    out.write(json.dumps(row) + "\n")
+                out.flush()
+                done += len(batch)
+            print(f"{kind}: {done} prompts, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def texts(options: argparse.Namespace) -> None:
+    """Tokenize the texts that all prompts share."""
+    from transformers import AutoTokenizer
+
+    from ragcache.models import prompt_frame
+    from ragcache.models.tokenizer import PromptTokenizer
+    from ragcache.pipeline.module_states import PRIMING_TEXT
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    plain = PromptTokenizer(tokenizer)
+    handbook = Path(__file__).parent.parent / "examples" / "handbook"
+    pages = [each.read_text(encoding="utf-8") for each in sorted(handbook.glob("*.md"))]
+    long = [token for page in pages for token in plain.encode(page)]
+    found = {
+        "preamble": tokenizer.encode(prompt_frame(tokenizer).preamble, add_special_tokens=False),
+        "priming": plain.encode(PRIMING_TEXT), "chinese": plain.encode(CHINESE),
+        "long": [*plain.encode(PRIMING_TEXT), *long][:900], "other": long[1000:1300],
+        "stop_ids": sorted({tokenizer.eos_token_id, *options.stop}),
+    }  # fmt: skip
+    print({name: len(each) for name, each in found.items()})
+    options.out.write_text(json.dumps(found), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("measure")
+    for name in ("model", "prompts", "texts", "rows"):
+        one.add_argument(name, type=Path)
+    one.add_argument("--device", default="cpu")
+    one.add_argument("--batch", type=int, default=8)
+    one.add_argument("--full", type=int, default=40, help="Prompts of a set with all variants.")
+    one.add_argument("--most", type=int, default=300, help="Most prompts of a set and setting.")
+    one.add_argument("--answer-tokens", type=int, default=24)
+    one.add_argument("--limit", type=float, default=1e9, help="Seconds.")
+    one.add_argument("--tf32", action="store_true")
+    one.set_defaults(run=measure)
+    other = commands.add_parser("texts")
+    other.add_argument("model")
+    other.add_argument("out", type=Path)
+    other.add_argument("--stop", type=int, nargs="*", default=[])
+    other.set_defaults(run=texts)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
