@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,6 +185,8 @@ class Conversations:
     retentions: Retentions = field(init=False)
     """States that pausing callers want to find again."""
     _arriving: dict[KVKey, Future[None]] = field(default_factory=dict, init=False)  # being stored
+    _resumed: Counter[str] = field(default_factory=Counter, init=False)
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.retentions = Retentions(self.encoder.store)
@@ -216,6 +219,8 @@ class Conversations:
         tokens = Counter[str]()
         for run in runs:
             tokens[lease.source[run.key]] += run.end - run.begin
+        with self._counting:
+            self._resumed.update(tokens)
         segments = [
             each for run in runs for each in placed_segments(run, lease.found[run.key], context)
         ]
@@ -284,6 +289,11 @@ class Conversations:
         owned = [run.key for run in (*read, *runs)]
         if owned:
             self._store_later(hint, owned, states)
+
+    def resumed_tokens(self) -> dict[str, int]:
+        """Return the tokens of earlier turns that were read by this process, by tier."""
+        with self._counting:
+            return dict(self._resumed)
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all conversations by tier."""

@@ -43,20 +43,22 @@ def chat(client: TestClient, *seeds: int, **body: Any) -> int:
 
 def test_a_conversation_is_resumed_and_deleted_by_its_name(client: TestClient) -> None:
     assert chat(client, 1, prompt_cache_key="mine") == 0
-    assert chat(client, 1, 2, 3, prompt_cache_key="mine") > 128
+    resumed = chat(client, 1, 2, 3, prompt_cache_key="mine")
+    assert resumed > 128
     held = client.get("/v1/conversations").json()
+    assert held["resumed_tokens"] == {"host": resumed}
     assert held["bytes"]["host"] > 0
     path = "/v1/conversations/mine"
     foreseen = client.delete(path, params={"dry_run": True}).json()
     assert foreseen == {"bytes": held["bytes"], "dry_run": True, "conversations": 1}
     assert client.delete(path).json() == {**foreseen, "dry_run": False}
-    assert client.get("/v1/conversations").json() == {"bytes": {}}
+    assert client.get("/v1/conversations").json() == {**held, "bytes": {}}
     assert client.delete(path).json()["conversations"] == 0
 
 
 def test_a_request_with_store_false_leaves_nothing(client: TestClient) -> None:
     chat(client, 1, store=False)
-    assert client.get("/v1/conversations").json() == {"bytes": {}}
+    assert client.get("/v1/conversations").json() == {"bytes": {}, "resumed_tokens": {}}
 
 
 def retained(client: TestClient, rag: RagCache, seed: int, **sent: Any) -> list[float]:

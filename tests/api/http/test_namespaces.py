@@ -111,7 +111,10 @@ def test_a_running_request_ends(client: TestClient, operator: dict[str, str]) ->
     assert (ended.status_code, ended.json()["error"]["code"]) == (409, "namespace_deleted")
     new = key_of(client, operator, role="admin")
     assert client.get("/admin/requests", headers=new).json() == {"running": [], "recent": []}
-    assert client.get("/v1/conversations", headers=new).json() == {"bytes": {}}
+    assert client.get("/v1/conversations", headers=new).json() == {
+        "bytes": {},
+        "resumed_tokens": {},
+    }
     assert client.get("/v1/responses/none", headers=new).status_code == 404
 
 

@@ -28,6 +28,7 @@ from ragcache_api.http.service import Service
 from tests.api.page import seeding
 from tests.api.page.conftest import VIEWS, Page, ask, get, open_view
 from tests.api.page.proxy import prefixed
+from tests.ragcache.test_recurrence import passage
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
@@ -352,6 +353,27 @@ def test_users_pins_are_seen_and_ended(page: Page, rag: RagCache, server: httpx.
     page.find(".toast.ok", "The pin has ended")
     page.find(".empty", "No pins")
     assert rag.pins.list() == []
+
+
+def test_conversations_bytes_and_read_tokens_by_tier(
+    page: Page, rag: RagCache, server: httpx.Client
+) -> None:
+    messages = [{"role": "user", "content": passage(1, 9)}]
+    for question in ("Who?", "Why?"):
+        body = {"messages": messages, "max_tokens": 2}
+        told = server.post("/v1/chat/completions", json=body)
+        rag.internals.shared.keeping.submit(lambda: None).result()
+        answer = told.json()["choices"][0]["message"]["content"]
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": question},
+        ]
+    page.open("kept")
+    [(tier, tokens)] = rag.modules.conversations.resumed_tokens().items()
+    assert tier == "host"
+    assert f"{tokens:,}" in page.find("[data-bar=resumed] .legend").text
+    assert "iB" in page.find('[aria-label^="Conversations:"]').get_attribute("aria-label")
+    rag.modules.conversations.delete()
 
 
 def test_a_second_language_is_whole_and_stays(page: Page) -> None:

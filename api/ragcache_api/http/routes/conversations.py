@@ -18,11 +18,15 @@ class ConversationsResponse(ResponseModel):
 
     bytes: dict[str, int]
     """Bytes of states by tier, on all machines."""
+    resumed_tokens: dict[str, int]
+    """Tokens of earlier turns that the process has read since it began, by the states' tier."""
 
 
-class DeletedConversations(ConversationsResponse):
+class DeletedConversations(ResponseModel):
     """Conversations that were deleted."""
 
+    bytes: dict[str, int]
+    """Bytes of their states by tier, on all machines."""
     dry_run: bool
     """Whether nothing was deleted."""
     conversations: int
@@ -31,8 +35,9 @@ class DeletedConversations(ConversationsResponse):
 
 @router.get("")
 def get_conversations(context: ContextDep) -> ConversationsResponse:
-    """Return the bytes that conversations take."""
-    return ConversationsResponse(bytes=context.rag.modules.conversations.sizes())
+    """Return the bytes that conversations take, and how many tokens were read from them."""
+    kept = context.rag.modules.conversations
+    return ConversationsResponse(bytes=kept.sizes(), resumed_tokens=kept.resumed_tokens())
 
 
 @router.delete("")

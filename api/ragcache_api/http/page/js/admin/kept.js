@@ -1,6 +1,6 @@
 // What is kept for whom: pins of users, texts that recur in prompts, and conversations.
 import { get } from "../api.js";
-import { bytes, plain, t } from "../format.js";
+import { bytes, count, plain, t } from "../format.js";
 import { acting, Bar, Button, column, Empty, Exact, figured, html, Listed, Name, Panel, Polled, sourceOf, timed, usePolled } from "../ui.js";
 import { removed } from "./changes.js";
 import { Pager, usePage } from "./lists.js";
@@ -60,13 +60,15 @@ function Observed() {
 
 function Conversations() {
   const state = usePolled((signal) => get("v1/conversations", { signal }), PERIOD);
-  const parts = Object.entries(state.value?.bytes ?? {}).map(([name, value]) => ({ ...sourceOf(name), value }));
+  const byTier = (values) => Object.entries(values ?? {}).map(([name, value]) => ({ ...sourceOf(name), value }));
+  const parts = byTier(state.value?.bytes);
   const some = parts.some(({ value }) => value);
   const drop = () => removed(state.again, t("conversations_delete"), t("conversations_delete_text"), "v1/conversations", t("conversations_deleted"));
   const whole = some && html`<${Button} kind="danger" data-act="delete-conversations" onClick=${drop}>${t("conversations_delete")}<//>`;
   return html`<${Panel} title=${t("conversations")} note=${t("conversations_note")} actions=${whole}>
     <${Polled} state=${state}>${() => some
-      ? html`<div class="tier"><${Bar} label=${t("conversations")} parts=${parts} format=${bytes} /></div>`
+      ? html`<div class="tier"><${Bar} label=${t("conversations")} parts=${parts} format=${bytes} /></div>
+        <div class="tier" data-bar="resumed"><div class="line"><span>${t("resumed_tokens")}</span></div><${Bar} label=${t("resumed_tokens")} parts=${byTier(state.value.resumed_tokens)} format=${count} /></div>`
       : html`<${Empty} title=${t("no_conversations")}>${t("no_conversations_text")}<//>`}<//>
   <//>`;
 }
