@@ -679,6 +679,13 @@ class Vectors:
             rows = rows_of(session, statement, VectorTable.module_id, ids)
             return {row.module_id: np.frombuffer(row.vector, dtype="<f4") for row in rows}
 
+    def ids_without_vector(self, collection: str) -> set[int]:
+        """Return the ids of a collection's modules that have no vector of this embedder."""
+        embedded = select(VectorTable.module_id).where(VectorTable.embedder == self._embedder)
+        lacking = from_modules(ModuleTable.id).where(ModuleTable.id.not_in(embedded))
+        with self._database.reading() as session:
+            return set(session.scalars(in_collection(lacking, self._namespace, collection)))
+
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:
         """Store vectors of modules that were ingested with another embedder, or with none."""
         with self._database.transaction() as session:

@@ -278,6 +278,8 @@ class Ingestor:
             rows, encoded = self._encode(job, prepared, progress, partial(store, ends=False))
             store(rows, removed=report["removed"], moved=changes.moved)
         encoded += self._encode_lost(collection, changes.unchanged)
+        if changes.unchanged:
+            self.retriever.indexes.embed_missing(collection)
         if not stores:
             self._jobs.finish(job)
         updated = sum(d.id in changes.known for d in changes.changed)

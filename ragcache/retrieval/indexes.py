@@ -254,6 +254,19 @@ class CollectionIndexes:
             if index.missing:
                 self._background.request(collection)
 
+    def embed_missing(self, collection: str) -> None:
+        """Embed all modules of a collection that have no stored vector, and store the vectors.
+
+        Modules have none if they were ingested with another embedder, or with none. Questions
+        embed them in the background, which a command of one question ends too early.
+        """
+        if self.embedder is None or self._stored is None:
+            return
+        missing = self._stored.ids_without_vector(collection)
+        if missing:
+            rows = [row for row in self._catalog.modules(collection) if row.id in missing]
+            self._embed_modules(rows, None)
+
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
         """Embed stripped texts as vectors [N, D] float32, if there is an embedder."""
         if self.embedder is None:

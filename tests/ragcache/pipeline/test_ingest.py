@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.embeddings import Embeddings
 from sqlalchemy import event
 
 import ragcache.store.tiers.base
@@ -132,6 +133,38 @@ def test_states_stay_until_the_last_document_that_needs_them(rag: RagCache, tmp_
     assert rag.ask("Is the tide out?", collection="d").reuse.cached_tokens > 0
     assert rag.delete("d", ["a", "a", "unknown"]) == 1
     assert stored(tmp_path) == 1, "the preamble belongs to no document"
+
+
+class Lengths(Embeddings):
+    """A vector of each text's length. Counts the texts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        self.count += len(texts)
+        return [self.embed_query(text) for text in texts]
+
+    def embed_query(self, text: str) -> list[float]:
+        return [1.0, float(len(text))]
+
+
+def test_documents_that_are_ingested_again_get_missing_vectors(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    """A collection from before an embedder was installed, as a short command finds it."""
+    lamps = [SourceDocument(f"lamp-{n}", f"The lamp {n} is lit.") for n in range(12)]
+    with RagCache.open(tmp_path / "state", model, embedding="none", max_tokens=4) as rag:
+        rag.ingest("c", lamps)
+    embedder = Lengths()
+    with RagCache.open(tmp_path / "state", model, embedding=embedder, max_tokens=4) as rag:
+        again = rag.ingest("c", lamps)
+        assert (again.unchanged, again.encoded) == (len(lamps), 0)
+        assert embedder.count == len(lamps)
+        rag.ingest("c", lamps)
+        hits = rag.retrieve("lamp", collection="c", search="hybrid", k=12).hits
+        assert embedder.count == len(lamps), "each once"
+        assert [hit.cosine is not None for hit in hits] == [True] * len(lamps)
 
 
 def test_a_module_longer_than_the_window_is_refused_unencoded(
