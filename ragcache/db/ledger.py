@@ -333,8 +333,8 @@ class Ledger:
                 rows = self._at(tier) & StateTable.key.in_(chunk)
                 found |= set(session.scalars(select(StateTable.key).where(rows)))
             self.locks.release_within(session, found)
-        gone = [key for key in taken if key not in found]
-        return gone, [key for key in keys if key not in set(taken)]
+        ours = set(taken)
+        return [key for key in taken if key not in found], [key for key in keys if key not in ours]
 
     def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
         """Reserve bytes of a shared tier for a claimed key.
