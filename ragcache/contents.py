@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -374,12 +375,14 @@ class Documents:
     def original(self, collection: str, document_id: str) -> IO[bytes]:
         """Open a copy of the file that a document was read from.
 
+        The ledger keeps uploaded files. Other files are copied from their places.
+
         Returns:
             The file's content at the ingestion. The caller closes it.
 
         Raises:
             OriginalMissing: There is no such document, it was not read from a file, or the file
-                cannot be read any more.
+                is not kept or cannot be read any more.
             OriginalChanged: The file has another content now.
 
         Example:
@@ -387,8 +390,14 @@ class Documents:
             ...     content = file.read()
         """
         for row in self.get(collection, [document_id]):
-            return open_original(row.uri, row.original)
+            kept = self._namespace.catalog.original(row.id) if row.original else None
+            return open_original(row.uri, row.original) if kept is None else BytesIO(kept)
         raise OriginalMissing(f"the collection {collection!r} holds no document {document_id!r}")
+
+    def has_original(self, row: DocumentRow) -> bool:
+        """Whether the file that a document was read from is kept, or was one of this machine."""
+        ingested = row.uri.startswith("file:")
+        return bool(row.original) and (ingested or self._namespace.catalog.has_original(row.id))
 
     def page(
         self, collection: str, cursor: str | None = None, limit: int = 100

@@ -53,6 +53,7 @@ from ragcache.db.tables import (
     JobTable,
     ModuleTable,
     NamespaceTable,
+    OriginalTable,
     ScaffoldTable,
     TokenTable,
     VectorTable,
@@ -360,6 +361,18 @@ class Catalog:
             collection_id(session, collection, self.namespace)
             wanted = dict.fromkeys(source_ids)
             return dict(iter(rows_of(session, every, DocumentTable.source_id, wanted)))
+
+    def original(self, document: int) -> bytes | None:
+        """Return the uploaded file that a document was read from, if it is kept."""
+        rows = select(OriginalTable.content).where(OriginalTable.document_id == document)
+        with self._database.reading() as session:
+            return session.scalar(rows)
+
+    def has_original(self, document: int) -> bool:
+        """Whether the uploaded file that a document was read from is kept."""
+        rows = select(OriginalTable.document_id).where(OriginalTable.document_id == document)
+        with self._database.reading() as session:
+            return session.scalar(rows) is not None
 
     def pages(self, collection: str, source_id: str) -> dict[int, int]:
         """Return where the pages of a document begin. Raises `UnknownCollection`.

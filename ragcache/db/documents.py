@@ -21,6 +21,7 @@ from ragcache.db.tables import (
     DocumentTextTable,
     EncodingTable,
     ModuleTable,
+    OriginalTable,
     TokenTable,
     VectorTable,
 )
@@ -215,6 +216,8 @@ def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> l
         raise DocumentsChanged(f"a document {taken.source_id!r} was stored meanwhile; try again")
     keys: list[KVKey] = []
     for row, each in found:
+        if row.original != each.original:
+            session.execute(delete(OriginalTable).where(OriginalTable.document_id == row.id))
         row.source_id, row.uri, row.original = each.to, each.uri, each.original
         if each.to == each.source_id:
             continue  # the names of its modules stay, too

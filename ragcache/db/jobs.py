@@ -19,6 +19,7 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, or_, s
 from sqlalchemy.orm import Session, aliased
 
 from ragcache.db.database import Database
+from ragcache.db.originals import add_originals, forget_originals, place_originals
 from ragcache.db.sql import Page, insert_new, insert_returning, namespace_id, read_page
 from ragcache.db.tables import DEFAULT_NAMESPACE, JobDocumentTable, JobStateTable, JobTable
 from ragcache.errors import (
@@ -85,6 +86,8 @@ class JobRequest:
     """Digest of the whole request, by which a repeated request is recognized."""
     documents: Sequence[str]
     """Contents of the documents."""
+    originals: Mapping[str, bytes] = field(default_factory=dict, hash=False, repr=False)
+    """Contents of the files that the documents were read from, by the digests that these have."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How to store the documents, for the process that does."""
     report: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -131,8 +134,15 @@ class Jobs:
         """Return the jobs of another namespace."""
         return replace(self, namespace=namespace)
 
-    def queue(self, request: JobRequest, budget: int) -> tuple[int, bool]:
+    def queue(
+        self, request: JobRequest, budget: int, originals_budget: int = 0
+    ) -> tuple[int, bool]:
         """Queue a request, or find the request of the same idempotency key.
+
+        Args:
+            request: The request.
+            budget: Most bytes of the documents of all open requests.
+            originals_budget: Most bytes of all originals. Further originals are not kept.
 
         Returns:
             The job's id, and whether it was queued by this call: as a new job, or as another try.
@@ -178,7 +188,19 @@ class Jobs:
                 contents = enumerate(request.documents)
                 rows = [{"job_id": number, "ordinal": n, "content": each} for n, each in contents]
                 session.execute(insert(JobDocumentTable), rows)
+            add_originals(session, number, request.originals, originals_budget)
             return number, True
+
+    def bring_originals(self, job: int, originals: Mapping[str, bytes], budget: int) -> None:
+        """Keep files for the documents that a running job is about to store.
+
+        Args:
+            job: The job.
+            originals: Contents by their digests.
+            budget: Most bytes of all originals. Further originals are not kept.
+        """
+        with self.database.transaction() as session:
+            add_originals(session, job, originals, budget)
 
     def take(self) -> TakenJob | None:
         """Begin to run the next request, of any namespace, if there is one.
@@ -285,6 +307,7 @@ class Jobs:
         with self.database.transaction() as session:
             row = session.get(JobTable, job)
             if row is not None and row.status in OPEN and row.session == self.session:
+                _place_originals(session, row)
                 _end(session, job, "done", "")
 
     def progress(self, job: int) -> Callable[[int], None]:
@@ -443,6 +466,7 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
     done = session.get(JobTable, job.id, with_for_update=True)
     if done is None or (done.session, done.status) != (job.session, "running"):
         raise _gone(session, job.id)
+    _place_originals(session, done)
     if not job.ends:
         return []
     same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
@@ -451,6 +475,11 @@ def complete(session: Session, job: RunningJob) -> list[KVKey]:
     keys = list(session.scalars(delete(JobStateTable).where(held).returning(JobStateTable.key)))
     _end(session, job.id, "done", "")
     return keys
+
+
+def _place_originals(session: Session, job: JobTable) -> None:
+    collection = job.target.removeprefix(collection_target(""))
+    place_originals(session, job.id, job.namespace, collection)
 
 
 def _is_behind_another() -> ColumnElement[bool]:
@@ -495,6 +524,7 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
         values["done"] = JobTable.modules
     session.execute(update(JobTable).where(JobTable.id == job).values(values))
     session.execute(delete(JobDocumentTable).where(JobDocumentTable.job_id == job))
+    forget_originals(session, JobTable.id == job)
     _forget_jobs(session, job - JOBS_KEPT)
 
 

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
 from ragcache.db.migrations import HEAD, check_revision, revision_of
+from ragcache.db.originals import forget_originals
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.summaries import lock_summaries, sum_up
 from ragcache.db.tables import DEAD_SECONDS, ClaimTable, JobTable, SessionTable, StateTable
@@ -265,6 +266,7 @@ def end_sessions(session: Session, ids: list[str]) -> None:
     session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
     open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))
     ended = {"status": "interrupted", "finished_at": time.time(), "error": _INTERRUPTED}
+    forget_originals(session, open_jobs)
     session.execute(update(JobTable).where(open_jobs).values(ended))
     session.execute(delete(SessionTable).where(SessionTable.id.in_(ids)))
 

@@ -77,7 +77,10 @@ class DocumentTable(Base):
     """A document as last ingested."""
 
     __tablename__ = "documents"
-    __table_args__ = (UniqueConstraint("collection_id", "source_id"),)
+    __table_args__ = (
+        UniqueConstraint("collection_id", "source_id"),
+        Index("documents_by_original", "collection_id", "original"),
+    )
     id: Mapped[int] = mapped_column(primary_key=True)
     collection_id: Mapped[int] = mapped_column(owned_by("collections"))
     source_id: Mapped[str]
@@ -86,7 +89,7 @@ class DocumentTable(Base):
     digest: Mapped[str]
     attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
     original: Mapped[str] = mapped_column(default="")
-    """Digest of the file's content, if the document was read from a file of this machine."""
+    """Digest of the content of the file that the document was read from, if any."""
 
 
 class DocumentTextTable(Base):
@@ -95,6 +98,15 @@ class DocumentTextTable(Base):
     __tablename__ = "document_texts"
     document_id: Mapped[int] = mapped_column(owned_by("documents"), primary_key=True)
     text: Mapped[str]
+
+
+class OriginalTable(Base):
+    """The content of an uploaded file, which goes with its document."""
+
+    __tablename__ = "originals"
+    document_id: Mapped[int] = mapped_column(owned_by("documents"), primary_key=True)
+    nbytes: Mapped[int]
+    content: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class ModuleTable(PublicIdMixin, Base):
@@ -426,6 +438,16 @@ class JobDocumentTable(Base):
     ordinal: Mapped[int] = mapped_column(primary_key=True)
     content: Mapped[str]
     """A `SourceDocument` as JSON, for the process that runs the request."""
+
+
+class JobOriginalTable(Base):
+    """The content of a file that a job brings, kept until the job has ended."""
+
+    __tablename__ = "job_originals"
+    job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    nbytes: Mapped[int]
+    content: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class JobStateTable(Base):

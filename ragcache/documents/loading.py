@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class LoadedSources:
     """Ids of documents that are files."""
     present: frozenset[str] = frozenset()
     """Ids of files that exist but were not loaded."""
+    originals: Mapping[str, bytes] = field(default_factory=dict, hash=False, repr=False)
+    """Contents of uploaded files, by the digests that their documents have as `original`."""
 
     @property
     def omitted(self) -> dict[str, list[str]]:

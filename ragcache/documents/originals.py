@@ -1,4 +1,4 @@
-"""Originals of documents: the files that an ingestion read, as they were then.
+"""Originals of documents that are files of this machine, as an ingestion read them.
 
 The path comes from the ledger, where only an ingestion of files writes a digest next to it: nothing
 that a caller sends names a file. The content is copied while its digest is computed, so that a file
@@ -43,7 +43,8 @@ def open_original(uri: str, digest: str) -> IO[bytes]:
     path = _path_of(uri)
     if not digest or path is None:
         raise OriginalMissing(
-            "the document was not read from a file of the server; its text is all that is kept"
+            "no original of the document is kept: it came as text, or its file found no room "
+            "(option originals_bytes); its text is all that is kept"
         )
     copy: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
     try:

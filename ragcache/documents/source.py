@@ -44,7 +44,8 @@ class SourceDocument:
     parts: tuple[DocumentPart, ...] | tuple[str, ...] = ()
     """The text in parts, if it is divided already. Splits the whole text by default."""
     original: str = field(default="", compare=False)
-    """Digest of the content of the file that was read, or "" if the document is no file."""
+    """Digest of the content of the file that was read, or "" if the document is no file.
+    Documents are equal whichever file they were read from."""
 
     @property
     def sections(self) -> tuple[DocumentPart, ...]:

@@ -96,6 +96,9 @@ class OpenConfig(TierOptions, Params):
     """Most requests that wait. Further requests are refused."""
     ingestion_bytes: Size = "256MiB"
     """Most bytes of documents that wait for background ingestion. Further documents are refused."""
+    originals_bytes: Size = "4GiB"
+    """Most bytes of uploaded files that the ledger keeps beside their documents, to be downloaded.
+    Documents of further files are stored without them. 0 keeps none."""
     batch_documents: Annotated[int, Field(ge=1)] = 100
     """Most documents that an ingestion encodes before questions can find them."""
     batch_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0

@@ -2,6 +2,7 @@
 
     manifest.json              fingerprints of model and tokenizer, instruction, schema
     documents/00000000.json    a document with the texts of its modules, one file each
+    originals/SHA256           an uploaded file that documents were read from
     states/KEY.safetensors     states, byte for byte as the disk tier has them
     index.json                 names, sizes and checksums of all files before it
 
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragcache.documents.originals import digest_original
 from ragcache.errors import ArchiveDamaged, ArchiveMismatch, StateCorrupt
 from ragcache.files import BINARY, map_file, read_at, read_into, write_parts
 from ragcache.modes import Encoding
@@ -34,15 +36,16 @@ from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates
 from ragcache.states.serialization import mapped_states, read_blob
 
-VERSION = 2
+VERSION = 3
 """Version of the archive's own layout."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _NAMES = re.compile(
-    r"manifest\.json|documents/\d{8}\.json|states/[0-9a-f]{64}\.safetensors|index\.json"
+    r"manifest\.json|documents/\d{8}\.json|originals/[0-9a-f]{64}"
+    r"|states/[0-9a-f]{64}\.safetensors|index\.json"
 )
-_LONGEST_TEXT = 1 << 28  # bytes of a manifest or a document
+_LONGEST_TEXT = 1 << 28  # bytes of a manifest, a document or an original
 _MOST_MEMBERS = 1 << 22
 _LISTED = 160  # most bytes of a member in the index
 
@@ -78,6 +81,8 @@ class ArchivedDocument(_Record):
     attributes: dict[str, Any]
     """Metadata of the document."""
     text: str
+    original: str
+    """SHA-256 of the uploaded file that it was read from, if the archive holds that, or empty."""
     modules: list[ArchivedModule] = Field(min_length=1)
 
 
@@ -163,6 +168,11 @@ def text_entry(name: str, content: BaseModel) -> ArchiveEntry:
 def document_name(number: int) -> str:
     """Return the name of the file of a document, counted from 0."""
     return f"documents/{number:08}.json"
+
+
+def original_name(digest: str) -> str:
+    """Return the name of the file of an original."""
+    return f"originals/{digest}"
 
 
 def states_name(key: KVKey) -> str:
@@ -375,6 +385,20 @@ class ArchiveReader:
                 raise self._damaged(f"it holds {number:,} of {self.manifest.documents:,} documents")
             yield self._parse(ArchivedDocument, name, self._read_text(name))
 
+    @property
+    def originals(self) -> set[str]:
+        """Digests of the originals."""
+        names = (name for name in self._members if name.startswith("originals/"))
+        return {name.removeprefix("originals/") for name in names}
+
+    def read_original(self, digest: str) -> bytes:
+        """Read an original that the archive holds. Raises `ArchiveDamaged`."""
+        name = original_name(digest)
+        content = self._read_text(name)
+        if digest_original(content) != digest:
+            raise self._damaged(f"{name} has other content than its name says")
+        return content
+
     def read_states(self, key: KVKey) -> StoredStates:
         """Verify the states of a key, and return them as they are mapped from the file.
 
@@ -439,6 +463,7 @@ class ArchiveReader:
         return checksums
 
     def _read_text(self, name: str) -> bytes:
+        """Return the content of a file. Raises `ArchiveDamaged` if it fails its checksum."""
         raw = self._raw(name)
         if checksum_of([memoryview(raw)]) != self._checksums[name]:
             raise self._damaged(f"{name} fails its checksum")

@@ -20,6 +20,7 @@ from ragcache.pipeline.archive import (
     Manifest,
     Parts,
     document_name,
+    original_name,
     states_name,
     stream_entries,
     text_entry,
@@ -108,11 +109,15 @@ class CollectionExporter:
         yield text_entry(MANIFEST, self._manifest(encoder, len(names), scaffolds))
         tokens: dict[str, Sequence[int]] = {}
         members = {name for scaffold in scaffolds for name in scaffold}
+        originals: dict[str, int] = {}  # documents by the digests of their files
         self._counted = {"documents": len(names), "modules": 0, "missing": 0}
         for begin in range(0, len(names), _DOCUMENTS):
-            documents = self._read(encoder, names[begin : begin + _DOCUMENTS], members, tokens)
+            part = names[begin : begin + _DOCUMENTS]
+            documents = self._read(encoder, part, members, tokens, originals)
             for number, document in enumerate(documents, begin):
                 yield text_entry(document_name(number), document)
+        for digest, number in originals.items():
+            yield ArchiveEntry(original_name(digest), partial(self._original, number))
         if catalog.version(collection).revision != version.revision:
             raise self._changed()
         joint = [encoder.key(joined(tokens, each)) for each in scaffolds]
@@ -156,6 +161,7 @@ class CollectionExporter:
         names: Sequence[str],
         members: set[str],
         tokens: dict[str, Sequence[int]],
+        originals: dict[str, int],
     ) -> Iterator[ArchivedDocument]:
         """Read some documents with their modules, and note the keys of their states.
 
@@ -164,6 +170,7 @@ class CollectionExporter:
             names: Ids of the documents.
             members: Names of modules whose tokens are wanted.
             tokens: Takes these tokens, by name.
+            originals: Takes ids of documents by the digests of the files that are kept of them.
         """
         namespace, catalog = self.namespace, self.namespace.catalog
         rows, texts = (
@@ -199,12 +206,16 @@ class CollectionExporter:
             )
         for name in names:
             row = rows[name]
+            original = row.original if catalog.has_original(row.id) else ""
+            if original:
+                originals[original] = row.id
             yield ArchivedDocument(
                 id=name,
                 uri=row.uri,
                 digest=row.digest,
                 attributes=dict(row.attributes),
                 text=texts[name],
+                original=original,
                 modules=archived[name],
             )
 
@@ -227,6 +238,12 @@ class CollectionExporter:
     def _blob(self, key: KVKey) -> Parts | None:
         states = self.namespace.shared.store.peek(key)
         return None if states is None else blob_parts(key, states)
+
+    def _original(self, document: int) -> Parts:
+        content = self.namespace.catalog.original(document)
+        if content is None:
+            raise self._changed()
+        return [memoryview(content)]
 
     def _changed(self) -> DocumentsChanged:
         return DocumentsChanged(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ragcache.answers.confidence import read_calibrations
-from ragcache.config import check_description, salt_of
+from ragcache.config import check_description, parse_bytes, salt_of
 from ragcache.db import (
     CollectionContents,
     NewDocument,
@@ -123,6 +123,7 @@ class CollectionImporter:
             jobs.describe(job, sum(map(len, contents.tokens)), {})
             stored = self._store_states(job, contents)
             encoded, missing = self._encode(job, contents)
+            self._bring_originals(job)
             self._store_documents(RunningJob(job, jobs.session), contents)
         return CollectionImport(
             self.collection,
@@ -162,8 +163,10 @@ class CollectionImporter:
         members = {name for each in self._manifest.scaffolds for name in each}
         ids: set[str] = set()
         dimensions: set[int] = set()
+        originals: set[str] = set()
         for document in self.archive.documents():
             self._check_document(document, ids, dimensions)
+            originals.add(document.original)
             contents.tokens.append([])
             for number, module in enumerate(document.modules, 1):
                 found = encoder.model.encode_untrusted(module.text)
@@ -174,6 +177,7 @@ class CollectionImporter:
                 for encoding in module.states:
                     states = _ArchivedStates(theirs.key(found, encoding), encoding, len(found))
                     contents.states[encoder.key(found, encoding)] = states
+        self._verify_originals(originals)
         self.namespace.ingestor.check_window(
             [each for document in contents.tokens for each in document]
         )
@@ -218,6 +222,13 @@ class CollectionImporter:
             read_calibrations(self._manifest.calibrations)
         except Exception as error:
             raise self._damaged(f"its calibrations are not readable ({error!r:.200})") from error
+
+    def _verify_originals(self, named: set[str]) -> None:
+        """Verify the originals, which are those that the documents name."""
+        if named - {""} != self.archive.originals:
+            raise self._damaged("it holds other originals than its documents name")
+        for digest in self.archive.originals:
+            self.archive.read_original(digest)
 
     def _check_document(
         self, document: ArchivedDocument, ids: set[str], dimensions: set[int]
@@ -345,6 +356,19 @@ class CollectionImporter:
             self.report("encoding", done, len(tokens))
         return done, 0
 
+    def _bring_originals(self, job: int) -> None:
+        """Keep the originals for the documents, in portions of a few in memory."""
+        jobs = self.namespace.shared.store.jobs.within(self.namespace.name)
+        budget = parse_bytes(self.namespace.ingestor.config.originals_bytes)
+        portion, nbytes = dict[str, bytes](), 0
+        for digest in self.archive.originals:
+            portion[digest] = self.archive.read_original(digest)
+            nbytes += len(portion[digest])
+            if nbytes >= _PORTION_BYTES:
+                jobs.bring_originals(job, portion, budget)
+                portion, nbytes = {}, 0
+        jobs.bring_originals(job, portion, budget)
+
     def _store_documents(self, job: RunningJob, contents: _Contents) -> None:
         """Make the documents visible, in one transaction that ends the job."""
         namespace, shared = self.namespace, self.namespace.shared
@@ -389,6 +413,7 @@ class CollectionImporter:
                 modules,
                 document.attributes,
                 document.text,
+                document.original,
             )
 
     def _damaged(self, reason: str) -> ArchiveDamaged:

@@ -175,11 +175,14 @@ class IngestionJobs:
             collection_target(collection),
             _digest_of(collection, documents, sync=sync),
             documents,
+            loaded.originals,
             options,
             {"skipped": [asdict(each) for each in loaded.skipped]},
             idempotency_key,
         )
-        job, _ = self.rows.queue(request, parse_bytes(self.ingestor.config.ingestion_bytes))
+        config = self.ingestor.config
+        budgets = parse_bytes(config.ingestion_bytes), parse_bytes(config.originals_bytes)
+        job, _ = self.rows.queue(request, *budgets)
         row = self.rows.get(job)
         self.workers.wake()
         return row

@@ -16,14 +16,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import func, select
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db.tables import JobOriginalTable, OriginalTable
+from ragcache.documents import load_sources
+from ragcache.documents.originals import digest_original
 from ragcache.errors import (
     ArchiveDamaged,
     ArchiveMismatch,
     CollectionExists,
     ConfigurationError,
     DocumentsChanged,
+    OriginalMissing,
     StoreUnwritable,
     UnknownCollection,
     UnreadableDocument,
@@ -38,6 +43,7 @@ from tests.ragcache.store.test_processes import run_and_kill
 from tests.tiny_models import tiny_model
 
 QUESTION = "Which boat is at the quay, where is the key, and who takes requests for leave?"
+ORIGINAL = b"%PDF, of which nobody but people reads anything: \x00\xff"
 Files = dict[str, bytes]
 
 
@@ -47,12 +53,17 @@ def open_folder(path: Path, model: LoadedModel, **options: object) -> RagCache:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory, tiny_reader: LoadedModel) -> Path:
-    """The archive of a collection with an instruction, a scaffold and states of two encodings."""
+    """An archive with an instruction, a scaffold, states of two encodings and an original."""
     folder = tmp_path_factory.mktemp("export")
     with open_folder(folder / "state", tiny_reader) as rag:
         rag.collections.create("notes", "Boats, keys and leave.")
         rag.collections.set_instruction("notes", "Answer in one word.")
-        rag.ingest("notes", DOCUMENTS)
+        loaded = load_sources(DOCUMENTS)
+        boats, *rest = loaded.documents
+        digest = digest_original(ORIGINAL)
+        documents = (replace(boats, original=digest), *rest)
+        uploaded = replace(loaded, documents=documents, originals={digest: ORIGINAL})
+        assert rag.jobs.wait(rag.jobs.submit("notes", uploaded).id).status == "done"
         rag.modules.warm("notes", ["boats", "keys"], mode="isolated")
         rag.collections.add_scaffold("notes", ["boats", "keys"])
         done = rag.collections.export_archive("notes", folder / "notes.tar")
@@ -108,10 +119,18 @@ def edited(name: str, change: Callable[[dict], object]) -> Callable[[Files], Non
     return edit
 
 
+def count_originals(rag: RagCache) -> int:
+    """Return how many files the ledger keeps, of documents and of jobs."""
+    with rag.internals.shared.database.reading() as session:
+        tables = OriginalTable, JobOriginalTable
+        return sum(session.scalar(select(func.count()).select_from(t)) or 0 for t in tables)
+
+
 def assert_empty(rag: RagCache) -> None:
     """Nothing of a refused import is left, neither rows nor blobs."""
     store = rag.internals.shared.store
     assert rag.collections.page().items == ()
+    assert count_originals(rag) == 0
     assert list(store.disk.keys()) == []
     assert not any(job.states for job in store.jobs.listed())
 
@@ -158,6 +177,23 @@ def test_documents_travel_whole(tmp_path: Path, model: LoadedModel, other: RagCa
     assert other.documents.get("copy") == rows
     assert other.documents.texts("copy", ["a/é.md"]) == texts
     assert other.ingest("copy", [document]).unchanged == 1
+
+
+def test_originals_travel_as_far_as_they_fit(
+    archive: Path, other: RagCache, tmp_path: Path, model: LoadedModel
+) -> None:
+    other.collections.import_archive(archive)
+    with other.documents.original("notes", "boats") as file:
+        assert file.read() == ORIGINAL
+    again = tmp_path / "again.tar"
+    other.collections.export_archive("notes", again)
+    other.collections.import_archive(again, replace=True)
+    assert count_originals(other) == 1
+    with open_folder(tmp_path / "small", model, originals_bytes=3) as small:
+        small.collections.import_archive(again)
+        assert count_originals(small) == 0
+        with pytest.raises(OriginalMissing, match="originals_bytes"):
+            small.documents.original("notes", "boats")
 
 
 def test_an_archive_goes_to_another_namespace(archive: Path, other: RagCache) -> None:
@@ -327,6 +363,10 @@ def _first_states(files: Files) -> str:
     return next(name for name in files if name.startswith("states/"))
 
 
+def _original(files: Files) -> str:
+    return next(name for name in files if name.startswith("originals/"))
+
+
 def _swap_states(files: Files) -> None:
     first, second, *_ = [name for name in files if name.startswith("states/")]
     files[first], files[second] = files[second], files[first]
@@ -356,6 +396,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Files], object]]] = {
     "a flipped byte": ("fails its checksum", _flip_states),
     "swapped states": ("of another key", _swap_states),
     "no states": ("it lacks the states", lambda f: f.pop(_first_states(f))),
+    "no original": ("other originals than", lambda f: f.pop(_original(f))),
+    "more originals": (
+        "other originals than",
+        lambda f: f.update({f"originals/{'0' * 64}": b""}),
+    ),
+    "another original": ("than its name says", lambda f: f.update({_original(f): b"<script>"})),
     "more states": (
         "belong to none of its modules",
         lambda f: f.update({f"states/{'0' * 64}.safetensors": f[_first_states(f)]}),
@@ -529,7 +575,9 @@ def test_a_killed_import_leaves_nothing_half_visible(
             if visible:
                 ends += 1
                 assert rag.stats().tiers["disk"]["states"] >= 6
+                assert count_originals(rag) == 1
                 rag.collections.delete("notes")
+            assert count_originals(rag) == 0
     with open_folder(states, model) as rag:
         done = rag.collections.import_archive(archive)
         assert done.states + done.known == 6

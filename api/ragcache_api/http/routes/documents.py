@@ -22,6 +22,7 @@ from starlette.datastructures import UploadFile
 
 from ragcache.db import CollectionRow
 from ragcache.documents import LoadedSources, ReadOptions, SkippedFile, load_sources, read_file
+from ragcache.documents.originals import digest_original
 from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.bodies import CollectionName
 from ragcache_api.http.downloads import download
@@ -212,7 +213,8 @@ def get_document(
     """
     documents = context.rag.documents
     for row in documents.get(collection, [document]):
-        told: dict[str, Any] = {"has_original": bool(row.original) or _is_kept(context, document)}
+        has_original = documents.has_original(row) or _is_kept(context, document)
+        told: dict[str, Any] = {"has_original": has_original}
         if text:
             told["text"] = documents.texts(collection, [document]).get(document)
             told["pages"] = documents.pages(collection, document)
@@ -233,9 +235,9 @@ _ORIGINAL: dict[int | str, dict[str, Any]] = {
 def get_original(collection: Collection, document: Document, context: ContextDep) -> Response:
     """Download the file that a document was read from.
 
-    Files that a server's ingestion read are copied from their place, if they still have the content
-    that was ingested. Files of `/v1/files` are kept by the service. Of other uploads, the text is
-    all that is kept.
+    Uploaded files are kept by the service, up to its setting `originals_bytes`. Files that a
+    server's ingestion read are copied from their place, if they still have the content that was
+    ingested. Of other documents, the text is all that is kept.
     """
     for row in context.rag.documents.get(collection, [document]):
         if document.startswith(FILE_PREFIX):
@@ -329,7 +331,7 @@ def _parse_files(
     Raises:
         HTTPProblem: (422) No file can be read; its `problems` say why for each.
     """
-    documents, skipped = [], []
+    documents, skipped, originals = [], [], {}
     for name, raw in files:
         try:
             if not 0 < len(name) <= 1000:
@@ -337,7 +339,9 @@ def _parse_files(
             left = until - monotonic()
             if left <= 0:
                 raise UnreadableDocument("the time of the upload was over before it was read")
-            documents.append(read_file(name, raw, replace(limits, wall_seconds=left)))
+            document = read_file(name, raw, replace(limits, wall_seconds=left))
+            documents.append(replace(document, original=digest_original(raw)))
+            originals[documents[-1].original] = raw
         except (UnreadableDocument, MissingExtra) as error:
             skipped.append(SkippedFile(name, str(error), failed=True))
     if not documents:
@@ -345,7 +349,8 @@ def _parse_files(
         reasons = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
         raise HTTPProblem(422, "unreadable-document", detail, problems=reasons)
     present = frozenset(file.name for file in skipped)
-    return replace(load_sources(documents), skipped=tuple(skipped), present=present)
+    loaded = load_sources(documents)
+    return replace(loaded, skipped=tuple(skipped), present=present, originals=originals)
 
 
 @jobs_router.get("")
