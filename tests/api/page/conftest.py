@@ -189,6 +189,11 @@ def asked(page: Page, question: str, collection: str) -> None:
     page.find(".question", question)
 
 
+def show_sources(page: Page) -> None:
+    """Unfold the sources of the answer, which are unfolded already without a quotation."""
+    page.window.execute_script("arguments[0].open = true", page.find(".sources"))
+
+
 def drop(page: Page, *files: Path, onto: str = ".drop") -> None:
     """Drag files or folders from outside the browser, as the browser itself sees it."""
     zone = page.find(onto).rect

@@ -19,7 +19,7 @@ from ragcache.models import LoadedModel
 from ragcache.params import REFUSAL
 from ragcache_api.http.routes import openai
 from tests.api.page import seeding
-from tests.api.page.conftest import Page, ask, asked, chosen, get
+from tests.api.page.conftest import Page, ask, asked, chosen, get, show_sources
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 Opened = Callable[[str], Page]
@@ -119,13 +119,27 @@ def test_the_original_of_a_file_is_downloaded(page: Page, rag: RagCache, tmp_pat
     page.click("[data-figure=quotation] button")
     page.find(".reader button", "Download text")
     assert page.all(".reader [data-act=original]") == []
+    sent = tmp_path / "sent.html"
+    sent.write_text("<p>The gannet ferry is yellow.</p><script>document.title = 'owned'</script>")
+    page.open_ask("boats")
+    page.click("[data-act=add]")
+    picker = page.window.find_element(By.CSS_SELECTOR, "input[type=file]")
+    picker.send_keys(str(sent))
+    page.click(".upload [type=submit]", "Add 1 file")
+    page.click(".modal [data-act=ask-now]")
+    ask(page, "Which color has the gannet ferry?")
+    page.click(".exchange:last-of-type [data-figure=quotation] button")
+    page.click(".reader [data-act=original]", "Download original")
+    page.until((saved / "sent.html").exists)
+    page.until(lambda: (saved / "sent.html").read_bytes() == sent.read_bytes())
+    assert "owned" not in page.window.title
 
 
 def test_headings_and_pages_lead_to_their_places(page: Page, rag: RagCache) -> None:
     text = "".join(f"## Part {n}\n\n" + "It rains.\n\n" * 30 for n in range(1, 30))
     rag.ingest("parts", [SourceDocument("parts.md", text)])
     asked(page, "When does it rain?", "parts")
-    page.click(".sources summary")
+    show_sources(page)
     page.click("[aria-label='Modules used'] .link")
     page.click(".outline summary")
     page.click(".outline a", "Part 27")
@@ -274,8 +288,51 @@ def test_sources_begin_with_their_texts(page: Page) -> None:
     )
     page.window.refresh()
     page.find(".said.refused .why", "0.4 %")
-    page.click(".sources summary")
-    assert "In writing. …" in page.find(".sources li").text
+    assert "In writing. …" in page.find(".sources li").text, "shown at once, without a quotation"
+
+
+def marked(page: Page) -> str:
+    """Return what is marked in the document in sight, line after line."""
+    marks = "return [...document.querySelectorAll('.reader mark')].map((each) => each.textContent)"
+    return " ".join(" ".join(page.window.execute_script(marks)).split())
+
+
+def test_a_free_answer_leads_to_its_sentence(page: Page, rag: RagCache) -> None:
+    text = (
+        "# Ferries\n\nThe office is open all year. The pelican ferry\nleaves quay 7 at noon, "
+        "unless it rains. Tickets are sold on board.\n\n- Dogs travel free.\n"
+    )
+    rag.ingest("boats", [SourceDocument("ferries.md", text)])
+    source = {"document": "ferries.md", "module": "ferries.md#1", "text": text, "tier": "disk"}
+    answer = {"text": "It leaves quay 7 at noon.", "finish": "stop", "spans": []}
+    ended = {"kind": "ask", "collection": "boats", "status": "done"}
+    asked_for = {**ended, "id": "1", "question": "When?", "answer": {**answer, "sources": [source]}}
+    refused = {"text": REFUSAL, "finish": "no_answer", "spans": [], "sources": [source]}
+    other = {**ended, "id": "2", "question": "Are tickets sold on board?", "answer": refused}
+    vague = {
+        **ended,
+        "id": "3",
+        "kind": "search",
+        "question": "rain",
+        "hits": [{**source, "score": 1}],
+    }
+    page.open_ask("boats")
+    page.window.execute_script(
+        "sessionStorage.setItem('ragcache.conversation', JSON.stringify(arguments[0]))",
+        {"name": "page-1", "exchanges": [asked_for, other, vague]},
+    )
+    page.window.refresh()
+    page.until(lambda: len(page.all(".exchange")) == 3)
+    page.click(".exchange:nth-of-type(1) .sources .link")
+    page.until(lambda: marked(page) == "The pelican ferry leaves quay 7 at noon, unless it rains.")
+    page.click(".exchange:nth-of-type(2) .sources .link")
+    page.until(lambda: marked(page) == "Tickets are sold on board.")
+    assert not page.all(".reader .whole")
+    page.click(".hits .link")
+    page.find(".reader .whole mark", "Dogs travel free.")
+    page.open_ask("none")
+    page.until(lambda: len(page.all(".exchange")) == 3)
+    assert not page.find(".exchange [aria-label='Ask again']").is_enabled(), "of no collection"
 
 
 def test_questions_are_edited_and_asked_again(page: Page) -> None:

@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.api.http.server_process import Started
 from tests.api.page import layout_checks
-from tests.api.page.conftest import VIEWS, Page, asked, get, open_view
+from tests.api.page.conftest import VIEWS, Page, asked, get, open_view, show_sources
 
 pytestmark = [pytest.mark.allow_hosts(["127.0.0.1", "::1"]), pytest.mark.slow]
 NARROW = 390
@@ -89,7 +89,7 @@ def test_asking_fits_and_can_be_read(page: Page, stored: None, width: int, schem
     page.find(".empty")
     fits(page, "welcome", width)
     asked(page, QUESTION, COLLECTION)
-    page.click(".sources summary")
+    show_sources(page)
     page.click(".cost summary")
     assert LONG in page.find("[aria-label='Modules used']").text
     fits(page, "answer", width)

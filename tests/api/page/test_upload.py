@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from ragcache import RagCache
+from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from ragcache.pipeline.ingest import Ingestor
 from ragcache_api.http.routes import documents
@@ -89,6 +89,29 @@ def test_the_first_documents_are_asked_while_the_rest_is_read(
     page.click(".exchange:last-of-type .sources summary")
     assert f"sheet-{FILES - 1}.md" in page.all(".exchange")[-1].text
     assert page.faults() == []
+
+
+def test_documents_are_asked_before_their_job_has_ended(
+    page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, make = threading.Event(), Ingestor._row
+
+    def make_slowly(self: Ingestor, document: SourceDocument, *rest: Any) -> Any:
+        assert document.id == "sheets/part 0/sheet-00.md" or held.wait(60)
+        return make(self, document, *rest)
+
+    monkeypatch.setattr(Ingestor, "_is_batch", lambda _self, rows, _seconds: bool(rows))
+    monkeypatch.setattr(Ingestor, "_row", make_slowly)
+    monkeypatch.setattr("ragcache.db.jobs.PROGRESS_SECONDS", 0.0)
+    page.open_ask()
+    choose_folder(page, folder, "sheets")
+    page.click(".modal [data-act=ask-now]", "Ask about them")
+    page.until(lambda: not page.all(".modal"))
+    assert page.find(".strip .job").get_attribute("data-status") == "running", "not the one behind"
+    ask(page, "Which color is the lamp of quay 0?")
+    assert "green" in page.find(".said").text
+    held.set()
+    page.until(lambda: not page.all(".strip .job"))
 
 
 def test_an_upload_goes_on_after_the_service_was_away(

@@ -5,7 +5,7 @@ import { Bar, Button, Fault, html, part, Tier, useState, useStore } from "./ui.j
 
 const QUOTED = 3;
 const EXCERPT = 320; // characters of a found text
-const GLIMPSE = 90; // of a source
+const [GLIMPSE, HEADINGS] = [90, /^(#+ .*\n+)+(?=\S)/]; // of a source, whose place has its headings
 const CONTEXT = 240; // characters: the server cuts longer lines there, be it within a word
 const STAGES = { retrieve: "remote", assemble: "disk", queued: "shared", prefill: "encoded", decode: "host" }; // colors
 
@@ -21,14 +21,14 @@ export function Exchange({ exchange, live, open, edit, again, busy }) {
       <${Button} kind="ghost" icon="again" label=${t("again")} disabled=${busy} onClick=${again} />
     </div>
     <div class="heard" aria-live="polite" aria-busy=${String(status === "streaming")}>
-      ${kind === "search" ? html`<${Hits} hits=${hits} status=${status} open=${open} />` : html`<${Said} status=${status} answer=${answer} live=${live} open=${open} />`}
+      ${kind === "search" ? html`<${Hits} hits=${hits} status=${status} said=${question} open=${open} />` : html`<${Said} status=${status} question=${question} answer=${answer} live=${live} open=${open} />`}
     </div>
     ${error && html`<${Fault} error=${error} />`}
     ${status === "stopped" && html`<p class="muted stopped">${t("stopped")}</p>`}
   </section>`;
 }
 
-function Said({ status, answer, live, open }) {
+function Said({ status, question, answer, live, open }) {
   if (status === "streaming") return html`<${Live} live=${live} />`;
   if (!answer) return null;
   const { text, finish, confidence, spans = [], sources = [] } = answer;
@@ -45,7 +45,7 @@ function Said({ status, answer, live, open }) {
       ${refused && html`<p class="muted why">${finish === "no_documents" ? t("refused_no_documents") : t("refused_no_answer", { share: percent(confidence) })}</p>`}
     </div>
     ${!refused && quoted.map((span) => html`<${Quotation} span=${span} text=${text} open=${open} />`)}
-    ${sources.length > 0 && html`<${Sources} sources=${sources} open=${open} />`}
+    ${sources.length > 0 && html`<${Sources} sources=${sources} said=${refused ? question : text} open=${open} shown=${refused || !(quoted.length || marked.size)} />`}
     ${answer.reuse && html`<${Cost} answer=${answer} />`}`;
 }
 
@@ -75,12 +75,13 @@ function Quotation({ span, text, open }) {
   </figure>`;
 }
 
-function Sources({ sources, open }) {
-  return html`<details class="sources">
+// The sources; shown at once where no place in a document is.
+function Sources({ sources, said, open, shown }) {
+  return html`<details class="sources" open=${shown}>
     <summary>${t("sources", { n: sources.length })}</summary>
     <ol aria-label=${t("modules_used")}>${sources.map((source) => html`<li data-module=${source.module}>
-      <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(source.document, { text: source.text })}>${placeOf(source)}</button>
-      <${Tier} id=${source.tier} /> <span class="muted">${excerpt(source.text, GLIMPSE)}</span>
+      <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(source.document, { text: source.text, said })}>${placeOf(source)}</button>
+      <${Tier} id=${source.tier} /> <span class="muted">${excerpt(source.text.replace(HEADINGS, ""), GLIMPSE)}</span>
     </li>`)}</ol>
   </details>`;
 }
@@ -111,12 +112,12 @@ function Times({ timings: { retrieve, assemble, first_token: first, total, queue
   return html`<${Bar} label=${t("times")} parts=${parts} format=${seconds} />`;
 }
 
-function Hits({ hits, status, open }) {
+function Hits({ hits, status, said, open }) {
   if (status === "streaming") return html`<p class="muted">${t("searching")}</p>`;
   if (!hits) return null;
   if (!hits.length) return html`<p class="said">${t("nothing_found")}</p>`;
   return html`<ol class="hits" aria-label=${t("found")}>${hits.map(({ document, text, score }) => html`<li>
-    <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(document, { text })}>${plain(document)}</button>
+    <button type="button" class="link" title=${t("read_in_document")} onClick=${() => open(document, { text, said })}>${plain(document)}</button>
     ${" "}<span class="muted num">${fixed(score)}</span>
     <p dir="auto">${excerpt(text, EXCERPT)}</p>
   </li>`)}</ol>`;

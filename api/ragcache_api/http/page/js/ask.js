@@ -38,10 +38,7 @@ function Ask() {
   const add = () =>
     dialog(t("add_documents"), (close) => html`<div class="body"><${Upload} collection=${collection} names=${collections.names} changed=${collections.list} chose=${collections.choose} asks=${() => begin(close)} /><${Progress} /></div>`, "wide");
   useDrop(() => document.querySelector("dialog") || add());
-  const edit = (exchange, at) => {
-    setDraft(exchange.question);
-    talk.cut(at);
-  };
+  const edit = (exchange, at) => (setDraft(exchange.question), talk.cut(at));
   return html`<div class="askpage ${shown ? "reading" : ""}">
     <header class="top">
       <${Brand} href="./" />
@@ -58,7 +55,7 @@ function Ask() {
       <${Thread} talk=${talk}>
         ${collections.error && html`<${Fault} error=${collections.error} /><${Button} onClick=${collections.list}>${t("try_again")}<//>`}
         ${!talk.exchanges.length && collections.known && html`<${Welcome} collections=${collections} add=${add} />`}
-        ${talk.exchanges.map((each, at) => html`<${Kept} key=${each.id} exchange=${each} busy=${talk.busy} live=${talk.live}
+        ${talk.exchanges.map((each, at) => html`<${Kept} key=${each.id} exchange=${each} busy=${talk.busy || !collection} live=${talk.live}
           open=${(id, place) => show({ collection: each.collection, id, place })}
           edit=${() => edit(each, at)} again=${() => talk.ask(each.kind, each.question, at)} />`)}
       <//>
@@ -131,7 +128,7 @@ function Thread({ talk: { busy, exchanges }, children }) {
 function Progress({ strip = false }) {
   const listed = useStore(jobs);
   const shown = strip ? listed.filter(({ status }) => !ENDED.includes(status)).slice(-1) : listed;
-  return html`<div class=${strip ? "strip" : ""} role="status">${shown.map((job) => html`<${Job} key=${job.id} job=${job} />`)}</div>`;
+  return html`<div class=${strip ? "strip" : ""} role="status">${shown.map((job) => html`<${Job} key=${job.id} job=${job} brief=${!strip} />`)}</div>`;
 }
 
 function Composer({ collection, talk, draft, setDraft, children }) {

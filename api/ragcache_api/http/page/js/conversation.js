@@ -81,16 +81,9 @@ export function useConversation(collection, options) {
 
   const say = (change) => converse((now) => ({ ...now, exchanges: change(now.exchanges) }));
   const stream = (before, question, signal) => {
-    const body = {
-      messages: messagesOf(before, question),
-      collection,
-      stream: true,
-      k: options.k,
-      mode: options.mode,
-      prompt_cache_key: name,
-      citations: options.citations,
-      ...(given(options.filters).length && { filters: ownFilters(options.filters) }),
-    };
+    const { k, mode, citations, filters } = options;
+    const body = { messages: messagesOf(before, question), collection, stream: true, k, mode, citations, prompt_cache_key: name };
+    if (given(filters).length) body.filters = ownFilters(filters);
     let frame = 0;
     return answered(body, signal, (text) => {
       live.value = text;
@@ -116,10 +109,8 @@ export function useConversation(collection, options) {
     }
     setBusy(false);
   };
-  const begin = () => {
-    converse(begun());
-    remove(`v1/conversations/${name}`).catch(() => {}); // its states; a folder may keep none
-  };
+  const forget = () => remove(`v1/conversations/${name}`).catch(() => {}); // its states; a folder may keep none
+  const begin = () => (converse(begun()), forget());
   const cut = (at) => say((all) => all.slice(0, at));
   return { exchanges, busy, live, ask, cut, begin, stop: () => running.current?.abort() };
 }

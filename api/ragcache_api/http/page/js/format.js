@@ -32,9 +32,7 @@ export function speak(name) {
 export function t(key, values = {}) {
   const forms = (STRINGS[key]?.[column] ?? key).split("|");
   const text = forms.length > 1 && values.n !== 1 ? forms[1] : forms[0];
-  return text.replace(/\{(\w+)\}/g, (_, name) =>
-    name === "n" ? count(values.n) : String(values[name] ?? ""),
-  );
+  return text.replace(/\{(\w+)\}/g, (_, name) => (name === "n" ? count(values.n) : String(values[name] ?? "")));
 }
 
 /** The words of what the server named (`status`, `done`), or its own name. */
@@ -53,10 +51,7 @@ export const bytes = shown((value) => scaled(value, 1024, ["B", "KiB", "MiB", "G
 
 function scaled(value, base, units) {
   let power = 0;
-  while (Math.abs(value) >= base && power < units.length - 1) {
-    value /= base;
-    power += 1;
-  }
+  for (; Math.abs(value) >= base && power < units.length - 1; power += 1) value /= base;
   return `${decimal(value, power === 0 || Math.abs(value) >= 100 ? 0 : 1)} ${units[power]}`.trim();
 }
 

@@ -8,7 +8,7 @@ const SHOWN = 400; // blocks at once, around the mark
 const OUTLINED = 200;
 const SHORTEST = 24; // characters of a line by which a text is found in its document
 
-/** place: {start, end} in characters, or the {text} of a module to mark. */
+/** place: {start, end} in characters, or the {text} of a module to mark: its sentence nearest to what was {said}. */
 export function Reader({ collection, id, place = {}, onClose }) {
   const path = withQuery(documentPath(collection, id), { text: true });
   const state = usePolled((signal) => get(path, { signal }), 0, [path]);
@@ -47,7 +47,7 @@ function offer(content, name) {
 function Text({ document: { id, text, pages }, place }) {
   const scrolled = useRef(null);
   const blocks = useMemo(() => blocksOf(text, isPlain(id)), [text]);
-  const mark = useMemo(() => markOf(text, place), [text, place]);
+  const mark = useMemo(() => nearest(text, markOf(text, place), place.said), [text, place]);
   const paged = useMemo(() => Object.entries(pages ?? {}).map(([page, start]) => ({ page, at: position(text, start) })), [text]);
   const first = mark ? Math.max(0, blocks.findLastIndex(({ at }) => at <= mark.start)) : 0;
   const [shown, show] = useState([0, 0]);
@@ -70,7 +70,7 @@ function Text({ document: { id, text, pages }, place }) {
   const context = contextOf({ mark });
   return html`
     <${Outline} blocks=${blocks} pages=${paged} lead=${lead} />
-    <div class="text markdown ${place.text ? "whole" : ""}" dir="auto" ref=${scrolled} tabindex="0" role="region" aria-label=${t("text_of", { name: plain(id) })}>
+    <div class="text markdown ${place.text && !mark?.near ? "whole" : ""}" dir="auto" ref=${scrolled} tabindex="0" role="region" aria-label=${t("text_of", { name: plain(id) })}>
       ${shown[0] > 0 && html`<${Button} onClick=${() => show([Math.max(0, shown[0] - SHOWN), shown[1]])}>${t("earlier")}<//>`}
       ${blocks.slice(...shown).map((block, index) => html`<div class="block" data-at=${block.at} key=${block.at}>
         ${begins(block, index).map(({ page }) => html`<span class="page">${t("page", { page })}</span>`)}
@@ -113,4 +113,18 @@ function markOf(text, { start, end, text: wanted }) {
   if (from === undefined) return null;
   const last = lines.findLast((line) => text.indexOf(line, from) >= 0);
   return { start: from, end: text.indexOf(last, from) + last.length };
+}
+
+const wordsOf = (text) => [...new Set(text.toLowerCase().match(/[\p{L}\p{N}]{3,}/gu))];
+
+// The sentence of a module that says the same as what was said: of the shorter one's words both have two fifths.
+function nearest(text, mark, said = "") {
+  const wanted = wordsOf(said);
+  const sentences = mark ? [...text.slice(mark.start, mark.end).matchAll(/\S[^]*?(?:[.!?](?=\s)|\n\s*\n|$)/g)] : [];
+  return sentences.reduce((best, { 0: sentence, index }) => {
+    const [words, start] = [wordsOf(sentence), mark.start + index];
+    const shared = words.filter((word) => wanted.includes(word)).length;
+    const near = shared > 2 && shared >= 0.4 * Math.min(words.length, wanted.length) ? shared ** 2 / words.length : 0;
+    return near > (best.near ?? 0) ? { near, start, end: start + sentence.trimEnd().length } : best;
+  }, mark);
 }

@@ -275,10 +275,7 @@ export function dialog(title, body, kind = "") {
 
 /** Asks with a form, and returns its data, or null where it was left. */
 export function form(title, fields, action, { danger = false, kind = "", other } = {}) {
-  const submitted = (close) => (event) => {
-    event.preventDefault();
-    close(new FormData(event.target));
-  };
+  const submitted = (close) => (event) => (event.preventDefault(), close(new FormData(event.target)));
   return dialog(title, (close) => html`<form onSubmit=${submitted(close)}>
     <div class="body">${fields}</div>
     <footer>

@@ -1,5 +1,5 @@
 // Files on their way into a collection: dropped or chosen, sent in portions, read by jobs.
-import { collectionPath, get, pause, post, store } from "./api.js";
+import { collectionPath, everything, get, pause, post, store } from "./api.js";
 import { bytes, count, plain, t, word } from "./format.js";
 import { Button, complain, html, Icon, Name, toast, useEffect, useRef, useState, useStore } from "./ui.js";
 
@@ -12,6 +12,7 @@ export const ENDED = ["done", "failed", "canceled", "interrupted"];
 export const files = store([]);
 /** Jobs that this tab began, as the server tells them. */
 export const jobs = store([]);
+const askable = store(false); // documents of these files can be asked
 let number = 0;
 
 function choose(more) {
@@ -65,8 +66,14 @@ function portions(chosen) {
   return all;
 }
 
+const stored = (collection) =>
+  everything("v1/collections").then((all) => all.find(({ name }) => name === collection)?.documents ?? 0, () => 0);
+
 /** Sends the chosen files. changed() is called as documents become visible. */
 export async function send(collection, changed = () => {}) {
+  askable.set(false);
+  const before = await stored(collection);
+  const grown = async () => (changed(), askable.value || askable.set((await stored(collection)) > before));
   for (const portion of portions(files.value.filter(({ status }) => status === "chosen"))) {
     const ids = new Set(portion.map(({ id }) => id));
     const body = new FormData();
@@ -76,7 +83,7 @@ export async function send(collection, changed = () => {}) {
       const headers = { "Idempotency-Key": randomKey() };
       const job = await post(`${collectionPath(collection)}/documents`, body, { headers });
       judged(ids, new Map((job.report?.skipped ?? []).map(({ name, reason }) => [name, reason])));
-      follow(job, ids, changed);
+      follow(job, ids, grown);
     } catch (error) {
       const told = error.errors?.filter(({ loc }) => loc[0] === "files") ?? [];
       if (!told.length) {
@@ -101,7 +108,7 @@ const randomKey = () =>
 async function follow(job, ids, changed) {
   for (let now = job; ; ) {
     const before = jobs.value.find(({ id }) => id === job.id);
-    jobs.set([now, ...jobs.value.filter(({ id }) => id !== job.id)]);
+    jobs.set(before ? jobs.value.map((each) => (each === before ? now : each)) : [now, ...jobs.value]);
     const ended = ENDED.includes(now.status);
     if (ended || (before && before.done !== now.done)) changed();
     const over = now.status === "done" ? { status: "done" } : { status: "refused", reason: now.error || word("status", now.status) };
@@ -115,8 +122,8 @@ async function follow(job, ids, changed) {
   }
 }
 
-/** A job's progress in one line, and what it could not read. */
-export function Job({ job, children }) {
+/** A job's progress in one line, and, unless it is brief, the files that it could not read. */
+export function Job({ job, brief, children }) {
   const { target, status, done, total, error, report } = job;
   const share = total ? Math.min(1, done / total) : status === "done" ? 1 : 0;
   const said = total ? t("modules_of", { done: count(done), n: total }) : t(status === "done" ? "nothing_new" : "counting");
@@ -127,7 +134,7 @@ export function Job({ job, children }) {
     </div>
     <div class="line muted"><span>${said}</span>${children}</div>
     ${error && html`<p class="fault">${plain(error)}</p>`}
-    ${(report?.skipped ?? []).map(({ name, reason }) => html`<p class="fault"><bdi>${plain(name)}</bdi>: ${plain(reason)}</p>`)}
+    ${((!brief && report?.skipped) || []).map(({ name, reason }) => html`<p class="fault"><bdi>${plain(name)}</bdi>: ${plain(reason)}</p>`)}
     ${Object.values(report?.omitted ?? {}).flat().map((each) => html`<p class="muted">${plain(each)}</p>`)}
   </div>`;
 }
@@ -152,13 +159,13 @@ export function useDrop(taken = () => {}) {
 
 /** The form: a collection, files and folders, and what becomes of each. asks() goes on to ask. */
 export function Upload({ collection, names, changed, chose = () => {}, asks }) {
-  const listed = useStore(files);
+  const [listed, early] = [useStore(files), useStore(askable)];
   const [over, setOver] = useState(false);
   const [typed, setTyped] = useState(collection || null);
   const [busy, setBusy] = useState(false);
   const chosen = listed.filter(({ status }) => status === "chosen");
   const target = typed ?? chosen.find(({ name }) => name.includes("/"))?.name.split("/")[0] ?? (chosen.length ? t("collection_example") : "");
-  const ready = asks && !chosen.length && listed.some(({ status }) => status === "done");
+  const ready = asks && !chosen.length && (early || listed.some(({ status }) => status === "done"));
   const submit = async (event) => {
     event.preventDefault();
     if (!target.trim()) return;
@@ -187,10 +194,8 @@ export function Upload({ collection, names, changed, chose = () => {}, asks }) {
 
 function Picker({ label, folder = false }) {
   const node = useRef(null);
-  const take = () => {
-    choose([...node.current.files].map((file) => ({ file, name: file.webkitRelativePath || file.name })));
-    node.current.value = "";
-  };
+  const chosen = () => [...node.current.files].map((file) => ({ file, name: file.webkitRelativePath || file.name }));
+  const take = () => (choose(chosen()), (node.current.value = ""));
   return html`<${Button} onClick=${() => node.current.click()}>${label}<//>
     <input ref=${node} type="file" multiple hidden webkitdirectory=${folder} onChange=${take} tabindex="-1" aria-label=${label} />`;
 }
