@@ -145,13 +145,19 @@ def _measured(asker: Asker, mode: ReuseMode, count: int, setting: BlendSetting) 
 def main(
     shape: Annotated[str, typer.Option(help="Shapes, with commas.")] = "7b,8b",
     device: Annotated[str, typer.Option(help="Where.")] = "cuda",
+    modes: Annotated[str, typer.Option(help="Modes, with commas.")] = ",".join(MODES),
+    document_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 1024,
     json_file: JsonFile = None,
 ) -> None:
-    """First tokens and steps in mode `blend:R` beside `rooted` and `exact`."""
+    """First tokens and steps in mode `blend:R`, or in others, beside `rooted` and `exact`."""
     shapes = named_shapes(shape)
     result = run_benchmark(
         lambda progress: bench_blend(
-            shapes, device, GpuWorkload(documents=16), BlendSetting(), progress
+            shapes,
+            device,
+            GpuWorkload(documents=16, document_tokens=document_tokens),
+            BlendSetting(tuple(modes.split(","))),
+            progress,
         )
     )
     heads = "first token", "choosing", "step", "computed", "segments"

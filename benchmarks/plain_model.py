@@ -15,7 +15,6 @@ from torch.nn import functional
 @dataclass(frozen=True, slots=True)
 class Shape:
     layers: int
-    width: int
     heads: int
     kv_heads: int
     head: int
@@ -24,9 +23,22 @@ class Shape:
 
 
 class PlainModel:
-    """A Llama or Qwen2 from a GGUF file, in float32, over caches [L, B, Hkv, N, D]."""
+    """A Llama or Qwen2 in float32, over caches [L, B, Hkv, N, D]."""
 
-    def __init__(self, file: Path, device: str, positions: int = 5120) -> None:
+    def __init__(
+        self, shape: Shape, weights: dict[str, Tensor], device: str, positions: int = 5120
+    ) -> None:
+        """Take weights by their names in GGUF files, in the layout of Hugging Face's models."""
+        self.shape, self.device = shape, device
+        self.weights = {name: each.to(device).contiguous() for name, each in weights.items()}
+        half = shape.head // 2
+        self.frequencies = shape.base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(positions)[:, None] * self.frequencies
+        self.cos, self.sin = angles.cos().float().to(device), angles.sin().float().to(device)
+
+    @classmethod
+    def read(cls, file: Path, device: str) -> PlainModel:
+        """Read a GGUF file."""
         from gguf import GGUFReader, dequantize
 
         reader = GGUFReader(file)
@@ -35,30 +47,23 @@ class PlainModel:
         def number(name: str) -> Any:
             return reader.fields[f"{family}.{name}"].contents()
 
-        heads, width = number("attention.head_count"), number("embedding_length")
-        self.shape = Shape(
-            number("block_count"), width, heads, number("attention.head_count_kv"), width // heads,
-            number("attention.layer_norm_rms_epsilon"), number("rope.freq_base"),
-        )  # fmt: skip
-
-        def read(tensor: Any) -> tuple[str, Tensor]:
+        def weight(tensor: Any) -> tuple[str, Tensor]:
             found = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
             return tensor.name, found
 
+        heads, width = number("attention.head_count"), number("embedding_length")
+        shape = Shape(
+            number("block_count"), heads, number("attention.head_count_kv"), width // heads,
+            number("attention.layer_norm_rms_epsilon"), number("rope.freq_base"),
+        )  # fmt: skip
         with ThreadPoolExecutor(8) as pool:
-            weights = dict(pool.map(read, reader.tensors))
+            weights = dict(pool.map(weight, reader.tensors))
         if family == "llama":  # GGUF stores these rows in the order of interleaved pairs
             for name in [n for n in weights if ".attn_q." in n or ".attn_k." in n]:
-                count = heads if ".attn_q." in name else self.shape.kv_heads
+                count = heads if ".attn_q." in name else shape.kv_heads
                 own = weights[name]
                 weights[name] = own.view(count, -1, 2, width).transpose(1, 2).reshape(own.shape)
-        self.weights = {name: each.to(device).contiguous() for name, each in weights.items()}
-        self.device = device
-        half = self.shape.head // 2
-        frequencies = self.shape.base ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(positions)[:, None] * frequencies
-        self.cos, self.sin = angles.cos().float().to(device), angles.sin().float().to(device)
-        self.frequencies = frequencies
+        return cls(shape, weights, device)
 
     def cache(self, batch: int, length: int) -> Cache:
         s = self.shape

@@ -510,7 +510,7 @@ def measure(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     if options.tf32:
         torch.set_float32_matmul_precision("high")
-    model = PlainModel(options.model, options.device)
+    model = PlainModel.read(options.model, options.device)
     texts = json.loads(options.texts.read_text(encoding="utf-8"))
     prompts = read_prompts(options.prompts)
     print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)

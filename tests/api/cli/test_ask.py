@@ -75,7 +75,7 @@ def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
 def test_the_first_answer_of_a_model_does_not_wait_for_the_gate(
     run: Run, float_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = GateResult("rooted", 24, 0.25, 0.9, 2.0, 6.0, 1.0, 0.95)
+    near = GateResult("primed", 24, 0.25, 0.9, 2.0, 6.0, 1.0, 0.95)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near])
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
     model = ("--model", float_reader)
@@ -84,10 +84,10 @@ def test_the_first_answer_of_a_model_does_not_wait_for_the_gate(
     status, out, err = run(*asked)
     assert status == 0
     assert "mode exact" in out
-    assert "answered in exact, while rooted is measured on this model" in err
-    assert "rooted serves: 0.25 nats from exact" in err
+    assert "answered in exact, while primed is measured on this model" in err
+    assert "primed serves: 0.25 nats from exact" in err
     status, out, err = run(*asked)
-    assert "mode rooted" in out
+    assert "mode primed" in out
     assert "measured" not in err
 
 

@@ -165,7 +165,7 @@ def test_a_model_is_calibrated_by_a_command(
     from ragcache.evaluation.builtin import builtin_dataset
 
     monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
-    near = GateResult("rooted", 24, 0, 1, 2, 6, 1, 1)
+    near = GateResult("primed", 24, 0, 1, 2, 6, 1, 1)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near])
     whole = builtin_dataset()
     few = replace(whole, questions=whole.questions[:2])

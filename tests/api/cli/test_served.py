@@ -93,9 +93,11 @@ def test_a_service_answers(run: Run, server: str) -> None:
     [(body, key)] = Service.asked
     assert key == "Bearer rc-1"
     assert body == {
-        "question": "Where?", "collection": "notes", "k": 2, "mode": "rooted", "stream": True,
+        "question": "Where?", "collection": "notes", "k": 2, "stream": True,
         "filters": {"kind": "key"},
     }  # fmt: skip
+    run(*asked, "--mode", "linked:4")
+    assert Service.asked[-1][0]["mode"] == "linked:4", "without it, the service has its own"
     for way in ("--stream", "--no-stream"):
         status, out, _ = run(*asked, way)
         assert status == 0
