@@ -86,7 +86,15 @@ class _StepAttention:
     before_layer: Callable[[], None] | None = None
     layers: int | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend in one layer (`DeviceStep.attend`)."""
         if self.before_layer is not None:
             self.before_layer()
@@ -95,7 +103,8 @@ class _StepAttention:
         _, heads, rows, dim = query.shape
         out = query.new_empty(1, rows, heads, dim)
         self.kernels.attend(
-            self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]
+            *(self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]),
+            sinks=sinks,
         )
         if self.layers == layer + 1:
             raise LayersComputed

@@ -182,8 +182,8 @@ class Family:
     check: Callable[[Any], None] = check_properties
     """Raises `UnsupportedModel` and names the property of a configuration that is not served."""
     kernels: bool = True
-    """Whether the kernels of a GPU compute its attention. They support neither attention sinks nor
-    heads as wide as a latent."""
+    """Whether the kernels of a GPU compute its attention. They do not support heads as wide as
+    a latent."""
     positions: str = "rotary"
     """Name of the positions in docs/models.md."""
     recurrent: str = ""
@@ -385,6 +385,7 @@ for _family in (
             *("ministral", "ministral3", "granite", "olmo", "olmo2", "olmo3", "starcoder2"),
             *("seed_oss", "arcee", "apertus", "bitnet", "cwm", "jais2"),
             *("stablelm", "nemotron"),  # they drop keyword arguments
+            "gpt_oss",  # sinks
         )
     ),
     Family(
@@ -404,7 +405,6 @@ for _family in (
     ),
     Family(("afmoe",), silent_layers=_full_layers, positions=SOME_LAYERS),
     Family(("exaone4",), silent_layers=_full_layers_beside_windows, positions=SOME_LAYERS),
-    Family(("gpt_oss",), kernels=False),  # sinks
     _LATENT,
     replace(
         _LATENT,

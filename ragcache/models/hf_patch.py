@@ -107,9 +107,10 @@ def attend_layer(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]. Windows and soft caps
-    are the step's own, which the operator finds. It knows no sinks."""
+    are the step's own, which the operator finds."""
     if isinstance(metadata, OperatorMetadata):
-        out: Tensor = attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
+        handle = metadata.handle
+        out: Tensor = attend(query, key, value, module.ragcache_layer, scale, handle, sinks)
         return out
     layer = states_layer(module)
     out = backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale, sinks=sinks)
@@ -157,12 +158,12 @@ def ragged_attention(
             f"this layer caps its scores at {softcap}, and its attention at {cap}; a model with "
             "capped scores is called by the engine only, once it is patched"
         )
-    if s_aux is not None and not isinstance(attention_metadata, AttentionMetadata):
-        raise UnsupportedModel(
-            "this layer has attention sinks, which only the engine's own backends count: neither "
-            "an ordinary call of the patched model nor GPU kernels"
-        )
     if attention_metadata is None or backend is None:
+        if s_aux is not None:
+            raise UnsupportedModel(
+                "this layer has attention sinks, which an ordinary call of the patched model does "
+                "not count; a model with sinks is called by the engine only, once it is patched"
+            )
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ragcache.engine import (
     Context,
@@ -27,6 +28,10 @@ from ragcache.engine import (
 )
 from ragcache.engine.device_runner import DeviceModelRunner
 from ragcache.models import CausalLM, wrap
+from ragcache.models.checkpoint import text_class
+from ragcache.models.families import family_of
+from ragcache.models.trial import tiny_config
+from ragcache.models.trial import tiny_model as random_model
 from ragcache.states import KVStates
 from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.models.reference import tiny_gemma
@@ -39,8 +44,8 @@ pytestmark = pytest.mark.gpu
 
 LIMIT = 12
 LENGTHS = (70, 130, 33, 200)
-WINDOWED = ("mistral-64", "gemma2", "gemma3")
-"""Read from one buffer on the CPU; windows end within a document."""
+WINDOWED = ("mistral-64", "gemma2", "gemma3", "gpt_oss")
+"""Read from one buffer on the CPU; windows end within a document. gpt-oss has sinks, too."""
 MOVABLE = [family for family in (*FAMILIES, *WINDOWED) if family not in ("gpt2", "opt")]
 
 
@@ -91,6 +96,9 @@ def assert_same_answers(
 
 
 def model_of(family: str) -> Any:
+    if family == "gpt_oss":
+        whole = AutoConfig.for_model(family)
+        return random_model(text_class(whole), tiny_config(whole, family_of(whole)), 7)
     if family.startswith("gemma"):
         return tiny_gemma(family, sliding_window=100)
     name, _, window = family.partition("-")

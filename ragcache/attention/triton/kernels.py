@@ -318,11 +318,14 @@ def _base2(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    out, lse, row_ptr, row_entries, merged,
-    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    out, lse, row_ptr, row_entries, sinks, merged,
+    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
     ENTRIES: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sums the partial results of a row's entries: merged [T, Hq, D], zeros for a row of none."""
+    """Sums the partial results of a row's entries: merged [T, Hq, D], zeros for a row of none.
+
+    SINKS: sinks [Hq] are scores of one more key per head, whose value is zero.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS
     begin = tl.load(row_ptr + row)
@@ -337,11 +340,19 @@ def merge_kernel(
         acc, top, weight, out, lse, row_entries, begin, end, head, HQ,
         HQ, D, DP, ENTRIES, HEADS, HQ % HEADS == 0,
     )  # fmt: skip
-    acc = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     h = head + tl.arange(0, HEADS)
     d = tl.arange(0, DP)
+    if SINKS:
+        weight += _sink_weight(tl.load(sinks + h, mask=h < HQ, other=0.0), top)
+    acc = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     at = merged + (row.to(tl.int64) * HQ + h)[:, None] * D + d[None, :]
     tl.store(at, acc.to(merged.dtype.element_ty), mask=(h < HQ)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _sink_weight(sink, top):
+    """Share of an attention sink in a denominator. Infinite where the sink leaves nothing else."""
+    return tl.math.exp2(sink.to(tl.float32) * LOG2E - top)
 
 
 @triton.jit
@@ -406,9 +417,10 @@ def _add_partials_of_head(
 def tail_kernel(
     query, query_head_stride, query_row_stride, key, key_head_stride, key_row_stride,
     value, value_head_stride, value_row_stride, out, lse, merged,
-    bases, row_ptr, row_entries, tail_length, pages, pages_stride, slopes, layer, window, scale,
+    bases, row_ptr, row_entries, tail_length, pages, pages_stride, slopes, sinks, layer, window,
+    scale,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr,
-    ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     BLOCK: tl.constexpr, BN: tl.constexpr, ENTRIES: tl.constexpr, GP: tl.constexpr,
     LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -417,7 +429,7 @@ def tail_kernel(
     Writes the row's new key and value into its block, attends to it and to the `tail_length` keys
     before it in the row's own blocks, adds the partial results of its entries, and writes
     merged [T, Hq, D]: zeros for a padding row. BLOCK: tokens of a block; GP: G as a power of two;
-    LINES: rows of a product, 16 or more.
+    LINES: rows of a product, 16 or more; SINKS: see `merge_kernel`.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -482,6 +494,8 @@ def tail_kernel(
         acc, top, weight = _add_partials_of_head(
             acc, top, weight, out, lse, row_entries, begin, end, head, HKV, D, DP, ENTRIES
         )
+        if SINKS:
+            weight += _sink_weight(tl.load(sinks + head), top)
         acc = tl.where(live, acc / weight, 0.0)
         place = merged + (at_row * HKV + head) * D + d
         tl.store(place, acc.to(merged.dtype.element_ty), mask=inside)
@@ -531,8 +545,10 @@ def tail_kernel(
             acc, top, weight, out, lse, row_entries, begin, end, head * G, last,
             HKV * G, D, DP, ENTRIES, GP, G == GP,
         )  # fmt: skip
-        acc = tl.where(live, acc / weight[:, None], 0.0)
         h = head * G + tl.arange(0, GP)
+        if SINKS:
+            weight += _sink_weight(tl.load(sinks + h, mask=h < last, other=0.0), top)
+        acc = tl.where(live, acc / weight[:, None], 0.0)
         place = merged + (at_row * (HKV * G) + h)[:, None] * D + d[None, :]
         stored = (h < last)[:, None] & inside[None, :]
         tl.store(place, acc.to(merged.dtype.element_ty), mask=stored)

@@ -193,6 +193,7 @@ class TritonKernels:
         value: Tensor,
         scale: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes the new keys and values of the first `rows` rows, and their attention to `out`.
 
@@ -206,14 +207,15 @@ class TritonKernels:
             value: [Hkv, T, D], with any strides likewise.
             scale: Of the scores.
             out: [T, Hq, D], contiguous.
+            sinks: [Hq], the score of one more key per head, whose value is zero.
         """
         if kind == "mixed":
             self._write(tables, rows, layer, key, value)
             self._partial(tables, layer, query, scale)
-            self._merge(tables, rows, layer, out)
+            self._merge(tables, rows, layer, out, sinks)
         else:
             self._partial(tables, layer, query, scale)
-            self._tail(tables, rows, layer, query, key, value, scale, out)
+            self._tail(tables, rows, layer, query, key, value, scale, out, sinks)
 
     def constants(self, layer: int) -> dict[str, Any]:
         """Compile-time constants of all kernels of a layer."""
@@ -237,11 +239,14 @@ class TritonKernels:
             "STAGES": config.stages,
         }
 
-    def tail_constants(self, layer: int, config: TailConfig) -> dict[str, Any]:
+    def tail_constants(
+        self, layer: int, config: TailConfig, *, sinks: bool = False
+    ) -> dict[str, Any]:
         """Compile-time constants of the tail kernel."""
         group = triton.next_power_of_2(self.heads.group)
         sizes = {"BLOCK": BLOCK_SIZE, "BN": config.keys, "ENTRIES": config.entries}
-        return self.constants(layer) | sizes | {"GP": group, "LINES": max(16, group)}
+        sizes |= {"GP": group, "LINES": max(16, group), "SINKS": sinks}
+        return self.constants(layer) | sizes
 
     def _write(self, tables: TableViews, rows: int, layer: int, key: Tensor, value: Tensor) -> None:
         constants, heads = self.constants(layer), self.heads.num_kv_heads
@@ -267,12 +272,16 @@ class TritonKernels:
             **self._options(self.config.warps, self.config.stages),
         )
 
-    def _merge(self, tables: TableViews, rows: int, layer: int, out: Tensor) -> None:
+    def _merge(
+        self, tables: TableViews, rows: int, layer: int, out: Tensor, sinks: Tensor | None
+    ) -> None:
         constants, config = self.constants(layer), choose_merge(rows)
         heads = self.heads.num_kv_heads * self.heads.group
         sizes = {"HQ": heads, "ENTRIES": config.entries, "HEADS": config.heads}
         merge_kernel[rows, triton.cdiv(heads, config.heads)](
-            *(self.out, self.lse, tables.row_ptr, tables.row_entries, out),
+            *(self.out, self.lse, tables.row_ptr, tables.row_entries),
+            *(self.lse if sinks is None else sinks, out),
+            SINKS=sinks is not None,
             **{name: constants[name] for name in ("D", "DP", "DEPENDENT")},
             **sizes,
             **self._options(config.warps),
@@ -288,14 +297,16 @@ class TritonKernels:
         value: Tensor,
         scale: float,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         config = choose_tail(self.heads, self.dtype, rows)
         entries = tables.bases, tables.row_ptr, tables.row_entries
         tail = tables.tail_length, tables.pages, tables.pages.stride(0)
         tail_kernel[rows, self.heads.num_kv_heads](
             *(*_strided(query), *_strided(key), *_strided(value), self.out, self.lse, out),
-            *(*entries, *tail, self._slopes(), layer, self._window(layer) or 0, scale),
-            **self.tail_constants(layer, config),
+            *(*entries, *tail, self._slopes(), self.lse if sinks is None else sinks),
+            *(layer, self._window(layer) or 0, scale),
+            **self.tail_constants(layer, config, sinks=sinks is not None),
             **self._options(config.warps),
         )
 

@@ -22,10 +22,19 @@ class DeviceStep(Protocol):
     """Computes the attention of one runner's steps, over tables that it fills before each. Must be
     weakly referable (a dataclass with slots needs `weakref_slot=True`)."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Writes the layer's new states, and attends to all that the step's tables list.
 
-        query: [1, Hq, T, D], rotated to the rows' positions; key, value: [1, Hkv, T, D]. Any
+        query: [1, Hq, T, D], rotated to the rows' positions; key, value: [1, Hkv, T, D]; sinks:
+        [Hq], the score of one more key per head, whose value is zero. Any
         strides, the last of them 1. Returns [1, T, Hq, D], contiguous and new memory: what aliases
         an input is refused by PyTorch. May not wait for the device.
         """
@@ -59,10 +68,16 @@ def register_step(step: DeviceStep) -> int:
     "ragcache::attend", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
 )
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scale: float, handle: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Tensor,
+    scale: float,
+    handle: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`DeviceStep.attend` of the step with this handle. layer: 0-dim int64 on the CPU."""
-    return _steps[handle].attend(int(layer), query, key, value, scale)
+    return _steps[handle].attend(int(layer), query, key, value, scale, sinks)
 
 
 @attend.register_fake

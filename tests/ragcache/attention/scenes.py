@@ -40,9 +40,10 @@ class Seen:
 
 def definition(
     query: Tensor, seen: Sequence[Seen], scale: float, slopes: Tensor | None, position: float,
-    *, window: int | None = None, softcap: float | None = None,
+    *, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention of one row [Hq, D] at `position` over all that it sees."""
+    """Softmax attention of one row [Hq, D] at `position` over all that it sees. sinks: [Hq], the
+    score of one more key whose value is zero."""
     keys = torch.cat([each.keys for each in seen], 1)
     values = torch.cat([each.values for each in seen], 1)
     distance = torch.cat([each.positions for each in seen]) - position
@@ -54,7 +55,10 @@ def definition(
         scores = scores + slopes[:, None].to(scores) * distance
     if window is not None:
         scores = scores.masked_fill(distance <= -window, -torch.inf)
-    return (scores.softmax(-1).unflatten(0, (len(keys), -1)) @ values).flatten(0, 1)
+    count = scores.shape[1]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None].to(scores)], 1)
+    return (scores.softmax(-1)[:, :count].unflatten(0, (len(keys), -1)) @ values).flatten(0, 1)
 
 
 def frequencies(rotated: int) -> Tensor:

@@ -203,9 +203,17 @@ def test_long_rope_does_not_look_at_the_positions() -> None:
 class Strides(OwnTokens):
     """Remembers the strides of the last layer's values."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self.strides = value.stride()
-        return super().attend(layer, query, key, value, scale)
+        return super().attend(layer, query, key, value, scale, sinks)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")
 _WIDE = ("bases", "scales", "position_ids")
-_FLOATS = ("lse", "cos", "sin", "slopes")
+_FLOATS = ("lse", "cos", "sin", "slopes", "sinks")
 _STATES = ("query", "key", "value", "out", "merged")
 _NUMBERS = ("layer", "window")
 

@@ -12,7 +12,16 @@ class OwnTokens:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None
         self.layers.append(layer)
         states = (each.contiguous() for each in (query, key, value))  # the same sums at any strides
         out = scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True)

@@ -34,6 +34,7 @@ class Scheme:
     window: int | None = None
     softcap: float | None = None
     int8: bool = False
+    sinking: bool = False
 
     @property
     def heads(self) -> HeadLayout:
@@ -47,6 +48,12 @@ class Scheme:
         if not self.alibi:
             return None
         return 0.5 ** torch.arange(1, self.num_heads + 1, dtype=torch.float32)
+
+    def sinks(self) -> Tensor | None:
+        """One that leaves nothing to the other keys, one without a share, and some between."""
+        if not self.sinking:
+            return None
+        return torch.tensor([500.0, -500.0, *torch.linspace(-2, 4, self.num_heads - 2).tolist()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +265,7 @@ class _Making:
         for at, found in enumerate(seen):
             expected[at] = definition(
                 queries[:, at], found, scheme.dim**-0.5, scheme.slopes(), positions[at],
-                window=scheme.window, softcap=scheme.softcap,
+                window=scheme.window, softcap=scheme.softcap, sinks=scheme.sinks(),
             )  # fmt: skip
         projected = merged.to(self.device)
         return Step(
@@ -333,9 +340,11 @@ def attend(step: Step, kernels: Any, tables: TableViews) -> Tensor:
         (step.rows, step.scheme.num_heads, step.scheme.dim), torch.nan,
         dtype=step.dtype, device=step.device,
     )  # fmt: skip
+    sinks = step.scheme.sinks()
     kernels.attend(
-        tables, step.kind, step.rows, LAYER, step.query, step.key, step.value, step.scale, out
-    )
+        tables, step.kind, step.rows, LAYER, step.query, step.key, step.value, step.scale, out,
+        sinks=None if sinks is None else sinks.to(step.device, step.dtype),
+    )  # fmt: skip
     return out
 
 

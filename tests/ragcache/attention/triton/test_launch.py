@@ -67,6 +67,8 @@ SCHEMES = {
     "int8 partial": Scheme(rotated=24, int8=True),
     "int8 interleaved": Scheme(int8=True, interleaved=True),
     "int8 window": Scheme(int8=True, window=40),
+    "sinks": Scheme(sinking=True, window=40),
+    "sinks 3x1": Scheme(kv_heads=3, group=1, sinking=True),
     "much": Scheme(3, 2, 20, 12, interleaved=True, window=40, softcap=2.0, int8=True),
 }
 
@@ -77,7 +79,7 @@ def schemes(*quick: str, names: Iterable[str] = SCHEMES) -> pytest.MarkDecorator
     return pytest.mark.parametrize("name", [*quick, *slow])
 
 
-@schemes("much")
+@schemes("much", "sinks", "sinks 3x1")
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_attention_equals_its_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind])

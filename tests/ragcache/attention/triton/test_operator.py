@@ -13,7 +13,7 @@ SCALE = 0.25
 
 
 class ReturnsItsQuery:
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *_others: object) -> Tensor:
         return query
 
 
