@@ -34,6 +34,8 @@ class Fp8Linear(nn.Module):
     """[1, out], float32."""
     bias: Tensor | None
     """[out], in the dtype of the activations."""
+    one: Tensor
+    """The scale of a product whose result is scaled afterwards, float32."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -41,6 +43,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
         self.register_buffer("bias", bias)
+        one = torch.ones((), device=weight.device)
+        self.register_buffer("one", one, persistent=False)
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None = None) -> Fp8Linear:
@@ -67,17 +71,22 @@ class Fp8Linear(nn.Module):
         return out.view(*hidden.shape[:-1], self.out_features)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """The product in fp8. rows: [R, in]; returns [R, out] in their dtype."""
+        """The product in fp8. rows: [R, in]; returns [R, out] in their dtype.
+
+        The result is scaled afterwards, in a kernel that Inductor merges with the operations behind
+        it. With few rows, cuBLASLt reads weights up to twice as fast as the product that PyTorch
+        has for scales of rows.
+        """
         numbers, scales = rounded(rows)
         out: Tensor = torch._scaled_mm(
             numbers,
             self.weight.t(),
-            scale_a=scales,
-            scale_b=self.scales,
+            scale_a=self.one,
+            scale_b=self.one,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return out.to(rows.dtype)
+        return (out.float() * scales * self.scales).to(rows.dtype)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """The weight, [out, in]."""

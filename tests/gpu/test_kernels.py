@@ -74,6 +74,8 @@ SCHEMES = {
     "int8 32x1": Scheme(32, 1, 128, 128, int8=True),
     "int8 interleaved": Scheme(4, 2, 64, 64, int8=True, interleaved=True),
     "int8 80": Scheme(4, 1, 80, 32, int8=True),
+    "sinks": Scheme(8, 8, 64, 64, window=128, sinking=True),
+    "sinks 16x1": Scheme(16, 1, 64, 64, sinking=True),
     "int8 window": Scheme(8, 4, 128, 128, int8=True, window=300),
 }
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
