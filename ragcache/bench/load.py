@@ -68,6 +68,8 @@ class ServiceLoad:
     """Memory of the host tier."""
     device_kv_dtype: KVDtype = "model"
     """Dtype of the states in the device tier: `model` or `int8`."""
+    quantization: str | None = None
+    """`fp8` rounds the weights. Defaults to bfloat16."""
     rates: tuple[float, ...] = (5, 10, 20, 30, 40, 50, 60)
     """Requests a second, rising."""
     ingest_at: float | None = None
@@ -99,7 +101,10 @@ class LoadSession(ShapeSession):
     """A model, its engine at the defaults, and a store with a device tier and a host tier."""
 
     def __init__(self, load: ServiceLoad, device: str, progress: Progress = lambda _: None) -> None:
-        super().__init__(load.shape, load.setting.preamble, device, progress, load.pool_bytes)
+        super().__init__(
+            *(load.shape, load.setting.preamble, device, progress, load.pool_bytes),
+            quantization=load.quantization,
+        )
         self.int8_states = load.device_kv_dtype == "int8"
         self.load, self.setting = load, load.setting
 

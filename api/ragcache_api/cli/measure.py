@@ -273,6 +273,9 @@ def load(
     device_kv_dtype: Annotated[
         str, typer.Option(help="Dtype of states on the device: model, int8.")
     ] = "model",
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8, or leave it out for bfloat16.")
+    ] = None,
     documents: Annotated[int | None, typer.Option(min=1, help="documents of the corpus.")] = None,
     rates: Annotated[
         str | None, typer.Option(help="Requests a second, rising, with commas between.")
@@ -290,8 +293,11 @@ def load(
 
     Limits are known for the 8B on one H200. For every other shape, no request may be refused.
     """
+    import torch
+
     from ragcache.bench.harness import SHAPES
     from ragcache.bench.load import ServiceLoad, bench_load
+    from ragcache.models.dtype import FP8, check_quantization
     from ragcache.states.quantization import check_kv_dtype
 
     if shape not in SHAPES:
@@ -308,10 +314,14 @@ def load(
         device_bytes=parse_bytes(device_bytes or load.device_bytes),
         host_bytes=parse_bytes(host_bytes or load.host_bytes),
         device_kv_dtype=check_kv_dtype(device_kv_dtype),
+        quantization=quantization,
         rates=load.rates if rates is None else _rising(rates),
         ingest_at=ingest_at,
     )
     device = device or ("cpu" if reduced else "cuda")
+    if quantization not in (None, FP8):
+        raise ConfigurationError(f"weights are measured in fp8 or bfloat16, not {quantization!r}")
+    check_quantization(quantization, torch.device(device))
     result = run_benchmark(lambda progress: bench_load(load, device, progress))
     runs = [*result["runs"], result["at_limits"]]
     said = [f"most answers a second: {result['most_answered']:.1f}; the last run is at 70% of it"]

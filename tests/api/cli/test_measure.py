@@ -86,8 +86,12 @@ def test_a_load_runs_on_a_cpu_and_checks_its_limits(
 
 
 @pytest.mark.parametrize(
-    "given", [("--rates", "20,10"), ("--rates", "fast"), ("--shape", "9b"), ("--host-bytes", "x")]
-)
+    "given",
+    [
+        ("--rates", "20,10"), ("--rates", "fast"), ("--shape", "9b"), ("--host-bytes", "x"),
+        ("--device-kv-dtype", "int5"), ("--quantization", "int8"),
+    ],
+)  # fmt: skip
 def test_a_load_names_an_unusable_option(given: tuple[str, str]) -> None:
     error = runner.invoke(app, ["bench", "load", "--reduced", *given]).exception
     assert isinstance(error, ConfigurationError)
