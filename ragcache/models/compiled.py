@@ -56,8 +56,13 @@ def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
 
 def keep_kernels() -> None:
     """Let compiled kernels be kept in the cache folder of models, unless the environment names
-    another. PyTorch and Triton keep them by what they compute and by their own versions."""
-    folder = cached_assets_path("ragcache", namespace="models", subfolder="kernels")
+    another. PyTorch and Triton keep them by what they compute and by their own versions. Where
+    nothing can be written there, their own folders are used."""
+    try:
+        folder = cached_assets_path("ragcache", namespace="models", subfolder="kernels")
+    except OSError as error:
+        logger.info("compiled kernels are not kept for the next start: %s", error)
+        return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
-from ragcache.models import CausalLM, ForwardBatch, wrap_causal
+from ragcache.models import CausalLM, ForwardBatch, compiled, wrap_causal
 from ragcache.models.compiled import (
     CompiledForward,
     compile_layers,
     decoder_layers,
+    keep_kernels,
     no_recompiles,
     prepare_for_device,
 )
@@ -226,3 +229,27 @@ def test_compiled_code_does_not_copy_merged_columns() -> None:
     step = Strides()
     torch.testing.assert_close(run_step(causal, step, tokens), expected, **CLOSE)
     assert step.strides[1:] == (16, 4 * 16 + 2 * 16 + 2 * 16, 1)  # head, row of q, k and v, element
+
+
+def test_kernels_are_kept_beside_models_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that the test leaves no other value behind
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(compiled, "cached_assets_path", lambda *_, **__: tmp_path)
+    keep_kernels()
+    assert [os.environ[name] for name in names] == [str(tmp_path), str(tmp_path / "triton")]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+
+    def read_only(*_: object, **__: object) -> Path:
+        raise PermissionError("the file system is read-only")
+
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(compiled, "cached_assets_path", read_only)
+    keep_kernels()
+    assert not any(name in os.environ for name in names)
