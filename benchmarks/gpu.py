@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --check --json FILE
 
 One model a shape; a part that fails loses no other. Needs torch, transformers, triton, numpy and
-safetensors only.
+safetensors only, and for `tiers` SQLAlchemy.
 """
 
 from __future__ import annotations

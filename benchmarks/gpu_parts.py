@@ -9,20 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from gpu_session import GpuSession, median_ms, time_steps
 from gpu_table import Ceilings
-from torch import Tensor
 
 from ragcache.bench.harness import made_up_key
 from ragcache.bench.shape_session import PATIENCE, counters_between
-from ragcache.machine import new_event, new_stream
-from ragcache.states import Arrival, KVStates
+from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
-
-_EVENT_BYTES = 2**23  # a copy of so many is nearly as fast as the bus
 
 
 def bench_encode(session: GpuSession, ceilings: Ceilings) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def bench_ttft(session: GpuSession, _: Ceilings) -> dict[str, Any]:
 
 def _first_tokens(
     session: GpuSession, documents: Sequence[KVStates], count: int, runs: int,
-    upload: Upload | None = None,
+    upload: _TierUpload | None = None,
 ) -> tuple[float, list[float]]:  # fmt: skip
     """The median, and all times, of first tokens over so many of the documents, which an upload
     brings to the device. Documents, their order and the question are new each time."""
@@ -173,6 +170,8 @@ def _batch(session: GpuSession, documents: Sequence[KVStates]) -> dict[str, floa
 def bench_tiers(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     """The first token over documents that are on the host, in random order: from the copies' being
     queued to the answer. The preamble is on the device."""
+    if find_spec("sqlalchemy") is None:
+        return {"skipped": "the tiers of the store need SQLAlchemy"}
     load = session.load
     count, runs = load.placed[0], max(2, load.runs // 2)
     pinned = [_pinned(states, session.device) for states in session.documents[:count]]
@@ -186,14 +185,13 @@ def bench_tiers(session: GpuSession, _: Ceilings) -> dict[str, Any]:
 
     copied, copies = median_ms(copy, runs)
     room.clear()
-    upload = _upload_of(session, sum(states.nbytes for states in pinned))
+    upload = _TierUpload(session, sum(states.nbytes for states in pinned))
     middle, times = _first_tokens(session, pinned, count, runs, upload)
     return {
         "over_copy_ms": middle - copied,
         "ms": middle,
         "copy_ms": copied,
         "gb_s": sum(states.nbytes for states in pinned) / copied / 1e6,
-        "way": upload.way,
         "runs_ms": times,
         "copies_ms": copies,
     }
@@ -206,33 +204,11 @@ def _pinned(states: KVStates, device: str) -> KVStates:
     return KVStates(keys, values, states.start)
 
 
-def _upload_of(session: GpuSession, nbytes: int) -> Upload:
-    """The device tier of the store, or where SQL is absent, copies as it makes them."""
-    try:
-        return _TierUpload(session, nbytes)
-    except ImportError:
-        return _LayeredCopies(session.device)
-
-
-class Upload(Protocol):
-    """Brings states to the device. way: how."""
-
-    way: str
-
-    def forget(self) -> None:
-        """Lets go of what was uploaded."""
-
-    def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
-        """Queues copies, layer by layer, and returns the states as they will be there."""
-
-
 class _TierUpload:
-    """By the device tier of the store."""
-
-    way = "device tier"
+    """Brings states to the device by the device tier of the store."""
 
     def __init__(self, session: GpuSession, nbytes: int) -> None:
-        """nbytes: of the states of one upload. Raises ImportError where SQL is absent."""
+        """nbytes: of the states of one upload."""
         from ragcache.store import DeviceTier
 
         self.tier = DeviceTier(4 * nbytes, session.device)  # the engine lets go of the last late
@@ -240,48 +216,14 @@ class _TierUpload:
         self.keys = [made_up_key(number) for number in range(session.load.placed[0])]
 
     def forget(self) -> None:
+        """Let go of what was uploaded."""
         for key in self.keys:
             self.tier.delete(key)
 
     def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
+        """Queue copies, layer by layer, and return the states as they will be there."""
         self.tier.put_all(list(zip(self.keys, states, strict=True)))
         return [self.tier.get(key).restore() for key in self.keys]
-
-
-class _LayeredCopies:
-    """Copies on a stream of their own, layer by layer of all states, with an event for some."""
-
-    way = "copies layer by layer"
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.stream: Any = new_stream(device)
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
-        layers = states[0].keys.shape[0]
-        together = max(1, _EVENT_BYTES // max(1, states[0].keys[0].nbytes))
-        with torch.cuda.stream(self.stream):
-            room = [(self._room(each.keys), self._room(each.values)) for each in states]
-            events: list[Any] = []
-            for begin in range(0, layers, together):
-                part = slice(begin, begin + together)
-                for source, (keys, values) in zip(states, room, strict=True):
-                    keys[part].copy_(source.keys[part], non_blocking=True)
-                    values[part].copy_(source.values[part], non_blocking=True)
-                events.append(new_event())
-                events[-1].record(self.stream)
-        ends = [*range(together, layers, together), layers]
-        arrival = Arrival(events, ends, sources=list(states))
-        return [
-            KVStates(keys, values, source.start, arrival=arrival)
-            for source, (keys, values) in zip(states, room, strict=True)
-        ]
-
-    def _room(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device=self.device)
 
 
 def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
