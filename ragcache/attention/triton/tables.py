@@ -162,8 +162,9 @@ class AttentionTables:
         lines[-STEP_SECTIONS:] = [
             -(-section.nbytes * rows // (capacity * LINE_BYTES)) for section in self._step_sections
         ]
-        first = self._step_sections[0].first_line
-        self._memory.buffer[first:] = self._master[first:]
+        for section, count in zip(self._step_sections, lines[-STEP_SECTIONS:], strict=True):
+            here = slice(section.first_line, section.first_line + count)
+            self._memory.buffer[here] = self._master[here]
         self._memory.upload()
         self._uploaded_rows = self._rows
 
