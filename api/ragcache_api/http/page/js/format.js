@@ -23,10 +23,7 @@ function chosenLanguage() {
 }
 
 /** Remembers the language, and shows the page in it. */
-export function speak(name) {
-  localStorage.setItem(STORED, name);
-  location.reload();
-}
+export const speak = (name) => (localStorage.setItem(STORED, name), location.reload());
 
 /** The words of a key. `{name}` is replaced by a value; with `n`, "one|many" chooses its form. */
 export function t(key, values = {}) {

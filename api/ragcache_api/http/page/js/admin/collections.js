@@ -37,9 +37,7 @@ function Documents({ collection }) {
     picked.clear();
     list.again();
   };
-  const whole = async () => {
-    if (await deleteCollection(collection)) location.hash = "#/collections";
-  };
+  const whole = async () => (await deleteCollection(collection)) && (location.hash = "#/collections");
   const opening = ({ id }) =>
     html`<button type="button" class="link" onClick=${() => read(collection, id)}><${Name} text=${id} /></button>`;
   const columns = [

@@ -33,9 +33,7 @@ export function Modules({ query }) {
     history.replaceState(null, "", withQuery("#/modules", { ...filters, sort: sort.by, descending: sort.descending }));
   }, [filters, sort]);
   const order = { ...sort, set: (by) => { setSort({ by, descending: by === sort.by ? !sort.descending : by !== "name" }); list.first(); } };
-  const act = (run) => async (rows) => {
-    if (await run(rows)) list.again();
-  };
+  const act = (run) => async (rows) => (await run(rows)) && list.again();
   const rows = list.value?.items ?? [];
   const chosen = picked.of(rows);
   const filtered = FILTERS.some((name) => filters[name]);
