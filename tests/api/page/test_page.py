@@ -21,8 +21,9 @@ from selenium.webdriver.common.keys import Keys
 from ragcache import RagCache, SourceDocument
 from ragcache.contents import Collections
 from ragcache.models import LoadedModel
+from ragcache.modes import ROOTED
 from ragcache.pipeline import gate
-from ragcache.pipeline.gate_measurement import GateResult
+from ragcache.pipeline.gate_measurement import GateResult, SizeResult
 from ragcache_api.http.browser import PAGE
 from ragcache_api.http.service import Service
 from tests.api.page import seeding
@@ -306,10 +307,12 @@ def test_modes_tell_how_far_they_are_from_exact(
     assert page.find(".view.modes .empty", "Every mode serves")
     far = GateResult("isolated", 24, 4.5, 0.25, 2.0, 6.0, 1.0, 0.75)
     near = GateResult("rooted", 24, 0.03, 0.96, 2.0, 6.0, 1.0, 0.75)
+    size = SizeResult(4, 384, 8, 0.05, 0.5)
     monkeypatch.setattr(gate, "measure_modes", lambda *_: [near, far])
-    rag.gate.measure(["rooted", "isolated"])
+    monkeypatch.setattr(gate, "measure_sizes", lambda *_: {ROOTED: (size,)})
+    rag.gate.measure_sizes(["rooted", "isolated"])
     cells = page.find("[data-mode=rooted]").find_elements(By.CSS_SELECTOR, "td")
-    told = ["rooted", "serves", "0.030", "2.00", "6.00", "96 % of 24", "75 %"]
+    told = ["rooted", "serves", "0.030", "2.00", "6.00", "96 % of 24", "75 %", "4 × 384: 50 %"]
     assert [each.text for each in cells] == told
     assert page.find("[data-mode=isolated] .state").text == "forced"
 
