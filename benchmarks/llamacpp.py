@@ -8,15 +8,19 @@ in another order and then a question. llama.cpp keeps its last prompt and comput
 common beginning. Concurrent answers are over the same documents: llama.cpp copies their sequence,
 which copies no states. Figures are ratios of the shortest times, because other processes disturb
 each of them. (The module is not named `llama_cpp`, which is the name of the bindings.)
+
+The most memory is that of a process which opens the model, reads documents and answers over them,
+beyond what it had before it opened the model.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,10 +32,11 @@ from papers import encode_one, engine_config
 
 from ragcache.engine import LLMEngine, Request, assemble_context
 from ragcache.machine import process_memory
-from ragcache.models import LoadedModel, load_model
+from ragcache.models import CausalLM, load_model
 from ragcache.models.gguf import convert_gguf
 from ragcache.states import KVStates
 
+PARTS = ("first", "decode", "memory")
 MARGIN = 64  # tokens of the context beyond prompts and answers
 CONTROL = 1024  # tokens at the end of a vocabulary that no document has
 
@@ -49,6 +54,12 @@ class BesideSetting:
     runs: int = 3
     threads: int = 2
     quantization: str | None = "auto"
+
+    @property
+    def context(self) -> int:
+        """Tokens that both sides have room for."""
+        prompt = max(self.documents) * self.tokens + self.question
+        return prompt + max(self.answers) * (self.question + self.answer) + MARGIN
 
 
 class LlamaCpp:
@@ -131,8 +142,8 @@ class LlamaCpp:
 class Ours:
     """This project's engine over states of documents in memory."""
 
-    def __init__(self, loaded: LoadedModel, tokens: int) -> None:
-        self.causal = loaded.causal
+    def __init__(self, causal: CausalLM, tokens: int) -> None:
+        self.causal = causal
         config = engine_config(self.causal, [self._request([], list(range(tokens)), 1)])
         self.engine = LLMEngine(self.causal, config)
 
@@ -157,23 +168,30 @@ class Ours:
 
 
 def bench_beside(
-    file: Path, setting: BesideSetting | None = None, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+    file: Path, setting: BesideSetting | None = None, parts: Sequence[str] = PARTS,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
     """Seconds to the first token by number of documents, in a new order and with the whole prefix;
-    tokens a second by number of answers; seconds, rss_bytes and disk_bytes of both when opened."""
+    tokens a second by number of answers; peak_bytes of both; seconds, rss_bytes and disk_bytes of
+    both when opened. parts: of `PARTS`."""
     setting = setting or BesideSetting()
     torch.set_num_threads(setting.threads)
     progress("converting the file, unless it was")
     folder = convert_gguf(file)
-    length = max(setting.documents) * setting.tokens + setting.question
-    context = length + max(setting.answers) * (setting.question + setting.answer) + MARGIN
+    result: dict[str, Any] = {
+        "setting": asdict(setting), "file": file.name, "machine": describe_machine(),
+    }  # fmt: skip
+    if "memory" in parts:
+        result["peak_bytes"] = _peaks(file, setting, progress)
+    if {"first", "decode"}.isdisjoint(parts):
+        return result
     began, before = time.perf_counter(), process_memory()["rss_bytes"]
     progress("opening the model here")
-    ours = Ours(load_model(file, quantization=setting.quantization), context)
+    ours = open_ours(file, setting)
     opened = {"ours": _opened(began, before, folder)}
     began, before = time.perf_counter(), process_memory()["rss_bytes"]
     progress("opening the model in llama.cpp")
-    theirs = LlamaCpp(file, context, max(setting.answers), setting.threads)
+    theirs = open_theirs(file, setting)
     opened["llama.cpp"] = _opened(began, before, file)
     draw = DrawnTokens(min(theirs.words, ours.causal.vocabulary) - CONTROL)
     documents = [draw(setting.tokens) for _ in range(max(setting.documents))]
@@ -181,18 +199,66 @@ def bench_beside(
     for number, tokens in enumerate(documents):
         progress(f"document {number + 1} of {len(documents)}")
         states.append(encode_one(ours.causal, tokens))
-    firsts: dict[str, dict[str, float]] = {}
-    for count in setting.documents:
-        firsts |= _first_tokens(ours, theirs, states, documents, count, draw, setting, progress)
-    shared = setting.documents[0]
-    theirs.first_token([*chain.from_iterable(documents[:shared])])
-    rates = _rates(ours, theirs, states[:shared], draw, setting, progress)
+    result["opened"] = opened
+    if "first" in parts:
+        firsts = result["first_token_seconds"] = {}
+        for count in setting.documents:
+            firsts |= _first_tokens(ours, theirs, states, documents, count, draw, setting, progress)
+    if "decode" in parts:
+        shared = setting.documents[0]
+        progress("reading the shared documents in llama.cpp")
+        theirs.first_token([*chain.from_iterable(documents[:shared])])
+        rates = _rates(ours, theirs, states[:shared], draw, setting, progress)
+        result["tokens_per_second"] = rates
     ours.engine.close()
     theirs.close()
-    return {
-        "setting": asdict(setting), "file": file.name, "opened": opened,
-        "first_token_seconds": firsts, "tokens_per_second": rates, "machine": describe_machine(),
-    }  # fmt: skip
+    return result
+
+
+def open_ours(file: Path, setting: BesideSetting) -> Ours:
+    return Ours(load_model(file, quantization=setting.quantization).causal, setting.context)
+
+
+def open_theirs(file: Path, setting: BesideSetting) -> LlamaCpp:
+    return LlamaCpp(file, setting.context, max(setting.answers), setting.threads)
+
+
+def _peaks(file: Path, setting: BesideSetting, progress: Progress) -> dict[str, int]:
+    """The most memory of a process of either side, which reads and answers."""
+    found = {}
+    for name, run in (("ours", _answer_here), ("llama.cpp", _answer_there)):
+        progress(f"memory of {name}")
+        with get_context("spawn").Pool(1) as pool:
+            found[name] = pool.apply(_peak_of, (run, file, setting))
+    return found
+
+
+def _peak_of(
+    run: Callable[[Path, BesideSetting], object], file: Path, setting: BesideSetting
+) -> int:
+    torch.set_num_threads(setting.threads)
+    before = process_memory()["rss_bytes"]
+    run(file, setting)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    [peak] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return 1024 * int(peak) - before
+
+
+def _answer_here(file: Path, setting: BesideSetting) -> None:
+    ours, draw = open_ours(file, setting), DrawnTokens(CONTROL)
+    documents = [draw(setting.tokens) for _ in range(setting.documents[0])]
+    states = [encode_one(ours.causal, each) for each in documents]
+    questions = [draw(setting.question) for _ in range(max(setting.answers))]
+    ours.decode(states, questions, setting.answer)
+    ours.engine.close()
+
+
+def _answer_there(file: Path, setting: BesideSetting) -> None:
+    theirs, draw = open_theirs(file, setting), DrawnTokens(CONTROL)
+    theirs.first_token(draw(setting.documents[0] * setting.tokens))
+    questions = [draw(setting.question) for _ in range(max(setting.answers))]
+    theirs.decode(questions, setting.answer)
+    theirs.close()
 
 
 class DrawnTokens:
@@ -257,20 +323,24 @@ def _opened(began: float, before: int, place: Path) -> dict[str, float]:
 def _table(result: dict[str, Any]) -> Any:
     """Ratios: above 1 this project is quicker or smaller."""
     table = plain_table("", "here", "llama.cpp", "llama.cpp / here", left=1)
-    for name, row in result["first_token_seconds"].items():
+    for name, row in result.get("first_token_seconds", {}).items():
         mine, other = row["ours"], row["llama.cpp"]
         table.add_row(
             f"first token, {name}", f"{mine:.3f} s", f"{other:.3f} s", f"{other / mine:.2f}"
         )
-    for name, row in result["tokens_per_second"].items():
+    for name, row in result.get("tokens_per_second", {}).items():
         mine, other = row["ours"], row["llama.cpp"]
         table.add_row(f"decode, {name}", f"{mine:.1f}/s", f"{other:.1f}/s", f"{mine / other:.2f}")
-    mine, other = result["opened"]["ours"], result["opened"]["llama.cpp"]
-    for name, unit in (("seconds", 1), ("rss_bytes", 1e6), ("disk_bytes", 1e6)):
-        table.add_row(
-            f"open, {name}", f"{mine[name] / unit:,.1f}", f"{other[name] / unit:,.1f}",
-            f"{other[name] / mine[name]:.2f}",
-        )  # fmt: skip
+    rows = {"most memory, MB": (result.get("peak_bytes"), 1e6)}
+    if opened := result.get("opened"):
+        for name, unit in (("seconds", 1), ("rss_bytes", 1e6), ("disk_bytes", 1e6)):
+            rows[f"open, {name}"] = {side: each[name] for side, each in opened.items()}, unit
+    for name, (row, unit) in rows.items():
+        if row is not None:
+            mine, other = row["ours"], row["llama.cpp"]
+            table.add_row(
+                name, f"{mine / unit:,.1f}", f"{other / unit:,.1f}", f"{other / mine:.2f}"
+            )
     return table
 
 
@@ -282,6 +352,7 @@ def main(
     runs: Annotated[int, typer.Option(min=1)] = 3,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     quantization: Annotated[str, typer.Option(help="auto, int8, int4 or none.")] = "auto",
+    parts: Annotated[str, typer.Option(help="Of the figures.")] = ",".join(PARTS),
     json_file: JsonFile = None,
 ) -> None:
     """Compare a GGUF model here and in llama.cpp."""
@@ -289,7 +360,7 @@ def main(
         documents=tuple(map(int, documents.split(","))), tokens=tokens, answer=answer, runs=runs,
         threads=threads, quantization=None if quantization == "none" else quantization,
     )  # fmt: skip
-    result = run_benchmark(lambda progress: bench_beside(file, setting, progress))
+    result = run_benchmark(lambda progress: bench_beside(file, setting, parts.split(","), progress))
     print_figures([_table(result)], result, json_file)
 
 

@@ -11,14 +11,21 @@ Markdown.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from harness import JsonFile, Progress, describe_machine, print_figures, run_benchmark
-from quality import handbook_set, load_set
+from harness import (
+    DeviceOption,
+    JsonFile,
+    Progress,
+    describe_machine,
+    print_figures,
+    run_benchmark,
+)
+from quality import handbook_set, load_set, open_for_questions
 
 from ragcache import RagCache
 from ragcache.calibration import CalibrationExample, collect_examples, cross_validate
@@ -41,7 +48,6 @@ WORDINGS = (
     "Answer from the documents. Short answer only. Do not use other knowledge.",
     "Documents:",
 )  # fmt: skip
-TOKENS = 32  # of an answer
 OTHERS = 16  # documents of a set beyond those of the questions
 
 
@@ -81,24 +87,31 @@ def _refusals(examples: Sequence[CalibrationExample]) -> dict[str, Any]:
 
 
 def bench_wordings(
-    model: str | None, data: Path | None, count: int, progress: Progress = lambda _: None
-) -> dict[str, Any]:
-    """Marks and refusals of every wording. count: questions of each set."""
+    model: str | None, data: Path | None, count: int, device: str = "cpu",
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Marks and refusals of every wording. count: questions of each set; keep: called with the
+    result after each wording."""
     sets = [handbook_set()]
     if data is not None:
         sets.append(load_set(data / "xquad.en.json"))
     sets = [drawn(each, count) for each in sets]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "machine": describe_machine(), "model": model, "questions": count, "wordings": rows,
+    }  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, model, embedding="none", max_tokens=TOKENS, force_modes=True) as rag,
+        open_for_questions(state, model, device) as rag,
     ):
         for each in sets:
             rag.ingest(each.name, each.documents)
         for number, wording in enumerate(WORDINGS):
             progress(f"wording {number + 1} of {len(WORDINGS)}")
             rows.append(ask_wording(rag, wording, sets))
-    return {"machine": describe_machine(), "model": model, "questions": count, "wordings": rows}
+            keep(result)
+    return result
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -125,10 +138,17 @@ def main(
     model: Annotated[str, typer.Argument(help="A folder, a hub name or a GGUF file.")],
     data: Annotated[Path | None, typer.Option(help="The folder with xquad.en.json.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Of each set.")] = 48,
+    device: DeviceOption = "cpu",
     json_file: JsonFile = None,
 ) -> None:
     """Compare wordings of the default instruction."""
-    result = run_benchmark(lambda progress: bench_wordings(model, data, questions, progress))
+
+    def keep(figures: dict[str, Any]) -> None:
+        print_figures([], figures, json_file)
+
+    result = run_benchmark(
+        lambda progress: bench_wordings(model, data, questions, device, keep, progress)
+    )
     print_figures([], result, json_file)
     typer.echo("\n".join(lines_of(result["wordings"])))
 

@@ -15,6 +15,7 @@ import numpy as np
 import plots
 import pml
 import pytest
+import quality
 import torch
 import typer
 import wordings
@@ -25,7 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from indexes import bench_indexes
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from llamacpp import BesideSetting, DrawnTokens, _first_tokens
+from laptop import LaptopSetting, bench_laptop
+from llamacpp import BesideSetting, DrawnTokens, _first_tokens, _peak_of
 from pml import PmlSetting, bench_pml
 from quality import SETS, QuestionSet, bench_quality, load_set, table_of
 from quantization import bench_quantization
@@ -44,7 +46,13 @@ from weights import WeightsSetting, bench_weights
 
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
-from ragcache.evaluation import Dataset, Question
+from ragcache.evaluation import (
+    Dataset,
+    Evaluation,
+    EvaluationReport,
+    MarkedAnswer,
+    Question,
+)
 from ragcache.models import INSTRUCTION, LoadedModel
 from ragcache.states import KVStates
 from tests.conftest import REPOSITORY
@@ -325,21 +333,49 @@ def test_published_sets_are_read(
 
 
 @pytest.mark.slow
-def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
-    row = {"question": "Where hangs the key?", "answers": ["red"], "context": "It is a red key."}
-    (tmp_path / "tiny.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
-    sets = [QuestionSet("Tiny", "tiny.jsonl"), QuestionSet("Absent", "absent.jsonl")]
-    told = bench_quality(tmp_path, sets, questions=1)
+def test_sets_of_questions_are_asked_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "PORTION", 1)
+    texts = {"red": "It is red.", "on the roof": "The boat is blue.", "blue": "The key is blue."}
+    rows = [
+        {"question": "Where hangs the key?", "answers": [answer], "context": text}
+        for answer, text in texts.items()
+    ]
+    (tmp_path / "tiny.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sets = [QuestionSet("Tiny", "tiny.jsonl", over="own"), QuestionSet("Absent", "absent.jsonl")]
+    kept: list[int] = []
+
+    def keep(figures: dict[str, Any]) -> None:
+        kept.append(figures["sets"][0]["reports"][0]["questions"])
+
+    told = bench_quality(tmp_path, sets, questions=2, keep=keep)
+    assert kept == [1, 2], "figures are written after each portion"
     [found] = told["sets"]
     assert [report["mode"] for report in found["reports"]] == [
         "exact", "rooted", "linked:16", "isolated"]  # fmt: skip
-    assert found["setting"]["asked"] == "1 of 2, drawn with seed 0"
-    assert "red key" not in json.dumps(told), "texts are left out"
+    assert found["setting"]["asked"] == "2 of 3, drawn with seed 0"
+    assert found["held"] == 0.5, "of two paragraphs, one holds its answer"
+    assert "key is" not in json.dumps(told), "texts are left out"
     heads, rule, first, *others = table_of(told["sets"]).splitlines()
-    assert heads.count("|") == rule.count("|") == first.count("|")
-    assert first.startswith("| Tiny, 1 | `exact` |")
+    assert heads.count("|") == rule.count("|") == first.count("|") == others[0].count("|")
+    assert first.startswith("| Tiny, 2, 50 % | `exact` |")
     assert len(others) == 3
     assert len({each.name for each in SETS}) == len(SETS)
+
+
+def test_f1_of_held_answers_is_of_these_alone() -> None:
+    marked = tuple(
+        MarkedAnswer(Question(str(n), "?", ("a",)), "a", mark == 1, mark, mark, True, 1, 0.1, 4, 3,
+                     1, "stop")
+        for n, mark in enumerate((1.0, 0.0, 0.5))
+    )  # fmt: skip
+    parts = [Evaluation({}, (EvaluationReport.of("exact", part),), ()) for part in
+             (marked[:1], marked[1:])]  # fmt: skip
+    joined = quality._joined(parts, {"k": 4}, 0)
+    [report] = quality._figures(joined, [True, False, True])["reports"]
+    assert (report["questions"], report["f1"], report["f1_held"]) == (3, 0.5, 0.75)
+    assert quality._figures(joined, [False] * 3)["reports"][0]["f1_held"] is None
 
 
 @pytest.mark.slow
@@ -375,6 +411,27 @@ def test_retrieval_is_measured_by_search_and_threshold() -> None:
     assert rows["sparse", 1.0]["modules"] == 1 < rows["dense", 0.0]["modules"] == 3
     assert [row["search"] for row in told["answered"]] == ["sparse", "hybrid"]
     assert json.dumps(told)
+
+
+def test_the_most_memory_of_a_process_is_beyond_what_it_had() -> None:
+    held: list[torch.Tensor] = []
+
+    def run(*_: object) -> None:
+        held.append(torch.ones(2**24))
+
+    assert _peak_of(run, Path("model.gguf"), BesideSetting(threads=1)) >= held[0].nbytes
+
+
+def test_models_are_measured_by_their_size() -> None:
+    shape = LlamaShape(2, 128, 4, 2, 256, 512, 4096)
+    setting = LaptopSetting(documents=2, tokens=16, answer=3, runs=1, threads=1)
+    told = bench_laptop({"tiny": shape}, "int8", setting)
+    [row] = told["rows"]
+    packed = shape.num_layers * shape.layer_weights + shape.head_weights
+    assert packed < row["weight_bytes"] < 1.5 * packed + 2 * shape.head_weights
+    assert row["token_bytes"] == 2 * shape.num_layers * shape.pair_elements
+    assert min(row["first_token_seconds"], *row["tokens_per_second"].values()) > 0
+    assert set(row["tokens_per_second"]) == {"1", "8"}
 
 
 def test_llama_cpp_computes_a_new_order_and_keeps_a_prefix() -> None:

@@ -1,0 +1,176 @@
+"""First tokens, decode rates and memory of models by their size, on a few cores.
+
+    python benchmarks/laptop.py --shapes 0.5b,1.5b,3b,7b --quantization int4 --json FILE
+
+The models have the shapes of Qwen2.5 and random weights, packed as `quantization` says: times and
+bytes do not depend on what weights say. The states of documents are in memory. Weights are pieces
+of one drawn tensor, and all cores pack them, so that large shapes are made in minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Annotated, Any
+
+import torch
+import typer
+from harness import (
+    JsonFile,
+    LlamaShape,
+    Progress,
+    describe_machine,
+    dtypes_of,
+    plain_table,
+    print_figures,
+    run_benchmark,
+    seconds,
+)
+from llamacpp import DrawnTokens, Ours
+from papers import encode_one
+from torch import Tensor
+
+from ragcache.machine import keep_freed_memory, process_memory
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.dtype import choose_dtypes, convert
+from ragcache.models.quantized import choose_quantization, quantize_model
+
+SHAPES: Mapping[str, LlamaShape] = {
+    "0.5b": LlamaShape(24, 896, 14, 2, 4864, 151_936, 32_768, 1e6),
+    "1.5b": LlamaShape(28, 1536, 12, 2, 8960, 151_936, 32_768, 1e6),
+    "3b": LlamaShape(36, 2048, 16, 2, 11_008, 151_936, 32_768, 1e6),
+    "7b": LlamaShape(28, 3584, 28, 4, 18_944, 152_064, 32_768, 1e6, tied=False),
+    "14b": LlamaShape(48, 5120, 40, 8, 13_824, 152_064, 32_768, 1e6, tied=False),
+}
+"""The shapes of Qwen2.5, without the biases of queries, keys and values."""
+
+DRAWN = 2**22  # random numbers that weights are pieces of
+
+
+@dataclass(frozen=True, slots=True)
+class LaptopSetting:
+    """documents: of a prompt; tokens: of each; question: tokens of it; answer: tokens that are
+    decoded; answers: how many at once; runs: of each time."""
+
+    documents: int = 4
+    tokens: int = 512
+    question: int = 16
+    answer: int = 32
+    answers: tuple[int, ...] = (1, 8)
+    runs: int = 3
+    threads: int = 2
+
+
+@torch.no_grad()
+def build_shape(shape: LlamaShape, quantization: str | None) -> CausalLM:
+    """A model of the shape with random packed weights, as `load_model` opens one."""
+    from transformers import LlamaForCausalLM
+
+    keep_freed_memory()
+    config = shape.config(torch.bfloat16)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    rotary = type(model.model.rotary_emb)(config=config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = rotary
+    model.tie_weights()
+    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    for parameter in model.parameters():
+        _fill(parameter, drawn)
+    choice = choose_dtypes(model, torch.device("cpu"), "auto", quantized=quantization is not None)
+    chosen = choose_quantization(model, quantization, choice.compute)
+    if chosen is not None:
+        quantize_model(model, chosen, choice.compute)
+    causal = wrap_causal(convert(model, choice.compute))
+    causal.states_dtype = choice.states
+    return causal
+
+
+def _fill(parameter: Tensor, drawn: Tensor) -> None:
+    """Write drawn numbers into a weight, and ones into the weights of a norm."""
+    if parameter.dim() == 1:
+        parameter.fill_(1)
+        return
+    for piece in torch.split(parameter.view(-1), len(drawn)):
+        piece.copy_(drawn[: len(piece)])
+
+
+def bench_laptop(
+    shapes: Mapping[str, LlamaShape], quantization: str | None,
+    setting: LaptopSetting | None = None, progress: Progress = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """For each shape: first_token_seconds, exact_seconds of the same prompt when it is computed,
+    tokens_per_second by number of answers, and bytes of the weights and of a token's states."""
+    setting = setting or LaptopSetting()
+    rows = []
+    for name, shape in shapes.items():
+        progress(f"making {name}")
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        causal = build_shape(shape, quantization)
+        torch.set_num_threads(setting.threads)
+        progress(f"measuring {name}")
+        rows.append({"shape": name, **_measure(causal, setting)})
+        del causal
+    return {
+        "setting": asdict(setting), "quantization": quantization, "rows": rows,
+        "machine": describe_machine(),
+    }  # fmt: skip
+
+
+def _measure(causal: CausalLM, setting: LaptopSetting) -> dict[str, Any]:
+    model = causal.model
+    held = {each.data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}
+    cached = setting.documents * setting.tokens
+    most = max(setting.answers)
+    ours = Ours(causal, cached + most * (setting.question + setting.answer))
+    draw = DrawnTokens(causal.vocabulary)
+    documents = [draw(setting.tokens) for _ in range(setting.documents)]
+    states = [encode_one(causal, each) for each in documents[:-1]]
+    encoding = seconds(lambda: states.append(encode_one(causal, documents[-1])))
+    first = min(ours.first_token(states, draw(setting.question)) for _ in range(setting.runs))
+    exact = ours.first_token([], [*chain.from_iterable(documents), *draw(setting.question)])
+    rates = {}
+    for answers in setting.answers:
+        questions = [draw(setting.question) for _ in range(answers)]
+        rates[str(answers)] = max(
+            ours.decode(states, questions, setting.answer) for _ in range(setting.runs)
+        )
+    ours.engine.close()
+    return {
+        "first_token_seconds": first, "exact_seconds": exact, "tokens_per_second": rates,
+        "encoded_tokens_per_second": setting.tokens / encoding,
+        "weight_bytes": sum(held.values()), "token_bytes": causal.bytes_per_token,
+        "rss_bytes": process_memory()["rss_bytes"], "dtypes": dtypes_of(causal),
+    }  # fmt: skip
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "0.5b,1.5b",
+    quantization: Annotated[str, typer.Option(help="auto, int8, int4 or none.")] = "int4",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    runs: Annotated[int, typer.Option(min=1)] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure models by their size."""
+    chosen = {name: SHAPES[name] for name in shapes.split(",")}
+    setting = LaptopSetting(threads=threads, runs=runs)
+    kind = None if quantization == "none" else quantization
+    result = run_benchmark(lambda progress: bench_laptop(chosen, kind, setting, progress))
+    print_figures([_table(result["rows"])], result, json_file)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    table = plain_table("shape", "weights", "first token", "computed", "decode", "of eight", left=1)
+    for row in rows:
+        one, *_, eight = (f"{rate:.1f}/s" for rate in row["tokens_per_second"].values())
+        table.add_row(
+            row["shape"], f"{row['weight_bytes'] / 1e9:.1f} GB",
+            f"{row['first_token_seconds']:.2f} s", f"{row['exact_seconds']:.2f} s", one, eight,
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
