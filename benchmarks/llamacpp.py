@@ -2,6 +2,7 @@
 
     pip install llama-cpp-python
     python benchmarks/llamacpp.py MODEL.gguf --json FILE
+    python benchmarks/llamacpp.py MODEL.gguf --texts TEXTS.json
 
 Both have the same documents: random tokens, read once before anything is timed. A prompt has them
 in another order and then a question. llama.cpp keeps its last prompt and computes what follows the
@@ -9,12 +10,15 @@ common beginning. Concurrent answers are over the same documents: llama.cpp copi
 which copies no states. Figures are ratios of the shortest times, because other processes disturb
 each of them. (The module is not named `llama_cpp`, which is the name of the bindings.)
 
-The most memory is that of a process which opens the model, reads documents and answers over them,
-beyond what it had before it opened the model.
+Memory is that of a process which opens the model, reads documents and answers over them, beyond
+what it had before it opened the model: the most that was resident, with pages of mapped files,
+which the system takes back when it needs them, and what is left at the end without these pages.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +176,7 @@ def bench_beside(
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds to the first token by number of documents, in a new order and with the whole prefix;
-    tokens a second by number of answers; peak_bytes of both; seconds, rss_bytes and disk_bytes of
+    tokens a second by number of answers; memory of both; seconds, rss_bytes and disk_bytes of
     both when opened. parts: of `PARTS`."""
     setting = setting or BesideSetting()
     torch.set_num_threads(setting.threads)
@@ -182,7 +186,7 @@ def bench_beside(
         "setting": asdict(setting), "file": file.name, "machine": describe_machine(),
     }  # fmt: skip
     if "memory" in parts:
-        result["peak_bytes"] = _peaks(file, setting, progress)
+        result["memory"] = _memory(file, setting, progress)
     if {"first", "decode"}.isdisjoint(parts):
         return result
     began, before = time.perf_counter(), process_memory()["rss_bytes"]
@@ -215,6 +219,29 @@ def bench_beside(
     return result
 
 
+def count_equal_tokens(file: Path, texts: Sequence[str]) -> dict[str, int]:
+    """How many texts the tokenizer of a converted file and llama.cpp's split alike."""
+    import llama_cpp
+    from tokenizers import Tokenizer
+
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    ours = Tokenizer.from_file(str(convert_gguf(file) / "tokenizer.json"))
+    equal = 0
+    for text in texts:
+        data = text.encode()
+        room = len(data) + MARGIN
+        tokens = (ctypes.c_int32 * room)()
+        count = llama_cpp.llama_tokenize(
+            vocabulary, data, len(data), tokens, room, False, True
+        )  # without an opening token, with control tokens
+        equal += tokens[:count] == ours.encode(text, add_special_tokens=False).ids
+    llama_cpp.llama_model_free(model)
+    return {"texts": len(texts), "equal": equal}
+
+
 def open_ours(file: Path, setting: BesideSetting) -> Ours:
     return Ours(load_model(file, quantization=setting.quantization).causal, setting.context)
 
@@ -223,42 +250,54 @@ def open_theirs(file: Path, setting: BesideSetting) -> LlamaCpp:
     return LlamaCpp(file, setting.context, max(setting.answers), setting.threads)
 
 
-def _peaks(file: Path, setting: BesideSetting, progress: Progress) -> dict[str, int]:
-    """The most memory of a process of either side, which reads and answers."""
+def _memory(file: Path, setting: BesideSetting, progress: Progress) -> dict[str, dict[str, int]]:
+    """The memory of a process of either side, which reads and answers."""
     found = {}
     for name, run in (("ours", _answer_here), ("llama.cpp", _answer_there)):
         progress(f"memory of {name}")
         with get_context("spawn").Pool(1) as pool:
-            found[name] = pool.apply(_peak_of, (run, file, setting))
+            found[name] = pool.apply(_memory_of, (run, file, setting))
     return found
 
 
-def _peak_of(
+def _memory_of(
     run: Callable[[Path, BesideSetting], object], file: Path, setting: BesideSetting
-) -> int:
+) -> dict[str, int]:
     torch.set_num_threads(setting.threads)
-    before = process_memory()["rss_bytes"]
-    run(file, setting)
+    before = _status_bytes()
+    kept = run(file, setting)
+    after = _status_bytes()
+    del kept
+    return {
+        "peak_bytes": after["VmHWM"] - before["VmRSS"],
+        "anonymous_bytes": after["RssAnon"] - before["RssAnon"],
+    }
+
+
+def _status_bytes() -> dict[str, int]:
+    """Memory of this process as Linux counts it."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    [peak] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-    return 1024 * int(peak) - before
+    lines = (line.split() for line in status.splitlines() if line.startswith(("Vm", "Rss")))
+    return {name.rstrip(":"): 1024 * int(count) for name, count, *_ in lines}
 
 
-def _answer_here(file: Path, setting: BesideSetting) -> None:
+def _answer_here(file: Path, setting: BesideSetting) -> object:
+    """Returns what holds the memory."""
     ours, draw = open_ours(file, setting), DrawnTokens(CONTROL)
     documents = [draw(setting.tokens) for _ in range(setting.documents[0])]
     states = [encode_one(ours.causal, each) for each in documents]
     questions = [draw(setting.question) for _ in range(max(setting.answers))]
     ours.decode(states, questions, setting.answer)
-    ours.engine.close()
+    return ours, states
 
 
-def _answer_there(file: Path, setting: BesideSetting) -> None:
+def _answer_there(file: Path, setting: BesideSetting) -> object:
+    """Returns what holds the memory."""
     theirs, draw = open_theirs(file, setting), DrawnTokens(CONTROL)
     theirs.first_token(draw(setting.documents[0] * setting.tokens))
     questions = [draw(setting.question) for _ in range(max(setting.answers))]
     theirs.decode(questions, setting.answer)
-    theirs.close()
+    return theirs
 
 
 class DrawnTokens:
@@ -331,16 +370,16 @@ def _table(result: dict[str, Any]) -> Any:
     for name, row in result.get("tokens_per_second", {}).items():
         mine, other = row["ours"], row["llama.cpp"]
         table.add_row(f"decode, {name}", f"{mine:.1f}/s", f"{other:.1f}/s", f"{mine / other:.2f}")
-    rows = {"most memory, MB": (result.get("peak_bytes"), 1e6)}
+    rows: dict[str, tuple[dict[str, Any], float]] = {}
+    if memory := result.get("memory"):
+        for name in ("peak_bytes", "anonymous_bytes"):
+            rows[f"memory, {name}"] = {side: each[name] for side, each in memory.items()}, 1e6
     if opened := result.get("opened"):
         for name, unit in (("seconds", 1), ("rss_bytes", 1e6), ("disk_bytes", 1e6)):
             rows[f"open, {name}"] = {side: each[name] for side, each in opened.items()}, unit
     for name, (row, unit) in rows.items():
-        if row is not None:
-            mine, other = row["ours"], row["llama.cpp"]
-            table.add_row(
-                name, f"{mine / unit:,.1f}", f"{other / unit:,.1f}", f"{other / mine:.2f}"
-            )
+        mine, other = row["ours"], row["llama.cpp"]
+        table.add_row(name, f"{mine / unit:,.1f}", f"{other / unit:,.1f}", f"{other / mine:.2f}")
     return table
 
 
@@ -353,9 +392,17 @@ def main(
     threads: Annotated[int, typer.Option(min=1)] = 2,
     quantization: Annotated[str, typer.Option(help="auto, int8, int4 or none.")] = "auto",
     parts: Annotated[str, typer.Option(help="Of the figures.")] = ",".join(PARTS),
+    texts: Annotated[
+        Path | None, typer.Option(help="Compare the tokens of a JSON list of texts, and end.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare a GGUF model here and in llama.cpp."""
+    if texts is not None:
+        told = count_equal_tokens(file, json.loads(texts.read_text(encoding="utf-8")))
+        counts = f"{told['equal']} of {told['texts']} texts have the same tokens"
+        print_figures([counts], told, json_file)
+        return
     setting = BesideSetting(
         documents=tuple(map(int, documents.split(","))), tokens=tokens, answer=answer, runs=runs,
         threads=threads, quantization=None if quantization == "none" else quantization,

@@ -69,7 +69,7 @@ def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Question]:
         raise NoDocuments(f"there is no {file}; give a folder of documents with its questions")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     rows = rows[:: max(1, len(rows) // questions)][:questions]
-    frame = prompt_frame(model.tokenizer)
+    frame = prompt_frame(model.tokenizer, model.instruction)
     [root] = encode(model.causal, [EncodeJob(model.encode(frame.preamble))])
     documents = sorted({row["document"] for row in rows})
     texts = [(handbook / name).read_text(encoding="utf-8") for name in documents]

@@ -281,7 +281,7 @@ def bench_recomputation(
     """Means over the questions; see `summarize`. cost: see `cost_of`; kl: of the first token's
     distribution from that of `exact`, in nats; agrees: whether the likeliest first token is the
     same; same_answer: whether the whole answer is."""
-    frame = prompt_frame(model.tokenizer)
+    frame = prompt_frame(model.tokenizer, model.instruction)
     reader = VariantReader(model, setting)
     preamble = tuple(model.encode(frame.preamble))
     before, after = model.encode(frame.question), model.encode(frame.epilogue)

@@ -31,14 +31,13 @@ from ragcache import RagCache
 from ragcache.calibration import CalibrationExample, collect_examples, cross_validate
 from ragcache.errors import ConfigurationError
 from ragcache.evaluation import Dataset, exact_match, f1, paired_bootstrap
-from ragcache.models import INSTRUCTION
+from ragcache.models import INSTRUCTION, READER_INSTRUCTION
 
 WORDINGS = (
     INSTRUCTION,
-    "Answer the question using only the documents below. Give only the answer, in as few words as "
-    "possible.",
+    READER_INSTRUCTION,
     "Read the documents and answer the question at the end with a short phrase copied from them.",
-    f"{INSTRUCTION} If the documents do not answer it, say \"not in the documents\".",
+    f"{READER_INSTRUCTION} If the documents do not answer it, say \"not in the documents\".",
     "Extract the answer to the question from the documents below. Reply with the exact words of "
     "the answer and nothing else.",
     "Below are documents and a question. Reply with the answer only: a name, a number, a date or a "

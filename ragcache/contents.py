@@ -136,7 +136,7 @@ class Collections:
             >>> rag.collections.set_instruction("handbook", None)
         """
         if instruction is not None:
-            resolve_instruction(self._namespace.shared.model.tokenizer, instruction)
+            resolve_instruction(self._namespace.shared.model, instruction)
         self._namespace.catalog.set_instruction(collection, instruction)
 
     def description(self, collection: str) -> str:

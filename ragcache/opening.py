@@ -70,7 +70,7 @@ def open_folder(
         )
         loaded = model if isinstance(model, LoadedModel) else _load(model, config, database)
         variables = _template_kwargs(loaded, config.chat_template_kwargs)
-        preamble = resolve_instruction(loaded.tokenizer, config.instruction)
+        preamble = resolve_instruction(loaded, config.instruction)
         tiers = open_tiers(config, loaded.causal.device)
         if config.tensor_parallel > 1:
             loaded = _split(loaded, config.tensor_parallel)

@@ -348,7 +348,7 @@ def make_plan(
 def _preamble(model: LoadedModel, instruction: str | None, longest: int) -> list[int]:
     """Return the preamble's tokens. Raises `ConfigurationError` if the longest module, of `longest`
     tokens, does not fit behind it."""
-    before_documents = resolve_instruction(model.tokenizer, instruction)
+    before_documents = resolve_instruction(model, instruction)
     preamble = model.encode(prompt_frame(model.tokenizer, before_documents).preamble)
     needed, window = longest + len(preamble), model.causal.window
     if needed >= window:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ragcache.models.dtype import DTypeChoice, dtype_name
 from ragcache.models.loader import (
     INSTRUCTION,
+    READER_INSTRUCTION,
     LoadedModel,
     PromptFrame,
     load_model,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTRUCTION",
+    "READER_INSTRUCTION",
     "Absolute",
     "Alibi",
     "CausalLM",

@@ -36,9 +36,16 @@ from ragcache.models.tokenizer import PromptTokenizer, tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
 
 INSTRUCTION = (
+    "Answer the question using only the documents below. "
+    "Give only the answer, in as few words as possible."
+)
+"""Default instruction before documents: the best of nine for two models
+(docs/measurements/quality.md)."""
+READER_INSTRUCTION = (
     "Answer the question from the documents below. "
     "Be brief: give only the answer, in the words of the documents."
 )
+"""Default instruction of the embedded reader, which was trained with it."""
 NO_ANSWER = "<|no_answer|>"
 FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know none
 _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
@@ -64,6 +71,8 @@ class LoadedModel:
     reader."""
     default_mode: ReuseMode = field(default=ROOTED, kw_only=True)
     """Mode of questions and chats that name none. Set by `load_model`."""
+    instruction: str = field(default=INSTRUCTION, kw_only=True)
+    """Instruction before documents, unless a folder or a collection has another."""
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -190,6 +199,7 @@ def load_model(
         dtypes=choice,
         extractive=name is None,
         default_mode=ROOTED if name is None else _default_mode(causal),
+        instruction=READER_INSTRUCTION if source == str(READER) else INSTRUCTION,
     )
 
 

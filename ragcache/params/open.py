@@ -44,8 +44,7 @@ class OpenConfig(TierOptions, Params):
     a `ragcache.retrieval.Reranker`. Off by default."""
     instruction: str | None = None
     """Instruction to the model, before the documents of every prompt. Other instructions need other
-    states. Defaults to a brief answer in the words of the documents
-    (`ragcache.models.INSTRUCTION`)."""
+    states. Defaults to an answer in as few words as possible (`ragcache.models.INSTRUCTION`)."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the model's chat template for every prompt. A call may override them."""
     module_tokens: Annotated[int | None, Field(ge=1)] = None

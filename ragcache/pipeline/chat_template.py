@@ -26,7 +26,7 @@ from jinja2.exceptions import TemplateError
 
 from ragcache.config import check_instruction
 from ragcache.errors import ConfigurationError, InvalidRequest
-from ragcache.models import INSTRUCTION, LoadedModel, render_undated
+from ragcache.models import LoadedModel, render_undated
 from ragcache.models.tokenizer import control_tokens
 
 _FIRST = 0x100000  # first mark: plane 16, for private use
@@ -232,17 +232,18 @@ def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[st
     return given
 
 
-def resolve_instruction(tokenizer: Any, instruction: str | None) -> str:
-    """Return the instruction that precedes documents, checked. Defaults to `INSTRUCTION`.
+def resolve_instruction(model: LoadedModel, instruction: str | None) -> str:
+    """Return the instruction that precedes documents, checked. Defaults to the model's.
 
     Raises:
         ConfigurationError: The instruction is blank, or could become a control token.
     """
     if instruction is None:
-        return INSTRUCTION
+        return model.instruction
     check_instruction(instruction)
     ChatTemplate.check(instruction)
-    if ControlTokenEscaper(list(control_tokens(tokenizer))).hide(instruction) != instruction:
+    control = list(control_tokens(model.tokenizer))
+    if ControlTokenEscaper(control).hide(instruction) != instruction:
         raise ConfigurationError(
             "the instruction holds a control token of the model, or the edge of one; control "
             "tokens come from the chat template alone"

@@ -428,7 +428,7 @@ class Measurement:
         """
         self.kv_dtype = kv_dtype
         self.causal, self.engine, self.stop_ids = model.causal, engine, model.stop_ids
-        frame = prompt_frame(model.tokenizer)
+        frame = prompt_frame(model.tokenizer, model.instruction)
         self.preamble = tuple(model.encode(frame.preamble))
         self.surroundings = Surroundings(model, self.preamble)
         every = range(len(DOCUMENTS))

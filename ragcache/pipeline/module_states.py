@@ -204,7 +204,7 @@ class ModuleEncoder(StateEncoder):
             return self
         assert instruction is not None
         if instruction not in self._variants:
-            before = resolve_instruction(self.model.tokenizer, instruction)
+            before = resolve_instruction(self.model, instruction)
             preamble = self.frame.preamble.removesuffix(f"{self.frame.instruction}\n\n")
             frame = replace(self.frame, preamble=f"{preamble}{before}\n\n", instruction=before)
             self._variants[instruction] = replace(self, frame=frame)

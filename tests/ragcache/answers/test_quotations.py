@@ -49,7 +49,7 @@ def rags(
     """The documents, opened with random models of two families and kinds of tokens."""
     spaced = spaced_tokenizer()
     tiny = tiny_model("gpt2", vocab_size=len(spaced), initializer_range=0.3)
-    models = [tiny_reader, LoadedModel("spaced", wrap_causal(tiny), spaced)]
+    models = [tiny_reader, LoadedModel("spaced", wrap_causal(tiny), spaced, instruction="Quote.")]
     with ExitStack() as stack:
         opened = []
         for number, model in enumerate(models):

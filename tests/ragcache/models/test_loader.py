@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models import LoadedModel, PromptFrame, load_model, loader, prompt_frame, wrap_causal
-from ragcache.models.loader import INSTRUCTION, READER
+from ragcache.models.loader import INSTRUCTION, READER, READER_INSTRUCTION
 from ragcache.models.model import model_fingerprint
 from ragcache.models.tokenizer import tokenizer_fingerprint
 from ragcache.modes import PRIMED, ROOTED, ReuseMode
@@ -174,8 +174,9 @@ def tokenizer(template: str | None, *, bos: str | None = "<s>") -> PreTrainedTok
 
 
 def test_the_frame_of_the_embedded_reader(reader: LoadedModel) -> None:
-    frame = prompt_frame(reader.tokenizer)
-    assert frame.preamble == f"<|user|>{INSTRUCTION}\n\n"
+    frame = prompt_frame(reader.tokenizer, reader.instruction)
+    assert frame.preamble == f"<|user|>{READER_INSTRUCTION}\n\n"
+    assert prompt_frame(reader.tokenizer).preamble == f"<|user|>{INSTRUCTION}\n\n"
     assert frame.question == "Question: "
     assert frame.epilogue == "<|assistant|>"
 

@@ -17,7 +17,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import INSTRUCTION, CausalLM, LoadedModel
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def spaced_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     special = ["<unk>", "<s>", "</s>"]
-    letters = sorted({letter for text in CORPUS for letter in text} | set("<>[]/|xyzAB"))
+    letters = sorted(set("".join((*CORPUS, INSTRUCTION, "<>[]/|xyzAB"))))
     trainer = BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False
     )

@@ -131,7 +131,7 @@ def test_rooted_modules_see_the_preamble_and_isolated_do_not(
 ) -> None:
     database = Database.open(tmp_path / "ledger.sqlite")
     store = KVStore.open(tmp_path, database, 2**26)
-    frame = prompt_frame(model.tokenizer)
+    frame = prompt_frame(model.tokenizer, model.instruction)
     tokens = model.encode("The spare key hangs in the red cupboard.")
     other = replace(frame, preamble=frame.preamble.replace("documents", "pages"))
     states = {}
@@ -440,7 +440,7 @@ class FakeScaffolds(Scaffolds):
 @pytest.fixture
 def pipeline(reader: LoadedModel) -> AskPipeline:
     none = cast("Any", None)
-    encoder = ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer))
+    encoder = ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer, reader.instruction))
     tokens = SimpleNamespace(
         of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
     )

@@ -223,7 +223,8 @@ def test_answers_say_what_was_read_and_computed(rag: RagCache, model: LoadedMode
     assert (some.mode, some.finish_reason) == ("blend:20", rooted.finish_reason)
     assert some.reuse.prompt_tokens == rooted.reuse.prompt_tokens
     again = rooted.reuse.cached_tokens - some.reuse.cached_tokens
-    modules = rooted.reuse.cached_tokens - len(model.encode(prompt_frame(model.tokenizer).preamble))
+    frame = prompt_frame(model.tokenizer, model.instruction)
+    modules = rooted.reuse.cached_tokens - len(model.encode(frame.preamble))
     assert 0.2 * modules <= again < 0.2 * modules + RUN
     assert [s.tier for s in some.sources] == ["host"] * 3
 

@@ -515,7 +515,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
         InContextTokenizer(template),
         cast("Any", SimpleNamespace(find=lambda text: find(text, TABLE))),
         none,
-        ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer)),
+        ModuleEncoder(reader, none, none, prompt_frame(reader.tokenizer, reader.instruction)),
         cast("Any", tokens),
         none,
         cast("Any", SimpleNamespace(find=lambda _, found, __: found, mode_for=lambda mode: mode)),

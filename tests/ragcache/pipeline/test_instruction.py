@@ -10,7 +10,7 @@ import pytest
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, UnknownCollection
-from ragcache.models import INSTRUCTION, LoadedModel
+from ragcache.models import INSTRUCTION, READER_INSTRUCTION, LoadedModel
 from ragcache.modes import ROOTED
 from ragcache.params import SearchParams
 from ragcache_schemas import write_schema
@@ -62,7 +62,7 @@ def test_exact_answers_read_it_too(short: RagCache) -> None:
 
 
 def test_a_written_default_reads_what_the_default_kept(state: Path, reader: LoadedModel) -> None:
-    with RagCache.open(state, reader, max_tokens=1, instruction=INSTRUCTION) as rag:
+    with RagCache.open(state, reader, max_tokens=1, instruction=READER_INSTRUCTION) as rag:
         longer = ask(rag)
         assert rag.stats().encoded == 0
     assert longer.reuse.cached_tokens > 0
