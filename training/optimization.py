@@ -59,7 +59,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 def make_optimizers(model: Reader, lr: float, kind: str) -> list[torch.optim.Optimizer]:
     """`muon`: Muon for the matrices and AdamW for the rest; `adamw`: AdamW for all."""
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
     fused = others[0].is_cuda
     if kind == "muon":
         adam = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)

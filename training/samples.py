@@ -66,7 +66,7 @@ class Builder:
 
     def of_paragraphs(self, paragraphs: Paragraphs, rng: random.Random) -> Sequence:
         """Four filled paragraphs, all questions asked of the first."""
-        first, *others = (self._module([paragraphs.draw(rng)], rng) for _ in range(4))
+        first, *others = (self.module([paragraphs.draw(rng)], rng) for _ in range(4))
         first = Filled("", first.text, first.questions)
         return self.sequence([first, *(Section("", o.text, ()) for o in others)], rng)
 
@@ -87,7 +87,7 @@ class Builder:
                 sections = [self.corpus.natural[language].draw(rng)]
             else:
                 sections = [getattr(self.corpus, source).draw(rng)]
-            module = self._module(sections, rng)
+            module = self.module(sections, rng)
             modules.append(lowered(module) if plain else module)
         *shown, absent = modules
         if rng.random() < STRANGERS_SHARE:
@@ -109,11 +109,11 @@ class Builder:
             section = natural.draw(rng)
             swapper = self.corpus.sentences.swapper
             sections = [section, *(swapper.swapped(section, rng) for _ in range(count - 1))]
-        *shown, absent = _only_naming(sections)
+        *shown, absent = only_naming(sections)
         shown[0] = _asked_in_vain(shown, absent, rng)
-        return [self._module([section], rng) for section in shown]
+        return [self.module([section], rng) for section in shown]
 
-    def _module(self, sections: list[Section], rng: random.Random) -> Section:
+    def module(self, sections: list[Section], rng: random.Random) -> Section:
         """Joins sections under Markdown headings, as a split document would read."""
         parts, questions, vain = [], [], []
         for i, section in enumerate(sections):
@@ -206,7 +206,7 @@ def _asked_in_vain(shown: list[Section], absent: Section, rng: random.Random) ->
 _NAMES = re.compile(r"[\u3400-\u9fff]{2,}|(?:(?![\u3400-\u9fff])[^\W_]){2,}(?:-[^\W_]+)*|\d+-?\w*")
 
 
-def _only_naming(sections: list[Section]) -> list[Section]:
+def only_naming(sections: list[Section]) -> list[Section]:
     """The sections with those questions alone that hold a word of theirs that no other has."""
     texts = [f"{s.title}\n{s.text}" for s in sections]
     kept = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from corpus import lose_sentence
 from registers import draw_entries
-from samples import Builder, _only_naming, answer_tokens
+from samples import Builder, only_naming, answer_tokens
 from special_tokens import NO_ANSWER
 from templates import Filled
 from tokenizer import train
@@ -58,7 +58,7 @@ def test_questions_start_where_the_context_ends(builder: Any) -> None:
 def test_near_copies_are_asked_by_what_tells_them_apart() -> None:
     rng = random.Random(5)
     for _ in range(30):
-        entries = _only_naming(draw_entries(rng, 5))
+        entries = only_naming(draw_entries(rng, 5))
         for entry in entries:
             others = [e for e in entries if e is not entry]
             assert all(answer in entry.text for _, answer in entry.questions)
