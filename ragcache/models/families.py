@@ -24,6 +24,7 @@ from ragcache.models.hf_patch import (
     patch_falcon,
     patch_latent,
     patch_mpt,
+    patch_shared_block,
     patch_shared_states,
 )
 from ragcache.models.model import CausalLM, Dimensions
@@ -60,10 +61,14 @@ _UNSERVED = {
 }
 _NOT_CONTINUED = "has recurrent layers that continue no text from a cache in transformers"
 _NO_ATTENTION = "has no attention layer, so it keeps no keys and values"
+_INDEXER = "chooses the keys of a query by an indexer, which is not served"
+_AROUND_KEYS = "has convolutions around its keys and values, so they change with the text before"
 _WITHOUT_FAMILY = {
+    **dict.fromkeys(("qwen4_exp_text", "glm5_next_text"), _INDEXER),
+    "lfm3": "has sliding windows beside recurrent layers, which is not served",
+    **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), _AROUND_KEYS),
     **dict.fromkeys(("jamba", "zamba", "recurrent_gemma", "minimax"), _NOT_CONTINUED),
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
-    "zamba2": "has one attention block for several layers, whose states would be one layer's",
 }
 """Why models of some types are not served, where their configuration does not tell."""
 _HARMLESS = (None, False, "vision")  # of these; "vision": only images, which are not served
@@ -333,6 +338,13 @@ def _granite_hybrid_scheme(model: Any) -> PositionScheme:
     return _no_positions(model)
 
 
+def _zamba2_scheme(model: Any) -> PositionScheme:
+    """Rotary, or no positions at all (`use_mem_rope`)."""
+    if model.config.use_mem_rope:
+        return Rotary.of(model.config, stack_rotary(model))
+    return _no_positions(model)
+
+
 def _no_positions(model: Any) -> PositionScheme:
     """Attention without positions: a recurrent layer knows the order of tokens."""
     half = Dimensions.of(model.config).head_dim // 2
@@ -371,6 +383,18 @@ _TINY_MAMBA: Mapping[str, Any] = {
     "mamba_chunk_size": 16,
 }
 """The heads of these layers divide a multiple of the residual stream."""
+_TINY_ZAMBA: Mapping[str, Any] = {
+    "layers_block_type": ["hybrid", "hybrid"],
+    "hybrid_layer_ids": [0, 1],
+    "n_mamba_heads": 8,
+    "mamba_headdim": lambda config: config.mamba_expand * config.hidden_size // 8,
+    "mamba_ngroups": lambda config: min(2, config.mamba_ngroups),
+    "mamba_d_state": 16,
+    "chunk_size": 16,
+    "attention_hidden_size": lambda config: 2 * config.hidden_size,
+    "attention_head_dim": lambda config: 2 * config.hidden_size // config.num_attention_heads,
+    "time_step_min": 1e-30,  # clamps the time steps of a text, not those of one token
+}
 
 for _family in (
     Family(
@@ -476,6 +500,25 @@ for _family in (
         positions="none, over a latent",
         recurrent="Kimi Delta Attention",
         tiny={"linear_num_heads": 2},
+    ),
+    Family(
+        ("bailing_hybrid",),
+        dimensions=_latent,
+        patch=patch_latent,
+        check=lambda config: check_hybrid(config, served=("kv_lora_rank",)),
+        kernels=False,
+        positions=_LATENT.positions,
+        recurrent="Kimi Delta Attention",
+        tiny={"linear_num_heads": 2, "n_group": 2, "topk_group": 1},
+    ),
+    Family(
+        ("zamba2",),
+        scheme=_zamba2_scheme,
+        patch=patch_shared_block,
+        check=check_hybrid,
+        positions="rotary or none",
+        recurrent="Mamba 2",
+        tiny=_TINY_ZAMBA,
     ),
     Family(
         ("falcon",),

@@ -208,6 +208,19 @@ def patch_latent(model: Any) -> None:
             attention.forward = MethodType(_where_segments(latent_attention), attention)
 
 
+def patch_shared_block(model: Any) -> None:
+    """Tells each of Zamba 2's attentions the layer whose states it reads, in place.
+
+    The layers with attention share its weights, and transformers passes the number of the layer
+    as an argument.
+    """
+    patch_attention(model)
+    for number, layer in enumerate(model.base_model.layers):
+        shared = getattr(layer, "shared_transformer", None)
+        if shared is not None:
+            shared.self_attn.layer_idx = number
+
+
 def patch_falcon(model: Any) -> None:
     """Replaces the forwards of Falcon, in place."""
     attentions = [block.self_attention for block in model.transformer.h]
@@ -260,7 +273,7 @@ def latent_attention(
     where moving a segment turns it.
     """
     tokens, turned, width = hidden_states.shape[1], module.qk_rope_head_dim, module.kv_lora_rank
-    if module.q_lora_rank is None:
+    if getattr(module, "q_lora_rank", None) is None:
         query = module.q_proj(hidden_states)
     else:
         query = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
@@ -277,8 +290,11 @@ def latent_attention(
     states = torch.cat([key[0], latent], -1)  # [1, T, R + C]
     out = past_key_values.attend(module, query, states, None, scale=module.scaling)
     latents = out.view(tokens, -1, turned + width)[..., turned:]  # [T, Hq, C]
-    values = latents.transpose(0, 1) @ to_value.transpose(1, 2)  # [Hq, T, V]
-    return module.o_proj(values.transpose(0, 1).flatten(1)[None]), None
+    values = (latents.transpose(0, 1) @ to_value.transpose(1, 2)).transpose(0, 1)  # [T, Hq, V]
+    if hasattr(module, "g_proj"):  # Bailing's gate, one number a head
+        gate = module.g_proj(hidden_states[0]).float().sigmoid().to(values.dtype)
+        values = values * gate[..., None]
+    return module.o_proj(values.flatten(1)[None]), None
 
 
 def _turn(
@@ -289,7 +305,7 @@ def _turn(
     code = sys.modules[type(module).__module__]
     if isinstance(by, Tensor):
         turned = code.apply_rotary_emb(query, key, by)
-    elif getattr(module.config, "rope_interleave", False):
+    elif getattr(module.config, "rope_interleave", not hasattr(code, "apply_rotary_pos_emb")):
         turned = code.apply_rotary_pos_emb_interleave(query, key, *by)
     else:
         turned = code.apply_rotary_pos_emb(query, key, *by)
