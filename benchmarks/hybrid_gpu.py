@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ from ragcache.engine import (
 )
 from ragcache.machine import describe_machine
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.composition import compose_layers
+from ragcache.models.recurrent import recurrent_mixers
 from ragcache.modes import Compose
 from ragcache.states import KVStates
+from ragcache.states.recurrent import LayerState, RecurrentStates
 
 WAYS: tuple[Compose, ...] = ("order", "both")
 _SLOW_DECAY = -9.0  # see benchmarks/hybrid.py
@@ -246,6 +250,11 @@ def measure(
             ][3:]
             found[f"first_{compose}_ms"] = 1e3 * statistics.median(times)
         log("first tokens")
+        documents = [root.recurrent, *(each.recurrent for each in modules[: load.modules])]
+        found |= bench_composition(session.causal, documents, load.runs)
+        read = sum(each.nbytes for each in documents) + session.causal.recurrent_bytes
+        found["compose_floor_ms"] = 1e3 * read / found["bandwidth"]
+        log("composition")
         short, long = load.tokens
         taken_by: dict[int, list[float]] = {short: [], long: []}
         for run in range(4):
@@ -262,6 +271,21 @@ def measure(
         log("steps")
     found["first_over_floor"] = found["first_order_ms"] / found["first_floor_ms"]
     found["step_over_floor"] = found["step_ms"] / found["step_floor_ms"]
+    return found
+
+
+@torch.inference_mode()
+def bench_composition(
+    causal: CausalLM, documents: Sequence[RecurrentStates], runs: int
+) -> dict[str, float]:
+    """Return milliseconds of composing documents in all layers, in both ways."""
+    mixers = list(recurrent_mixers(causal.model))
+    states = [LayerState() for _ in mixers]
+    found = {}
+    for compose in WAYS:
+        compose_all = partial(compose_layers, mixers, states, documents, both=compose == "both")
+        times = [_seconds(compose_all) for _ in range(runs + 3)][3:]
+        found[f"compose_{compose}_ms"] = 1e3 * statistics.median(times)
     return found
 
 

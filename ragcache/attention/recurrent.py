@@ -38,6 +38,8 @@ class RecurrentRun:
     """Whether the state behind the documents is the mean over their order and its reverse."""
     maps: RecordedMaps | None = None
     """Maps of the text, if it is encoded."""
+    composed: RecurrentSnapshot | None = None
+    """States behind the documents, which the step fills, if they are to be kept."""
 
     @property
     def is_step(self) -> bool:

@@ -173,8 +173,14 @@ class HybridCacheManager(KVCacheManager):
             every_block_from = last + 1
         if sequence.index == 0 and sequence.request.n > 1 and not sequence.generated:
             stops.add(last)  # the other answers continue there
-        documents = PlacedDocuments.of(sequence.request.context)
-        table = RecurrentTable(self.pool, states, frozenset(stops), every_block_from, documents)
+        documents, keeps_list = PlacedDocuments.of(sequence.request.context), False
+        if states is None and path.root is not None and 0 in documents.before:
+            states = self.snapshots.find_list(path.root)
+            keeps_list = self.snapshots.recurs(path.root)
+            if states is not None:
+                documents = documents.behind_the_first()
+        placed = frozenset(stops), every_block_from, documents
+        table = RecurrentTable(self.pool, states, *placed, keeps_list=keeps_list)
         return self._begin(sequence, path, table)
 
     def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:
@@ -194,6 +200,9 @@ class HybridCacheManager(KVCacheManager):
         private, path = sequence.private, sequence.path
         assert isinstance(private, RecurrentTable)
         assert path is not None
+        if private.composed is not None:
+            self.snapshots.keep_list(path.root, private.composed)
+            private.composed = None
         size = self.pool.block_size
         for length in [each for each in private.taken if each % size == 0 and each <= end]:
             states = private.taken.pop(length)
@@ -206,6 +215,17 @@ class HybridCacheManager(KVCacheManager):
                 private.last_node = node
             self.snapshots.keep_snapshot(node, states)
         return exchanged
+
+    def disown_blocks(self, sequence: Sequence) -> None:
+        """See `KVCacheManager.disown_blocks`. Drops the states behind its documents, too."""
+        super().disown_blocks(sequence)
+        if sequence.path is not None:
+            self.snapshots.drop_list(sequence.path.root)
+
+    def forget_retained(self) -> None:
+        """See `KVCacheManager.forget_retained`. Drops the states behind documents, too."""
+        super().forget_retained()
+        self.snapshots.drop_lists()
 
 
 def create_cache_manager(

@@ -4,14 +4,15 @@ Keys and values of a text can be cut after any block. A recurrent state cannot: 
 text. A sequence therefore resumes only from blocks behind which a snapshot of the recurrent states
 is kept. Snapshots are taken where later prompts are likely to continue: where a prompt leaves a
 path that others took (Marconi, Pan et al., 2024), at the last block of a prompt, and at the last
-block of an answer so far.
+block of an answer so far. Behind a list of documents that begins several prompts, the composed
+states are kept, too, for questions that have no block in common.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Self
@@ -52,6 +53,11 @@ class PlacedDocuments:
                 before[token] += (segment.states.recurrent,)
         return cls(before, context.compose == "both")
 
+    def behind_the_first(self) -> Self:
+        """Return the documents that stand behind some own token."""
+        rest = {token: documents for token, documents in self.before.items() if token}
+        return replace(self, before=rest)
+
 
 NO_DOCUMENTS = PlacedDocuments()
 
@@ -62,8 +68,11 @@ class RecurrentTable(BlockTable):
     A step writes new states, which `advance` takes over. A step that fails changes nothing.
 
     Attributes:
-        states: States behind the filled tokens. None before the first token.
+        states: States behind the filled tokens. Before the first token, the states behind the
+            documents that begin the prompt, if these were kept, or None.
         taken: States behind some lengths that were passed, by length in tokens.
+        composed: States behind the documents that begin the prompt, if they are to be kept and
+            have been computed.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class RecurrentTable(BlockTable):
         stops: frozenset[int],
         every_block_from: int,
         documents: PlacedDocuments = NO_DOCUMENTS,
+        *,
+        keeps_list: bool = False,
     ) -> None:
         """Create the table of a sequence.
 
@@ -81,25 +92,32 @@ class RecurrentTable(BlockTable):
             states: States behind the tokens with which the sequence starts.
             stops: Lengths in tokens at which states are taken.
             every_block_from: Length from which states are taken at the end of every block.
-            documents: The documents between the tokens.
+            documents: The documents between the tokens, without those of which `states` are.
+            keeps_list: Whether states behind the documents that begin the prompt are kept.
         """
         super().__init__(pool)
-        self._documents = documents
+        self._documents, self._keeps_list = documents, keeps_list
+        self.composed: RecurrentSnapshot | None = None
         self.states, self.taken = states, dict[int, RecurrentSnapshot]()
         self.last_node: RadixNode | None = None  # of the answer, that the last states went to
         self.every_block_from = every_block_from
         self._stops = stops
         self._launched: list[tuple[int, RecurrentSnapshot]] = []
+        self._composing: RecurrentSnapshot | None = None
 
     def runs(self, begin: int, end: int) -> list[RecurrentRun]:
         """Runs of the step's rows begin:end, cut where states are taken and before documents."""
         before, runs, placed = self.states, list[RecurrentRun](), self._documents
-        self._launched = []
+        self._launched, self._composing = [], None
         first, done = begin - self.length, self.length
         for length in self._cuts(self.length, self.length + end - begin):
             after, documents = RecurrentSnapshot(), placed.before.get(done, ())
             rows = first + done, first + length
-            runs.append(RecurrentRun(*rows, before, after, documents, placed.both))
+            if documents and not done and self._keeps_list:
+                self._composing = RecurrentSnapshot()
+            composed = None if done else self._composing
+            run = RecurrentRun(*rows, before, after, documents, placed.both, composed=composed)
+            runs.append(run)
             self._launched.append((length, after))
             done, before = length, after
         return runs
@@ -110,7 +128,9 @@ class RecurrentTable(BlockTable):
             self.states = states
             if self._is_stop(length):
                 self.taken[length] = states.compact()
-        self._launched = []
+        if self._composing is not None:
+            self.composed = self._composing
+        self._launched, self._composing = [], None
 
     def _cuts(self, begin: int, end: int) -> list[int]:
         """Lengths in begin + 1:end at which a run ends, and `end`."""
@@ -163,17 +183,31 @@ class EncodedKV(ContiguousKV):
         return replace(super().as_states(start), recurrent=recurrent)
 
 
+SEEN_LISTS = 4096
+"""Lists of documents of which is known that they began a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DocumentList:
+    """The documents that begin a prompt, as the key of a snapshot."""
+
+    root: Hashable
+
+
 class SnapshotCache(RadixCache):
-    """A radix cache with snapshots of the recurrent states behind some of its blocks.
+    """A radix cache with snapshots of the recurrent states behind some of its blocks, and behind
+    lists of documents that begin prompts.
 
     Keeps at most `capacity` snapshots, and drops the least recently used one first. A block that
-    lost its snapshot still tells where prompts part.
+    lost its snapshot still tells where prompts part. A list is an ordered one: its key is the root
+    of the paths that begin behind it.
     """
 
     def __init__(self, block_size: int, budget: int, capacity: int) -> None:
         super().__init__(block_size, budget)
         self.capacity = capacity
-        self._snapshots = OrderedDict[RadixNode, RecurrentSnapshot]()
+        self._snapshots = OrderedDict[RadixNode | _DocumentList, RecurrentSnapshot]()
+        self._seen = OrderedDict[Hashable, None]()  # lists that began one prompt
 
     @property
     def snapshot_count(self) -> int:
@@ -197,10 +231,42 @@ class SnapshotCache(RadixCache):
         self._snapshots.move_to_end(path.nodes[-1])
         return self._snapshots[path.nodes[-1]], freed
 
+    def find_list(self, root: Hashable) -> RecurrentSnapshot | None:
+        """Return the states behind the documents of a root, if they are kept."""
+        key = _DocumentList(root)
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+        return self._snapshots.get(key)
+
+    def recurs(self, root: Hashable) -> bool:
+        """Tell whether the documents of a root began a prompt before, and note that they do."""
+        found = root in self._seen
+        self._seen[root] = None
+        self._seen.move_to_end(root)
+        while len(self._seen) > SEEN_LISTS:
+            self._seen.popitem(last=False)
+        return found
+
+    def keep_list(self, root: Hashable, snapshot: RecurrentSnapshot) -> None:
+        """Keep the states behind the documents of a root."""
+        self._keep(_DocumentList(root), snapshot)
+
+    def drop_list(self, root: Hashable) -> None:
+        """Drop the states behind the documents of a root, if there are any."""
+        self._snapshots.pop(_DocumentList(root), None)
+
+    def drop_lists(self) -> None:
+        """Drop the states behind all documents."""
+        for key in [each for each in self._snapshots if isinstance(each, _DocumentList)]:
+            del self._snapshots[key]
+
     def keep_snapshot(self, node: RadixNode, snapshot: RecurrentSnapshot) -> None:
         """Keep the states behind a block that a running request holds."""
-        self._snapshots[node] = snapshot
-        self._snapshots.move_to_end(node)
+        self._keep(node, snapshot)
+
+    def _keep(self, key: RadixNode | _DocumentList, snapshot: RecurrentSnapshot) -> None:
+        self._snapshots[key] = snapshot
+        self._snapshots.move_to_end(key)
         while len(self._snapshots) > self.capacity:
             self._snapshots.popitem(last=False)
 

@@ -91,7 +91,10 @@ class HybridCache(SegmentCache):
             mixers = self._mixers[first : first + len(states)]
             found = compose_layers(mixers, states, run.documents, first=first, both=run.both)
             composed.update(zip(self._layers[first:], found, strict=False))
-        return composed.pop(layer_idx)
+        state = composed.pop(layer_idx)
+        if run.composed is not None:
+            run.composed.layers[layer_idx] = _stacked([state])  # a call may change its own
+        return state
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

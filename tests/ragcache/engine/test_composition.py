@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from ragcache.engine import (
     encode,
     engine,
 )
+from ragcache.engine.kv_cache_manager import HybridCacheManager
+from ragcache.engine.recurrent import SnapshotCache
 from ragcache.errors import InvalidRequest
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import CausalLM, recurrent, wrap_causal
+from ragcache.models.composition import compose_layers
 from ragcache.models.hybrid_trial import MixerInputs, MixerOracle
 from ragcache.modes import Compose
 from ragcache.states import KVStates
@@ -147,6 +151,11 @@ def delta() -> Composed:
     return Composed("qwen3_5_text")
 
 
+def snapshots_of(core: SteppedCore) -> SnapshotCache:
+    assert isinstance(core.kv_manager, HybridCacheManager)
+    return core.kv_manager.snapshots
+
+
 def documents(*lengths: int) -> list[Document]:
     return [Document(random_tokens(length, seed=length)) for length in lengths]
 
@@ -225,6 +234,51 @@ def test_orders_do_not_share(mamba: Composed) -> None:
     for compose in ("order", "both"):
         [output] = core.run(mamba.request([first, second, QUESTION], compose))  # type: ignore[arg-type]
         assert output.shared_tokens == 0
+
+
+def test_a_list_that_recurs_is_composed_twice(
+    mamba: Composed, delta: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions that have nothing in common, one of a single token. An order is a list."""
+    first, second, third = documents(20, 7, 9)
+    composed = list[int]()
+
+    def counting(*args: Any, **options: Any) -> Any:
+        composed.append(len(args[2]))
+        return compose_layers(*args, **options)
+
+    monkeypatch.setattr(recurrent, "compose_layers", counting)
+    questions = [random_tokens(length, seed=40 + length) for length in (5, 6, 1, 30, 7)]
+    for model in (mamba, delta):
+        core = model.core()
+        model.context([first, second, third, QUESTION])  # encodes
+        for found in ([first, second], [second, first]):
+            composed.clear()
+            for question in questions:
+                model.check(core, [*found, question])
+            assert len(composed) == 2
+            model.check(core, [*found, questions[0], third, QUESTION])
+            assert composed[2:] == [3, 1], "with a document behind own tokens it is another list"
+        assert_all_blocks_free(core)
+
+
+def test_a_list_without_a_tenant_is_not_kept(mamba: Composed) -> None:
+    core = mamba.core()
+    for _ in range(3):
+        request = replace(mamba.request([*documents(20, 7), QUESTION]), tenant=None)
+        core.run(request)
+    assert snapshots_of(core).snapshot_count == 0
+
+
+def test_lists_are_dropped_with_states_that_are_not_finite(mamba: Composed) -> None:
+    core, pieces = mamba.core(), [*documents(20, 7), QUESTION]
+    cache = snapshots_of(core)
+    for seed in (1, 2):
+        core.run(mamba.request([*pieces[:-1], random_tokens(9, seed=seed)]))
+    root = mamba.request(pieces).root
+    assert cache.find_list(root) is not None
+    core.fail_all(RuntimeError("a step has failed"))
+    assert cache.find_list(root) is None
 
 
 def test_several_answers_continue_composed_documents(mamba: Composed) -> None:
