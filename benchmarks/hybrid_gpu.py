@@ -227,7 +227,8 @@ def measure(
         log("engine")
         [root] = engine.encode([EncodeJob(session.draw(load.preamble_tokens))])
         before = Segment(root, 0, "root")
-        modules, taken = [], []
+        modules: list[KVStates] = []
+        taken: list[float] = []
         for _ in range(load.kept):
             job = EncodeJob(session.draw(load.module_tokens), root.length, before)
             begin = time.perf_counter()
@@ -250,7 +251,8 @@ def measure(
             ][3:]
             found[f"first_{compose}_ms"] = 1e3 * statistics.median(times)
         log("first tokens")
-        documents = [root.recurrent, *(each.recurrent for each in modules[: load.modules])]
+        placed = [root, *modules[: load.modules]]
+        documents = [each.recurrent for each in placed if each.recurrent is not None]
         found |= bench_composition(session.causal, documents, load.runs)
         read = sum(each.nbytes for each in documents) + session.causal.recurrent_bytes
         found["compose_floor_ms"] = 1e3 * read / found["bandwidth"]
@@ -302,7 +304,7 @@ def profile(name: str, load: Workload, device: str, pool_bytes: int) -> str:
     session = HybridSession(name, load, device)
     with session.start(pool_bytes, warm_up=False) as engine:
         [root] = engine.encode([EncodeJob(session.draw(load.preamble_tokens))])
-        before, modules = Segment(root, 0, "root"), []
+        before, modules = Segment(root, 0, "root"), list[KVStates]()
         for _ in range(load.modules):
             job = EncodeJob(session.draw(load.module_tokens), root.length, before)
             modules += engine.encode([job])

@@ -35,7 +35,7 @@ def tokens() -> Pieces:
 
 
 def log_probs(model: Any, tokens: Pieces, mode: Mode) -> torch.Tensor:
-    """Of all questions of the first context, [Q, L, vocabulary]."""
+    """Return log-probabilities of all questions of the first context, [Q, L, vocabulary]."""
     with torch.no_grad():
         found: torch.Tensor = model.lm_head(forward(model, tokens, mode).questions[0])
     return found.log_softmax(-1)
